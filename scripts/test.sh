@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The whole test suite: `bash scripts/test.sh [--slow] [pytest arguments]`.
+# Makes .venv when missing, installs what the tests need, checks style, runs the tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh requirements.txt requirements-test.txt
+
+select=(-m "not slow")
+if [ "${1:-}" = "--slow" ]; then
+  select=(-m slow)
+  shift
+fi
+
+echo "== ruff"
+ruff check .
+ruff format --check .
+echo "== pytest"
+# One torch thread a worker: two workers on two cores beat one worker with two threads.
+OMP_NUM_THREADS=1 python -m pytest -n auto --maxprocesses=8 "${select[@]}" "$@"
