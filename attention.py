@@ -125,7 +125,7 @@ def get_mechanism(name: str, **overrides) -> Mechanism:
             )
         if value is not None and not _has_meaning(key, mechanism):
             raise UserError(
-                f"attention {name!r} does not use {key} (given {value!r}); leave it out, or use one of "
+                f"attention {name!r} does not use {key} = {value!r}; leave it out, or use one of "
                 + ", ".join(n for n, m in MECHANISMS.items() if _has_meaning(key, m))
             )
     given = {key: value for key, value in overrides.items() if value is not None}

@@ -1,0 +1,91 @@
+"""Cross-entropy of a linear head without ever holding the logits of the whole sequence.
+
+The head's logits are the largest tensor of a GPT-2 (50,304 floats a token). Here a chunk of tokens
+at a time gets its logits, its loss and, when training, its gradients, which are linear in the
+incoming scalar and so can be finished in the forward pass: exact, and no logit is computed twice.
+"""
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # a target with this value counts for nothing
+
+# Logits held at once: enough to keep a GPU busy, small enough for a CPU's memory traffic.
+CHUNK_LOGITS = {"cpu": 2**24, "default": 2**28}
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Mean of -log softmax(hidden @ weight[:classes].T)[target] over targets that are not IGNORE.
+
+    hidden (..., C), weight (rows >= classes, C), targets (...). Softmax and sums in float32; the
+    products follow autocast.
+    """
+    return _LinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), classes
+    )
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """-log softmax(...)[target] of every token in float32, in the shape of targets."""
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    losses = [
+        _losses(_logits(flat[rows], weight, classes), wanted[rows])[0]
+        for rows in _chunks(flat, weight)
+    ]
+    return torch.cat(losses).view(targets.shape)
+
+
+def _chunks(hidden: Tensor, weight: Tensor):
+    logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["default"])
+    size = max(1, logits // weight.shape[0])
+    return (slice(i, i + size) for i in range(0, hidden.shape[0], size))
+
+
+def _logits(hidden: Tensor, weight: Tensor, classes: int) -> Tensor:
+    # All rows are multiplied, padding included: that is what the padding is for.
+    return (hidden @ weight.T)[:, :classes].float()
+
+
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's loss, zero for IGNORE, and its log-sum-exp."""
+    normaliser = logits.logsumexp(-1)
+    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (normaliser - chosen).masked_fill(targets == IGNORE, 0), normaliser
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, classes):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        training = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        counted = targets != IGNORE
+        count = counted.sum().clamp(min=1)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        if training:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros_like(weight)
+        with torch.autocast(kind, enabled=False):
+            table = weight.to(dtype)
+            for rows in _chunks(hidden, weight):
+                h = hidden[rows].to(dtype)
+                logits = _logits(h, table, classes)
+                losses, normaliser = _losses(logits, targets[rows])
+                total += losses.sum()
+                if training:
+                    # d loss / d logits = (softmax - onehot) / count, made in place of the logits.
+                    delta = logits.sub_(normaliser.unsqueeze(-1)).exp_()
+                    index = targets[rows].clamp(min=0).unsqueeze(-1)
+                    delta.scatter_add_(-1, index, delta.new_full(index.shape, -1.0))
+                    delta = delta.mul_((counted[rows] / count).unsqueeze(-1)).to(dtype)
+                    grad_hidden[rows] = delta @ table[:classes]
+                    grad_weight[:classes] += delta.T @ h
+        if training:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad, grad_weight * grad, None, None

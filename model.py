@@ -1,0 +1,306 @@
+"""GPT-2 with rotary positions and any attention mechanism of the paper.
+
+Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
+is computed on demand, and the row count N of the mechanisms follows the absolute position, in one
+pass and in cached decoding alike.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import MECHANISMS, OVERRIDES, Mechanism, attend, get_mechanism
+from cross_entropy import linear_cross_entropy, token_losses
+from errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    layers: int
+    heads: int
+    width: int
+    vocab_size: int
+    vocab_rows: int  # of the embedding table: vocab_size, or padded to a multiple of 64 for speed
+    attention: Mechanism
+    interpolation: float = 1.0  # position interpolation: RoPE position m becomes m / interpolation
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def __post_init__(self):
+        for key in ("layers", "heads", "width", "vocab_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"model: {key} = {getattr(self, key)} must be at least 1")
+        if self.width % (2 * self.heads):
+            raise UserError(
+                f"model: width = {self.width} must be an even multiple of heads = {self.heads} "
+                "(RoPE turns pairs of dimensions)"
+            )
+        if self.vocab_rows < self.vocab_size:
+            raise UserError(
+                f"model: vocab_rows = {self.vocab_rows} is smaller than "
+                f"vocab_size = {self.vocab_size}; set it to at least that"
+            )
+        if not self.interpolation > 0:
+            raise UserError(f"model: interpolation = {self.interpolation} must be positive")
+
+    def to_dict(self) -> dict:
+        """Plain JSON values; the attention as its name and what differs from the registry."""
+        entry = MECHANISMS[self.attention.name]
+        settings = {key: getattr(self.attention, key) for key in OVERRIDES}
+        changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
+        return asdict(self) | {"attention": {"name": entry.name, **changed}}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "ModelConfig":
+        values = dict(values)
+        if unknown := set(values) - {f.name for f in fields(cls)}:
+            raise UserError(f"model config has the unknown key {sorted(unknown)[0]!r}")
+        try:
+            settings = dict(values.pop("attention"))
+            return cls(**values, attention=get_mechanism(settings.pop("name"), **settings))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"model config is incomplete or of a wrong type: {error}") from None
+
+
+# layers, heads, width, vocab_size, vocab_rows. nano reads bytes, the others GPT-2's BPE.
+PRESETS: dict[str, dict[str, int]] = {
+    "nano": {"layers": 3, "heads": 3, "width": 96, "vocab_size": 257, "vocab_rows": 257},
+    "45m": {"layers": 6, "heads": 8, "width": 512, "vocab_size": 50257, "vocab_rows": 50304},
+    "124m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 50257, "vocab_rows": 50304},
+    "355m": {"layers": 24, "heads": 16, "width": 1024, "vocab_size": 50257, "vocab_rows": 50304},
+}
+
+
+def preset(name: str, attention: str | Mechanism = "softmax", **changes) -> ModelConfig:
+    """A model of the paper by its size; `changes` are other values for ModelConfig's fields."""
+    if name not in PRESETS:
+        raise UserError(f"unknown model preset {name!r}; {did_you_mean(name, PRESETS)}")
+    mechanism = get_mechanism(attention) if isinstance(attention, str) else attention
+    return ModelConfig(**(PRESETS[name] | changes), attention=mechanism)
+
+
+class KVCache:
+    """Keys and values of every layer, in buffers that are allocated once for `capacity` tokens."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, H, L, d) for one layer; returns all keys and values so far."""
+        end = self.length + k.shape[2]
+        if end > self.capacity:
+            raise ValueError(f"KVCache of {self.capacity} tokens cannot hold {end}")
+        if layer not in self._layers:
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+        keys, values = self._layers[layer]
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def rope_tables(
+    start: int, length: int, head_dim: int, interpolation: float, device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin (length, head_dim / 2) for positions start .. start + length - 1."""
+    # Angles reach 16,384 radians: float32 would lose three digits of them.
+    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    position = torch.arange(start, start + length, device=device, dtype=dtype) / interpolation
+    pair = torch.arange(0, head_dim, 2, device=device, dtype=dtype)
+    angle = torch.outer(position, 10000.0 ** (-pair / head_dim))
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on (B, H, L, d): dimension i is turned together with dimension i + d/2."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.heads, self.mechanism = layer, config.heads, config.attention
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        init = self.mechanism.parameter_init
+        self.head_scale = None if init is None else nn.Parameter(torch.full((self.heads,), init))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+        q, k, v = self.queries_keys_values(x, rope)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        out = attend(q, k, v, self.mechanism, params=self.head_scale)  # (B, H, L, d)
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
+
+    def queries_keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor, Tensor]:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # (B, H, L, d)
+        return rotate(q, *rope), rotate(k, *rope), v
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(config.width)
+        self.attention = Attention(config, layer)
+        self.norm_mlp = nn.LayerNorm(config.width)
+        self.mlp_in = nn.Linear(config.width, 4 * config.width)
+        self.mlp_out = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+        x = x + self.attention(self.norm_attention(x), rope, cache)
+        hidden = F.gelu(self.mlp_in(self.norm_mlp(x)), approximate="tanh")
+        return x + self.mlp_out(hidden)
+
+
+class GPT(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_rows, config.width)  # tied with the head
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """GPT-2's: N(0, 0.02), divided by sqrt(2 layers) where a block adds to the residual."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for projection in (module.attention.proj, module.mlp_out):
+                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss with targets, else the logits (B, L, vocab_size) of every position."""
+        hidden = self.hidden(tokens)
+        if targets is None:
+            return self.logits(hidden)
+        return linear_cross_entropy(hidden, self.embedding.weight, targets, self.config.vocab_size)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Final hidden states (B, L, width); with a cache, of the tokens that follow it."""
+        start = 0 if cache is None else cache.length
+        rope = rope_tables(
+            start,
+            tokens.shape[1],
+            self.config.head_dim,
+            self.config.interpolation,
+            tokens.device,
+        )
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, rope, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight)[..., : self.config.vocab_size].float()
+
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of every token (B, L), without gradients."""
+        with torch.no_grad():
+            hidden = self.hidden(tokens)
+        return token_losses(hidden, self.embedding.weight, targets, self.config.vocab_size)
+
+    def configure(self, **changes) -> "GPT":
+        """The same weights under another `interpolation` or `attention` (p, alpha, window, ...)."""
+        config = replace(self.config, **changes)
+        if config.attention.parameter_init != self.config.attention.parameter_init:
+            raise UserError(
+                f"a model trained with attention {self.config.attention.name!r} has not the "
+                f"parameters of {config.attention.name!r}"
+            )
+        self.config = config
+        for block in self.blocks:
+            block.attention.mechanism = config.attention
+        return self
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, length: int) -> float:
+        """Of a training step: 6 a weight that multiplies, and the causal half of the attention."""
+        c = self.config
+        dense = sum(p.numel() for p in self.parameters() if p.dim() >= 2)
+        return 6 * dense + 6 * c.layers * c.width * length
+
+    def parameter_groups(self, weight_decay: float) -> list[dict]:
+        """For the optimiser: decay on matrices only, not on biases, norms or head scales."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: tuple[int, ...] = (),
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the next token of each sequence (B,), one step at a time, through a KV cache.
+
+        temperature 0 is greedy. A sequence that has produced a stop token goes on repeating it;
+        the stream ends when all have, or after max_new_tokens.
+        """
+        cache = KVCache(prompt.shape[1] + max_new_tokens)
+        tokens, finished = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+        last = prompt[:, -1]
+        for _ in range(max_new_tokens):
+            logits = self.logits(self.hidden(tokens, cache)[:, -1])
+            chosen = sample(logits, temperature, top_k, top_p, generator)
+            last = torch.where(finished, last, chosen)
+            yield last
+            for token in stop:
+                finished |= last == token
+            if finished.all():
+                return
+            tokens = last.unsqueeze(1)
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, **options) -> Tensor:
+        """The prompt (B, L) and its continuation; options as in `stream`."""
+        new = list(self.stream(prompt, max_new_tokens, **options))
+        return torch.cat((prompt, *(token.unsqueeze(1) for token in new)), dim=1)
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One token a row from logits (B, V); temperature 0 is the argmax."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if top_p is not None:
+        ordered, index = logits.sort(descending=True)
+        probability = ordered.softmax(-1)
+        # Keep the smallest set that reaches top_p: drop what has top_p already before it.
+        outside = probability.cumsum(-1) - probability >= top_p
+        logits = logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
