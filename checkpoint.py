@@ -1,0 +1,199 @@
+"""Checkpoints that a kill at any instant cannot spoil, and that are safe to share.
+
+    runs/NAME/checkpoints/step-00001000/model.safetensors   weights
+                                        model.json          model config, step, tokeniser, losses
+                                        trainer.pt          optimiser and RNG of every rank
+    runs/NAME/checkpoints/latest, best                      the name of one of the above
+
+A checkpoint is written under a temporary name, fsync'd, and renamed; only then does `latest` point
+to it. Weights are safetensors and JSON; the trainer's state is read with weights_only, so nothing
+here can run code.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from errors import UserError
+from model import GPT, ModelConfig
+
+WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself, besides the model's config."""
+
+    run: str
+    step: int
+    train_length: int
+    tokeniser: str | None = None
+    val_loss: float | None = None
+
+
+# --- models: what evaluation and users need ------------------------------------------------------
+
+
+def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
+    """Write weights and description into an existing directory."""
+    weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    save_file(weights, directory / WEIGHTS)
+    description = {"format": 1, "model": model.config.to_dict(), "info": asdict(info)}
+    (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
+    """The model of a run directory (its latest checkpoint) or of one checkpoint directory."""
+    directory = find(path)
+    config, info = read_description(directory)
+    with torch.device("meta"):
+        model = GPT(config)
+    weights = _read_weights(directory / WEIGHTS)
+    expected = {name: t.shape for name, t in model.state_dict().items()}
+    for name in sorted(expected.keys() | weights.keys()):
+        have, want = weights.get(name), expected.get(name)
+        if have is None or want is None or have.shape != want:
+            raise UserError(
+                f"{directory / WEIGHTS}: {name} is {_shape(have)}, the model in {DESCRIPTION} has "
+                f"{_shape(want)}; the two files do not belong together"
+            )
+    model.load_state_dict(weights, assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.to(device), info
+
+
+def _shape(tensor_or_shape) -> str:
+    if tensor_or_shape is None:
+        return "absent"
+    return str(tuple(getattr(tensor_or_shape, "shape", tensor_or_shape)))
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint directory that `path` means: itself, or a run's latest complete one."""
+    path = Path(path)
+    if (path / WEIGHTS).is_file():
+        return path
+    if (path / "checkpoints").is_dir():
+        candidates = Store(path).candidates()
+        if candidates:
+            return candidates[0]
+        raise UserError(f"{path} is a run without a complete checkpoint; train it further")
+    if not path.exists():
+        raise UserError(f"no checkpoint at {path}: no such file or directory")
+    raise UserError(f"{path} is not a checkpoint: give a run directory or one that holds {WEIGHTS}")
+
+
+def read_description(directory: Path) -> tuple[ModelConfig, CheckpointInfo]:
+    file = directory / DESCRIPTION
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+        info = CheckpointInfo(**description["info"])
+        return ModelConfig.from_dict(description["model"]), info
+    except FileNotFoundError:
+        raise UserError(
+            f"{directory} is not a whole checkpoint: {DESCRIPTION} is missing"
+        ) from None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
+
+
+def _read_weights(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
+
+
+# --- runs: what training needs -------------------------------------------------------------------
+
+
+class Store:
+    """The checkpoints of one run."""
+
+    def __init__(self, run_directory: str | Path):
+        self.directory = Path(run_directory) / "checkpoints"
+
+    def candidates(self) -> list[Path]:
+        """Complete checkpoints, the one `latest` names first, then from the newest back."""
+        found = sorted(self.directory.glob("step-*[0-9]"), reverse=True)
+        latest = self._pointer("latest")
+        return sorted((p for p in found if (p / WEIGHTS).is_file()), key=lambda p: p != latest)
+
+    def _pointer(self, name: str) -> Path | None:
+        try:
+            target = (self.directory / name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return self.directory / Path(target).name if target else None
+
+    def save(self, model: GPT, info: CheckpointInfo, trainer: dict, *, keep: int, best: bool):
+        """Write one checkpoint whole, point `latest` (and `best`) at it, drop the old ones."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        final = self.directory / f"step-{info.step:08d}"
+        temporary = self.directory / f".{final.name}.tmp"
+        self.remove_leftovers()
+        try:
+            temporary.mkdir()
+            save_model(temporary, model, info)
+            torch.save(trainer, temporary / TRAINER)
+            for file in temporary.iterdir():
+                _fsync(file)
+            _fsync(temporary)
+            if final.exists():
+                shutil.rmtree(final)  # a damaged one of the same step, which resume passed over
+            temporary.rename(final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise UserError(
+                f"cannot write checkpoint {final}: {error.strerror or error}; free the disk or "
+                "choose another --log.directory; the previous checkpoint is intact"
+            ) from None
+        _fsync(self.directory)
+        self._point("latest", final)
+        if best:
+            self._point("best", final)
+        for old in self.candidates()[keep:]:
+            if old != self._pointer("best"):
+                shutil.rmtree(old)
+        return final
+
+    def remove_leftovers(self) -> None:
+        """Temporary files of a run that was killed while writing."""
+        for leftover in self.directory.glob(".*.tmp"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+    def _point(self, name: str, target: Path) -> None:
+        temporary = self.directory / f".{name}.tmp"
+        temporary.write_text(target.name + "\n")
+        _fsync(temporary)
+        temporary.replace(self.directory / name)
+        _fsync(self.directory)
+
+
+def read_trainer(directory: Path) -> dict:
+    """Optimiser, step and RNG states; reading cannot run code."""
+    try:
+        return torch.load(directory / TRAINER, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{directory / TRAINER} is missing or damaged ({first})") from None
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
