@@ -1,0 +1,245 @@
+"""Exact fused LSSA and LSSAR on the CPU: `lssar(q, k, v, p=15)`, forward and backward.
+
+The kernel is `lssar_cpu.cpp`, built once by the system's C++ compiler (seconds) into a cache
+folder ($LSSAR_CACHE, else $XDG_CACHE_HOME/lssar, else ~/.cache/lssar) and loaded with ctypes.
+Importing this module builds nothing; `unavailable()` says why the kernel cannot be used.
+
+Memory is linear in the length. The output and dq have the same bits for any number of threads; dk
+and dv have the same bits for the same number of threads.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+# Tried in this order: an Arm clang knows only -mcpu, and some compilers come without OpenMP.
+VARIANTS = (
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-march=native",),
+    ("-mcpu=native",),
+    (),
+)
+MAX_HEAD_DIM = 256
+
+
+class Unavailable(RuntimeError):
+    """The kernel cannot be built or loaded here; the message is one line that says why."""
+
+
+def _compiler() -> list[str]:
+    if chosen := os.environ.get("CXX"):
+        return shlex.split(chosen)
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return [path]
+    raise Unavailable("no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on, so that a cache shared between machines stays right."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(found)])
+
+
+def _cache_dir() -> Path:
+    if chosen := os.environ.get("LSSAR_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lssar"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
+    return lines[0] if lines else "no message"
+
+
+def build(*extra: str) -> Path:
+    """The shared library for this machine, from the cache or compiled now."""
+    compiler = _compiler()
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    except OSError as error:
+        raise Unavailable(f"cannot run the C++ compiler {shlex.join(compiler)}: {error}") from None
+    parts = [SOURCE.read_text(), repr((compiler, FLAGS, VARIANTS, extra)), version, _cpu_features()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    library = _cache_dir() / f"lssar_cpu-{key}.so"
+    if library.exists():
+        return library
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    except OSError as error:
+        raise Unavailable(f"cannot write the cache folder {library.parent}: {error}") from None
+    os.close(handle)
+    partial = Path(name)
+    try:
+        for variant in VARIANTS:
+            command = [*compiler, *FLAGS, *variant, *extra, str(SOURCE), "-o", str(partial)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode == 0:
+                partial.replace(library)  # atomic: another process sees all of it or nothing
+                return library
+    finally:
+        partial.unlink(missing_ok=True)
+    raise Unavailable(f"{shlex.join(compiler)} cannot build the kernel: {_last_line(result.stderr)}")
+
+
+def load(*extra: str) -> ctypes.CDLL:
+    """The kernel's two functions, ready to be called with a `_Call` array, p and alpha."""
+    library = build(*extra)
+    try:
+        kernel = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise Unavailable(f"cannot load {library}: {error}") from None
+    for function in (kernel.lssar_forward, kernel.lssar_backward):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
+        function.restype = ctypes.c_int
+    return kernel
+
+
+@functools.cache
+def _kernel() -> ctypes.CDLL:
+    return load()
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """None when the kernel can be built and loaded here, else one line that says why not."""
+    try:
+        _kernel()
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+_Call = ctypes.c_int64 * 43  # struct Call: 7 numbers, then 9 views of (pointer, 3 strides)
+_NO_VIEW = (0, 0, 0, 0)
+
+
+def _view(x: Tensor) -> tuple[int, ...]:
+    b, h, l, _ = x.stride()
+    return x.data_ptr(), b, h, l
+
+
+def _call(function, q: Tensor, k: Tensor, train_length: int, views, p: float, alpha: float) -> None:
+    b, h, lq, d = q.shape
+    numbers = (b, h, lq, k.shape[2], d, torch.get_num_threads(), train_length)
+    flat = [x for view in views for x in view]
+    if q.numel() and function(_Call(*numbers, *flat), p, alpha):
+        raise MemoryError(f"the attention kernel found no scratch memory for {k.shape[2]} keys")
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+_library = torch.library.Library("lssar", "DEF")
+_library.define(
+    "cpu_forward(Tensor q, Tensor k, Tensor v, float p, float alpha, int train_length)"
+    " -> (Tensor out, Tensor stats)"
+)
+_library.define(
+    "cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats,"
+    " float p, float alpha, int train_length) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _fake_forward(q, k, v, p, alpha, train_length):
+    """out laid out as q (so that merging heads needs no copy), stats (B, H, Lq, 4)."""
+    return torch.empty_like(q), q.new_empty((*q.shape[:3], 4))
+
+
+def _fake_backward(dout, q, k, v, out, stats, p, alpha, train_length):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _forward(q, k, v, p, alpha, train_length):
+    out, stats = _fake_forward(q, k, v, p, alpha, train_length)
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    views = [_view(q), _view(k), _view(v), _view(out), _view(stats), *[_NO_VIEW] * 4]
+    _call(_kernel().lssar_forward, q, k, train_length, views, p, alpha)
+    return out, stats
+
+
+def _backward(dout, q, k, v, out, stats, p, alpha, train_length):
+    grads = _fake_backward(dout, q, k, v, out, stats, p, alpha, train_length)
+    tensors = [_unit_stride(x) for x in (q, k, v, out, stats, dout)]
+    views = [_view(x) for x in (*tensors, *grads)]
+    _call(_kernel().lssar_backward, q, k, train_length, views, p, alpha)
+    return grads
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, ctx.p, ctx.alpha, ctx.train_length = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _autograd(ctx, dout, _):
+    saved = ctx.saved_tensors
+    grads = torch.ops.lssar.cpu_backward(dout, *saved, ctx.p, ctx.alpha, ctx.train_length)
+    return *grads, None, None, None
+
+
+_library.impl("cpu_forward", _forward, "CPU")
+_library.impl("cpu_backward", _backward, "CPU")
+torch.library.register_fake("lssar::cpu_forward", _fake_forward, lib=_library)
+torch.library.register_fake("lssar::cpu_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "lssar::cpu_forward", _autograd, setup_context=_setup_context, lib=_library
+)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) -> None:
+    if q.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"q must be (B, H, Lq, d), k and v (B, H, Lk, d), not {shapes}")
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(f"{q.shape[2]} queries need at least as many keys, not {k.shape[2]}")
+    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"head dimension {q.shape[3]}: the kernel takes 1 to {MAX_HEAD_DIM}")
+    if p is not None and not p >= 1:
+        raise ValueError(f"p = {p}: the gradient of y^p at 0 needs p >= 1")
+    if train_length < 1:
+        raise ValueError(f"train_length = {train_length} must be at least 1")
+    for x in (q, k, v):
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"the CPU kernel takes float32, not {x.dtype} on {x.device}")
+
+
+def lssar(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    p: float | None,
+    alpha: float = 0.0,
+    train_length: int = 1024,
+) -> Tensor:
+    """Causal LSSAR attention, l1(relu(N_i A - 1[N_i > 3])^p_i) v with A the LSSA weights.
+
+    q is (B, H, Lq, d), k and v (B, H, Lk, d), the last query aligned with the last key:
+    N_i = Lk - Lq + i + 1. `p=None` is LSSA, A v. p_i = p up to `train_length` keys and
+    p (1 + alpha (sqrt(N_i / train_length) - 1)) beyond. Half-precision input is computed in float32.
+    A row whose keys are all alike takes its stage-one weights A.
+    """
+    _check(q, k, v, p, train_length)
+    dtype = q.dtype
+    out, _ = torch.ops.lssar.cpu_forward(
+        q.float(), k.float(), v.float(), 0.0 if p is None else float(p), float(alpha), train_length
+    )
+    return out.to(dtype)

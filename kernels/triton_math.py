@@ -1,0 +1,131 @@
+"""What the three LSSAR kernels of `kernels/triton_lssar.py` share: tiles in, softplus, powers, norms.
+
+Everything is in units of ln 2: a score arrives multiplied by log2(e) and softplus leaves divided by
+ln 2. The weights do not change when a row of softplus values is scaled.
+"""
+
+import triton
+import triton.language as tl
+
+NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
+
+
+@triton.jit
+def softplus(s):
+    """log2(1 + 2^s) and 2^-|s|. The polynomial is log2(1 + e)/e on [0, 1] to 3e-8, relative:
+    tl.log2 is a long software sequence, and log2 of a rounded 1 + e loses every small e."""
+    e = tl.exp2(-tl.abs(s))
+    c = 0.007549174163298813
+    c = c * e - 0.04256702740847336
+    c = c * e + 0.11285613206977503
+    c = c * e - 0.19711891285474994
+    c = c * e + 0.27564138246992853
+    c = c * e - 0.3584084639145884
+    c = c * e + 0.48069295610661705
+    c = c * e - 0.7213402079462791
+    c = c * e + 1.4426949974346832
+    return tl.maximum(s, 0.0) + c * e, e
+
+
+@triton.jit
+def sigmoid(s, e):
+    """The slope of softplus, from the e it returned."""
+    return tl.where(s >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def power(z, exponent, INTEGER: tl.constexpr):
+    """z^INTEGER, or z^exponent where INTEGER is negative; always 0 at z = 0, even to the 0."""
+    if INTEGER < 0:
+        r = tl.where(z > 0, tl.exp2(exponent * tl.log2(tl.maximum(z, 1e-30))), 0.0)
+    elif INTEGER == 0:
+        r = tl.where(z > 0, 1.0, 0.0)
+    else:
+        r = z
+        square = z
+        for bit in tl.static_range(0, 6):
+            if (INTEGER >> bit) & 1:
+                if INTEGER & ((1 << bit) - 1):
+                    r = r * square
+                else:
+                    r = square
+            if INTEGER >> (bit + 1):
+                square = square * square
+    return r
+
+
+@triton.jit
+def adaptive(count, p, alpha, train_length):
+    """The exponent p_i of a row that sees `count` keys."""
+    longer = p * (1.0 + alpha * (tl.sqrt(count / train_length) - 1.0))
+    return tl.where(count > train_length, longer, p)
+
+
+@triton.jit
+def add(total, carry, x):
+    """One step of Kahan's sum: rows are long, and near-uniform ones live off the last bits."""
+    x = x - carry
+    new = total + x
+    return new, (new - total) - x
+
+
+@triton.jit
+def head_of(X, stride, pair, heads):
+    """Where one head of X begins; in 64 bits, as a tensor may have more than 2^31 elements."""
+    batch, head = pair // heads, pair % heads
+    return X + batch.to(tl.int64) * stride[0] + head.to(tl.int64) * stride[1]
+
+
+@triton.jit
+def tile(X, start, stride, length, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [BLOCK, BLOCK_D] to the rows of one head from `start`, and which of them exist."""
+    rows = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    base = X + tl.cast(start, tl.int64) * stride[2]
+    pointers = base + (rows[:, None] * stride[2] + columns[None, :])
+    return pointers, (start + rows < length)[:, None] & (columns < d)[None, :]
+
+
+@triton.jit
+def load_rows(
+    X, start, stride, length, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """That tile, zeros where nothing exists; without MASKED every row does."""
+    pointers, mask = tile(X, start, stride, length, d, BLOCK, BLOCK_D)
+    if MASKED:
+        x = tl.load(pointers, mask=mask, other=0.0)
+    elif d < BLOCK_D:
+        x = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < d)[None, :], other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def load_vector(X, start, length, BLOCK: tl.constexpr, MASKED: tl.constexpr = True):
+    """X[start : start + BLOCK], zeros past `length`."""
+    places = start + tl.arange(0, BLOCK)
+    if MASKED:
+        x = tl.load(X + places, mask=places < length, other=0.0)
+    else:
+        x = tl.load(X + places)
+    return x
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Cast a gradient; fp16 saturates, so that infinity (times zero) cannot appear."""
+    if dtype == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(dtype)
+
+
+@triton.jit
+def through_norm(x, grad):
+    """The gradient to x of x / max(|x|, eps) . y, from `grad`: the one with the norm held fixed."""
+    x = x.to(tl.float32)
+    norm = tl.sqrt(tl.sum(x * x, 1))
+    unit = x / tl.maximum(norm, NORM_EPS)[:, None]
+    radial = tl.where(norm > NORM_EPS, tl.sum(unit * grad, 1), 0.0)
+    return grad - unit * radial[:, None]
