@@ -1,0 +1,267 @@
+"""python data/prepare.py SOURCE --out DIR: turn text into verified token shards.
+
+Sources:
+  fineweb      HuggingFaceFW/fineweb from the hub, or --from-files 'x/*.parquet'
+  fineweb-edu  HuggingFaceFW/fineweb-edu, likewise
+  text         your own .txt, .jsonl(.gz) and .parquet files or folders of them
+  stdlib       the Python standard library's sources: no network, a few seconds
+Others:
+  download     ready-made llm.c shards of fineweb or fineweb-edu from the hub, checked
+  verify DIR   re-read every byte of a set and compare with its manifest
+
+An interrupted preparation continues when the same command is run again, and ends with the same
+bytes. Shard 0 is validation.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a script: the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from tqdm import tqdm
+
+from data.download import READY_MADE, download
+from data.pipeline import chunks, encoded
+from data.shards import MAX_SHARD_TOKENS, verify
+from data.sources import (
+    HUB,
+    HubSource,
+    StdlibSource,
+    TextSource,
+    find_files,
+    latest_revision,
+)
+from data.tokeniser import get_tokeniser
+from data.writer import ShardWriter, is_complete, locked, recorded_settings
+from errors import UserError, did_you_mean, run
+
+COMMANDS = (*HUB, "text", "stdlib", "download", "verify")
+# What a kill can cost; each record syncs the disk.
+SECONDS_BETWEEN_RECORDS = 5.0
+
+
+def prepare(
+    source,
+    out: Path,
+    *,
+    tokeniser: str,
+    shard_tokens: int,
+    val_tokens: int | None,
+    max_tokens: int | None,
+    workers: int,
+) -> None:
+    """Write the source's shards to `out`, continuing if that was interrupted.
+
+    The first `val_tokens` are validation; None leaves the border to the source.
+    """
+    settings = {
+        "tokeniser": tokeniser,
+        "shard_tokens": shard_tokens,
+        "val_tokens": val_tokens,
+        "max_tokens": max_tokens,
+        "source": source.describe(),
+    }
+    with locked(out):
+        _refuse_other_settings(out, settings)
+        if is_complete(out):
+            print(f"{out} is already complete")
+            return
+        encoder = get_tokeniser(tokeniser)
+        with ShardWriter(out, source.prefix, encoder, settings, shard_tokens) as writer:
+            _fill(writer, source, val_tokens, max_tokens, workers)
+            _refuse_too_little(writer)
+            writer.finish()
+    train, val = writer.total_of("train"), writer.total_of("val")
+    print(f"{out}: {train:,} training and {val:,} validation tokens, {len(writer.shards)} shards")
+
+
+def _refuse_other_settings(out: Path, settings: dict) -> None:
+    recorded = recorded_settings(out)
+    if recorded in (None, settings):
+        return
+    different = [key for key in settings if recorded.get(key) != settings[key]]
+    shown = ", ".join(
+        key if key == "source" else f"{key} {recorded.get(key)} then, {settings[key]} now"
+        for key in different
+    )
+    raise UserError(
+        f"{out} was prepared with other settings ({shown}); use those, or another --out, or "
+        "delete it"
+    )
+
+
+def _fill(
+    writer: ShardWriter, source, val_tokens: int | None, max_tokens: int | None, workers: int
+) -> None:
+    state, skip = writer.resume()
+    last_record = time.monotonic()
+    interval = 0.5 if sys.stderr.isatty() else 30.0
+    bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
+    stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
+    with bar, contextlib.closing(stream):
+        for chunk, tokens in stream:
+            done = min(skip, len(tokens))
+            skip -= done
+            while done < len(tokens):
+                room = writer.room
+                if val_tokens is not None and writer.split == "val":
+                    room = val_tokens - writer.total
+                if max_tokens is not None:
+                    room = min(room, max_tokens - writer.total)
+                part = tokens[done : done + room]
+                writer.append(part)
+                done += len(part)
+                bar.update(len(part))
+                if writer.total == max_tokens:
+                    return
+                if len(part) == room:
+                    if writer.split == "val" and val_tokens is not None:
+                        writer.end_validation()
+                    else:
+                        writer.close_shard()
+                    writer.save(chunk.state, done)
+            if chunk.ends_validation and writer.split == "val":
+                writer.end_validation()
+            if time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
+                writer.save(chunk.state, done)
+                last_record = time.monotonic()
+            bar.total = max_tokens or source.expected_tokens or _estimate(writer, source)
+
+
+def _estimate(writer: ShardWriter, source) -> int | None:
+    """Tokens in the whole source, for the time left."""
+    fraction = source.fraction()
+    return int(writer.total / fraction) if fraction else None
+
+
+def _refuse_too_little(writer: ShardWriter) -> None:
+    if writer.total == 0:
+        raise UserError("the source holds no text")
+    for split in ("train", "val"):
+        if writer.total_of(split) == 0:
+            raise UserError(
+                f"the source is too small: its {writer.total} tokens leave nothing for {split}; "
+                f"add text or choose a smaller --val-tokens, and delete {writer.directory}"
+            )
+
+
+def token_count(text: str) -> int:
+    """`100M`, `1.5B`, `20K` or a plain number of tokens."""
+    scale = {"K": 10**3, "M": 10**6, "B": 10**9}
+    unit = scale.get(text[-1:].upper(), 1)
+    number = text[:-1] if unit > 1 else text
+    try:
+        count = int(float(number) * unit) if unit > 1 else int(number.replace("_", ""))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens like 100M")
+    return count
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    description = argparse.RawDescriptionHelpFormatter
+    parser = Parser("prepare.py", description=__doc__, formatter_class=description)
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--out", type=Path, required=True, help="folder for the shards")
+    common.add_argument("--tokeniser", default="gpt2", help="gpt2 (default) or bytes")
+    common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
+    common.add_argument("--max-tokens", type=token_count, help="stop after this many")
+    common.add_argument("--workers", type=int, help="processes; default one per core, 0 for none")
+    val = argparse.ArgumentParser(add_help=False)
+    val.add_argument("--val-tokens", type=token_count, help="validation: the first of all tokens")
+    for name, (repository, _, samples) in HUB.items():
+        hub = commands.add_parser(name, parents=[common, val], help=repository)
+        hub.add_argument("--sample", default="sample-10BT", help=" or ".join(samples))
+        hub.add_argument(
+            "--from-files", nargs="+", default=[], metavar="PARQUET", help="read these, not the hub"
+        )
+    text = commands.add_parser("text", parents=[common, val], help="your own files")
+    text.add_argument("inputs", nargs="+", help="files, folders or patterns")
+    text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")
+    stdlib = commands.add_parser("stdlib", parents=[common], help="the standard library")
+    stdlib.set_defaults(tokeniser="bytes")
+    download = commands.add_parser("download", help="ready-made shards")
+    download.add_argument("name", help=" or ".join(READY_MADE))
+    download.add_argument("--out", type=Path, required=True, help="folder for the shards")
+    download.add_argument("--shards", type=int, help="only the first so many training shards")
+    check = commands.add_parser("verify", help="re-read a set")
+    check.add_argument("directory", type=Path)
+    return parser
+
+
+def make_source(arguments: argparse.Namespace):
+    if arguments.command == "stdlib":
+        return StdlibSource()
+    if arguments.command == "text":
+        return TextSource(arguments.inputs, arguments.field)
+    files = find_files(arguments.from_files, (".parquet",))
+    revision = None
+    if not files:
+        # An unfinished set continues with the revision it was begun with.
+        begun = (recorded_settings(arguments.out) or {}).get("source", {})
+        revision = begun.get("revision") or latest_revision(arguments.command)
+    return HubSource(arguments.command, arguments.sample, revision=revision, files=files)
+
+
+def default_val_tokens(arguments: argparse.Namespace, source) -> int | None:
+    """llm.c's whole first shard for the hub; about a twentieth of a user's own text."""
+    if arguments.command == "stdlib":
+        return None
+    if arguments.val_tokens is not None:
+        return arguments.val_tokens
+    if arguments.command != "text":
+        return arguments.shard_tokens
+    bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
+    return min(arguments.shard_tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
+
+
+def main(argv: list[str]) -> None:
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise UserError(f"unknown source {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
+    arguments = make_parser().parse_args(argv)
+    if arguments.command == "verify":
+        totals = verify(arguments.directory)
+        print(
+            f"{arguments.directory} is sound: {totals['train']:,} training tokens, "
+            f"{totals['val']:,} validation tokens"
+        )
+        return
+    if arguments.command == "download":
+        download(arguments.name, arguments.out, arguments.shards)
+        return
+    get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
+    source = make_source(arguments)
+    val_tokens = default_val_tokens(arguments, source)
+    if arguments.shard_tokens > MAX_SHARD_TOKENS or (val_tokens or 0) > arguments.shard_tokens:
+        raise UserError(
+            f"--shard-tokens {arguments.shard_tokens} must be at most {MAX_SHARD_TOKENS} and at "
+            f"least --val-tokens {val_tokens}"
+        )
+    workers = arguments.workers
+    if workers is None:  # bytes cost nothing to encode, less than handing them to a process
+        workers = 0 if arguments.tokeniser == "bytes" else len(os.sched_getaffinity(0))
+    prepare(
+        source,
+        arguments.out,
+        tokeniser=arguments.tokeniser,
+        shard_tokens=arguments.shard_tokens,
+        val_tokens=val_tokens,
+        max_tokens=arguments.max_tokens,
+        workers=max(0, workers),
+    )
+
+
+if __name__ == "__main__":
+    run(main)

