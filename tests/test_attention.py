@@ -1,0 +1,384 @@
+"""attention.py against the loop-written reference: values, shapes, contract, errors."""
+
+import math
+
+import pytest
+import torch
+from reference import adaptive_p, weights_of_batch
+from torch.nn.functional import softmax
+
+from attention import (
+    MECHANISMS,
+    OVERRIDES,
+    Mechanism,
+    attend,
+    attention_weights,
+    get_mechanism,
+)
+from errors import UserError
+
+NAMES = tuple(MECHANISMS)
+SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
+LEARNABLE = ("ssmax", "relu-shen")
+BACKENDS = ("auto", "sdpa", "rowblock", "eager")  # the kernels have tests of their own
+PROBABILITIES = (
+    *("softmax", "ssmax", "sigmoid-logn-l1", "sigmoid-l1", "softplus-l1", "lssa"),
+    *SHARPENED,
+)
+SIGNED = ("gelu-l1", "mish-l1", "identity-l1", "softmax-recentred-l1")
+# (Lq, Lk, d): odd, tiny, and rectangular shapes.
+SHAPES = (
+    *((1, 1, 20), (2, 2, 64), (3, 3, 20), (4, 4, 64), (63, 63, 64), (111, 111, 20)),
+    *((1, 63, 20), (3, 4, 20), (7, 111, 64)),
+)
+
+
+def random_qkv(lq, lk, d, batch=1, heads=2, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, heads, length, d, generator=generator, dtype=torch.float64)
+        for length in (lq, lk, lk)
+    )
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def params_of(name, heads=2):
+    if name not in LEARNABLE:
+        return None
+    return torch.linspace(0.3, 1.7, heads, dtype=torch.float64)
+
+
+def test_the_registry_holds_the_24_mechanisms_of_the_paper():
+    assert set(NAMES) == {
+        *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "relu-length"),
+        *("relu-shen", "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1"),
+        *("mish-l1", "identity", "exp", "identity-l1", "softmax-inverse", "softmax-recentred"),
+        *("softmax-recentred-l1", "lssa", "lssar", "softmax-reweighted"),
+        "sigmoid-logn-l1-reweighted",
+    }
+    assert all(name == m.name for name, m in MECHANISMS.items())
+    assert len({m.label for m in MECHANISMS.values()}) == len(NAMES)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_equal_the_loop_reference(name, shape):
+    q, k, _ = random_qkv(*shape)
+    params = params_of(name)
+    expected = weights_of_batch(name, q, k, params)
+    got = attention_weights(q, k, name, params=params)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lq", [1, 5, 37])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_attend_is_the_reference_weights_times_the_values(name, backend, lq):
+    if backend == "sdpa" and name not in ("softmax", "ssmax"):
+        return  # refused, as tested below
+    q, k, v = random_qkv(lq, 37, 20, batch=2)
+    v = v[..., :11]  # values may be of another width than keys
+    params = params_of(name)
+    expected = weights_of_batch(name, q, k, params) @ v
+    got = attend(q, k, v, name, params=params, backend=backend)
+    assert got.shape == (2, 2, lq, 11)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LEARNABLE)
+def test_absent_params_are_the_papers_initial_value(name):
+    q, k, v = random_qkv(9, 9, 20)
+    initial = {"ssmax": 0.43, "relu-shen": 1.0}[name]
+    expected = weights_of_batch(name, q, k, torch.full((2,), initial, dtype=torch.float64))
+    torch.testing.assert_close(attention_weights(q, k, name), expected)
+    torch.testing.assert_close(attend(q, k, v, name), expected @ v)
+
+
+@pytest.mark.parametrize("p", [1, 2.5, 3, 30])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_any_exponent_equals_the_reference(name, p):
+    q, k, _ = random_qkv(29, 31, 20)
+    got = attention_weights(q, k, get_mechanism(name, p=p))
+    torch.testing.assert_close(got, weights_of_batch(name, q, k, p=p), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SHARPENED)
+def test_adaptive_exponent_grows_past_the_training_length(name):
+    settings = {"p": 5, "alpha": 0.5, "train_length": 10}
+    q, k, _ = random_qkv(30, 41, 20)
+    got = attention_weights(q, k, get_mechanism(name, **settings))
+    torch.testing.assert_close(got, weights_of_batch(name, q, k, **settings), rtol=1e-9, atol=1e-12)
+    unchanged = attention_weights(q, k, get_mechanism(name, p=5))
+    assert (got - unchanged).abs()[..., 1:, :].amax() > 1e-3  # rows 12.. are longer than training
+
+
+def test_adaptive_exponent_is_the_papers_formula():
+    m = get_mechanism("lssar", p=15, alpha=0.1, train_length=1024)
+    rows = torch.tensor([1.0, 3, 1023, 1024, 1025, 2048, 16384], dtype=torch.float64)
+    expected = [adaptive_p(15, 0.1, n, 1024) for n in rows.tolist()]
+    torch.testing.assert_close(m.exponents(rows), torch.tensor(expected, dtype=torch.float64))
+    assert expected[-1] == pytest.approx(15 * (1 + 0.1 * 3))
+    assert get_mechanism("lssar").exponents(rows) == 15
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 22, 23, 400])
+@pytest.mark.parametrize("name", NAMES)
+def test_sliding_window_equals_the_masked_reference(name, window):
+    q, k, v = random_qkv(19, 23, 20)
+    params = params_of(name)
+    expected = weights_of_batch(name, q, k, params, window=window)
+    m = get_mechanism(name, window=window)
+    got = attention_weights(q, k, m, params=params)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    got = attend(q, k, v, m, params=params)
+    torch.testing.assert_close(got, expected @ v, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "rowblock"])
+@pytest.mark.parametrize("name", ["sigmoid", "relu-length"])
+def test_length_is_the_training_length_or_the_current_one(name, backend):
+    q, k, v = random_qkv(8, 13, 20)
+    for settings, length in (
+        ({}, 1024),
+        ({"train_length": 100}, 100),
+        ({"length": "current"}, 13),
+        ({"length": "current", "train_length": 100}, 13),
+    ):
+        expected = weights_of_batch(name, q, k, length=length)
+        m = get_mechanism(name, **settings)
+        torch.testing.assert_close(attention_weights(q, k, m), expected)
+        torch.testing.assert_close(attend(q, k, v, m, backend=backend), expected @ v)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_later_token_never_changes_an_earlier_row(name):
+    q, k, v = random_qkv(23, 27, 20)
+    before = attend(q, k, v, name)
+    for changed in (5, 17, 26):  # an index into the keys; queries start at key 4
+        k2, v2, q2 = k.clone(), v.clone(), q.clone()
+        k2[:, :, changed:] = 1e3 * torch.randn_like(k2[:, :, changed:])
+        v2[:, :, changed:] = torch.nan
+        q2[:, :, changed - 4 :] = torch.nan
+        weights = attention_weights(q2, k2, name)[:, :, : changed - 4]
+        torch.testing.assert_close(weights, attention_weights(q, k, name)[:, :, : changed - 4])
+        out = attend(q2, k2, v2.nan_to_num(1e6), name)
+        torch.testing.assert_close(out[:, :, : changed - 4], before[:, :, : changed - 4])
+    above = torch.ones(23, 27, dtype=torch.bool).triu(5)
+    assert (attention_weights(q, k, name)[..., above] == 0).all()
+
+
+@pytest.mark.parametrize("name", PROBABILITIES)
+def test_rows_are_probabilities(name):
+    q, k, _ = random_qkv(63, 65, 20)
+    weights = attention_weights(q, k, name)
+    assert (weights >= 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 63, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_signed_rows_have_l1_norm_one_and_both_signs(name):
+    q, k, _ = random_qkv(63, 65, 20)
+    weights = attention_weights(q, k, name)
+    torch.testing.assert_close(weights.abs().sum(-1), torch.ones(1, 2, 63, dtype=torch.float64))
+    assert (weights < 0).any()
+
+
+@pytest.mark.parametrize("name", ["relu-l1", "relu2-l1", "relu6-l1"])
+def test_a_row_without_a_positive_score_attends_to_nothing(name):
+    q, k, v = random_qkv(12, 12, 20)
+    q, k = q.abs(), -k.abs()
+    q, k = q.requires_grad_(), k.requires_grad_()
+    out = attend(q, k, v, name)
+    assert (out == 0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k)))
+    q, k, _ = random_qkv(40, 40, 20)
+    total = attention_weights(q, k, name).sum(-1)
+    assert (((total - 1).abs() < 1e-12) | (total == 0)).all()
+
+
+def test_recentred_rows_sum_to_zero_after_the_third():
+    q, k, _ = random_qkv(21, 21, 20)
+    total = attention_weights(q, k, "softmax-recentred").sum(-1)
+    torch.testing.assert_close(total[..., :3], torch.ones(1, 2, 3, dtype=torch.float64))
+    assert total[..., 3:].abs().amax() < 1e-12
+
+
+def test_inverse_is_an_exact_symmetry_of_softmax():
+    q, k, v = random_qkv(33, 33, 64)
+    assert torch.equal(
+        attention_weights(q, k, "softmax-inverse"), -attention_weights(q, k, "softmax")
+    )
+    torch.testing.assert_close(
+        attend(q, k, v, "softmax-inverse"), attend(q, k, -v, "softmax"), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("p", [1, 3, 15, 30])
+def test_sharpening_is_the_softmax_of_p_log_x(p):
+    """The log-space form of the paper's appendix: softmax(p log relu(N A - O))."""
+    q, k, _ = random_qkv(50, 50, 64)
+    n = torch.arange(1.0, 51, dtype=torch.float64).unsqueeze(-1)
+    x = (n * attention_weights(q, k, "lssa") - (n > 3).double()).clamp(min=0)
+    log_space = softmax(p * x.log(), dim=-1)
+    got = attention_weights(q, k, get_mechanism("lssar", p=p))
+    torch.testing.assert_close(got, log_space, rtol=1e-9, atol=1e-12)
+
+
+def test_lssa_ignores_the_length_of_queries_and_keys():
+    q, k, _ = random_qkv(20, 20, 64)
+    scaled = attention_weights(q * 7.5, k * torch.rand_like(k[..., :1]) + 0 * k, "lssar")
+    torch.testing.assert_close(scaled, attention_weights(q, k, "lssar"), rtol=1e-8, atol=1e-12)
+
+
+def away_from_kinks(name, lq, lk, d):
+    """Inputs at which the mechanism is smooth: no score at 0 or 6, no weight at its row's mean."""
+    n = torch.arange(lk - lq + 1, lk + 1, dtype=torch.float64).unsqueeze(-1)
+    visible = torch.ones(lq, lk, dtype=torch.bool).tril(lk - lq)
+    stage_one = {
+        "lssar": "lssa",
+        "softmax-reweighted": "softmax",
+        "sigmoid-logn-l1-reweighted": "sigmoid-logn-l1",
+    }.get(name, "softmax")
+    for seed in range(200):
+        q, k, v = random_qkv(lq, lk, d, heads=2, seed=seed)
+        x = (q @ k.mT / math.sqrt(d))[..., visible].abs()
+        excess = ((n * attention_weights(q, k, stage_one) - 1) * (n > 3))[..., visible].abs()
+        if x.min() > 5e-3 and excess[excess > 0].min() > 5e-3:
+            return q, k, v
+    raise AssertionError("no smooth input found")
+
+
+@pytest.mark.parametrize("backend", ["eager", "rowblock"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_finite_differences(name, backend):
+    q, k, v = (t.requires_grad_() for t in away_from_kinks(name, 4, 5, 4))
+    params = params_of(name)
+    m = get_mechanism(name, **({"p": 3.5} if name in SHARPENED else {}))
+    leaves = (q, k, v) if params is None else (q, k, v, params.requires_grad_())
+
+    def function(q, k, v, params=None):
+        return attend(q, k, v, m, params=params, backend=backend)
+
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=False)
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax"])
+def test_sdpa_gradients_equal_the_eager_ones(name):
+    q, k, v = (t.requires_grad_() for t in random_qkv(9, 13, 20))
+    leaves = [q, k, v] + ([params_of(name).requires_grad_()] if name == "ssmax" else [])
+    grads = []
+    for backend in ("sdpa", "eager"):
+        params = leaves[3] if name == "ssmax" else None
+        out = attend(q, k, v, name, params=params, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), leaves))
+    for sdpa, eager in zip(*grads, strict=True):
+        torch.testing.assert_close(sdpa, eager, rtol=1e-9, atol=1e-11)
+
+
+# --- the contract's errors -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "parts"),
+    [
+        ("lsar", {}, ["'lsar'", "did you mean 'lssar'"]),
+        ("softplus", {}, ["'softplus'", "'softplus-l1'"]),
+        ("zzzzzz", {}, ["'zzzzzz'", "choose from", "softmax-inverse"]),
+        ("lssar", {"q": 3}, ["'q'", "3", "choose from", "p"]),
+        ("lssar", {"alfa": 0.1}, ["'alfa'", "0.1", "did you mean 'alpha'"]),
+        ("lssar", {"trainlength": 5}, ["'trainlength'", "did you mean 'train_length'"]),
+        ("lssar", {"phi": "relu"}, ["'phi'", "'relu'"]),
+        ("lssar", {"p": 0.5}, ["p = 0.5", ">= 1"]),
+        ("lssar", {"p": -3}, ["p = -3", ">= 1"]),
+        ("lssar", {"p": math.nan}, ["p = nan"]),
+        ("lssar", {"p": math.inf}, ["p = inf"]),
+        ("lssar", {"p": "15"}, ["p = '15'"]),
+        ("lssar", {"p": True}, ["p = True"]),
+        ("softmax", {"p": 15}, ["'softmax'", "p = 15", "lssar", "softmax-reweighted"]),
+        ("lssa", {"alpha": 0.1}, ["'lssa'", "alpha = 0.1", "lssar"]),
+        ("softmax", {"numerics": "naive"}, ["'softmax'", "numerics = 'naive'"]),
+        ("lssar", {"length": "current"}, ["'lssar'", "length = 'current'", "relu-length"]),
+        ("lssar", {"alpha": -0.1}, ["alpha = -0.1"]),
+        ("lssar", {"alpha": math.nan}, ["alpha = nan"]),
+        ("lssar", {"alpha": "0.1"}, ["alpha = '0.1'"]),
+        ("lssar", {"train_length": 0}, ["train_length = 0"]),
+        ("lssar", {"train_length": 1024.0}, ["train_length = 1024.0"]),
+        ("lssar", {"train_length": True}, ["train_length = True"]),
+        ("lssar", {"window": 0}, ["window = 0"]),
+        ("lssar", {"window": 2.5}, ["window = 2.5"]),
+        ("sigmoid", {"length": "now"}, ["length = 'now'", "'train'", "'current'"]),
+        ("lssar", {"numerics": "fast"}, ["numerics = 'fast'", "'safe'", "'naive'"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict | str) else "",
+)
+def test_a_wrong_mechanism_is_refused_with_the_value_and_the_nearest(name, overrides, parts):
+    with pytest.raises(UserError) as error:
+        get_mechanism(name, **overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_overrides_change_only_what_they_name():
+    assert get_mechanism("lssar") is not None
+    assert get_mechanism("lssar").p == 15
+    assert get_mechanism("lssar").alpha == 0
+    assert get_mechanism("lssar").train_length == 1024
+    assert get_mechanism("lssar", **dict.fromkeys(OVERRIDES)) == MECHANISMS["lssar"]
+    m = get_mechanism("lssar", p=3, window=7)
+    assert (m.p, m.window, m.alpha) == (3, 7, 0)
+    assert MECHANISMS["lssar"].p == 15
+    with pytest.raises(AttributeError):
+        m.p = 4
+
+
+def test_a_new_mechanism_is_a_value():
+    q, k, v = random_qkv(6, 6, 20)
+    mine = Mechanism("mine", "GeLU, negated", phi="gelu", post="negate")
+    torch.testing.assert_close(attend(q, k, v, mine), -attend(q, k, v, "gelu-l1"))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((1, 2, 5, 8), (1, 2, 4, 8), (1, 2, 4, 8)),  # more queries than keys
+        ((1, 2, 0, 8), (1, 2, 4, 8), (1, 2, 4, 8)),  # no query
+        ((1, 2, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)),  # other heads
+        ((1, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)),  # other batch
+        ((1, 2, 4, 8), (1, 2, 4, 6), (1, 2, 4, 6)),  # other width
+        ((2, 4, 8), (2, 4, 8), (2, 4, 8)),  # no batch
+        ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 8)),  # a value missing
+        ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)),  # values without a width
+    ],
+    ids=str,
+)
+def test_wrong_shapes_are_refused_with_the_shapes(q, k, v):
+    for backend in BACKENDS:
+        with pytest.raises(UserError, match="attention") as error:
+            attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), "softmax", backend=backend)
+        assert str(q) in str(error.value)
+        assert str(v) in str(error.value)
+
+
+def test_backend_errors_say_why_and_what_exists():
+    q, k, v = random_qkv(4, 4, 8)
+    with pytest.raises(UserError, match=r"'sdp'.*did you mean 'sdpa'"):
+        attend(q, k, v, "softmax", backend="sdp")
+    with pytest.raises(UserError, match=r"'sdpa'.*not 'lssar'"):
+        attend(q, k, v, "lssar", backend="sdpa")
+    with pytest.raises(UserError, match=r"'sdpa'.*window"):
+        attend(q, k, v, get_mechanism("softmax", window=2), backend="sdpa")
+    for name in set(NAMES) - {"softmax", "ssmax"}:
+        with pytest.raises(UserError, match="'sdpa'"):
+            attend(q, k, v, name, backend="sdpa")
+
+
+def test_params_are_checked():
+    q, k, v = random_qkv(4, 4, 8)
+    with pytest.raises(UserError, match=r"'lssar' has no learnable parameter"):
+        attend(q, k, v, "lssar", params=torch.ones(2))
+    for shape in ((3,), (2, 1), ()):
+        with pytest.raises(UserError, match=r"'ssmax' takes params of shape \(2,\)"):
+            attend(q, k, v, "ssmax", params=torch.ones(shape))

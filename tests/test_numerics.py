@@ -1,0 +1,191 @@
+"""Where floating point breaks the paper's literal x**p, and the safe form does not."""
+
+import math
+
+import pytest
+import torch
+from reference import weights_of_batch
+
+from attention import MECHANISMS, attend, attention_weights, get_mechanism, sharpen
+
+SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
+NORMALISED = (*SHARPENED, "softmax", "ssmax", "lssa", "sigmoid-logn-l1", "softplus-l1")
+LONG = 16384
+
+
+def out_and_grads(q, k, v, mechanism, backend="auto"):
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    out = attend(q, k, v, mechanism, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(out.shape, generator=generator).to(out.dtype)
+    return out, torch.autograd.grad(out, (q, k, v), cotangent)
+
+
+def assert_finite(out, grads):
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in grads)
+
+
+def peaked(length, rows, d=64):
+    """One key along each query, all others against it, in float32: the sharpest row there is."""
+    q = torch.randn(1, 2, 1, d).expand(1, 2, rows, d).contiguous()
+    k = -q[:, :, :1].expand(1, 2, length, d) + 1e-3 * torch.randn(1, 2, length, d)
+    k[:, :, length // 3] = q[:, :, 0]
+    return 4 * q, 4 * k, torch.randn(1, 2, length, d)
+
+
+@pytest.mark.parametrize("p", [1, 3, 15, 30])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_peaked_rows_at_16k_are_exact_and_finite(name, p):
+    q, k, v = peaked(LONG, rows=2)
+    m = get_mechanism(name, p=p)
+    weights = attention_weights(q, k, m)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 2))
+    assert (weights[..., LONG // 3] > 0.999).all() or p == 1
+    torch.testing.assert_close(
+        weights.double(), attention_weights(q.double(), k.double(), m), rtol=1e-3, atol=1e-5
+    )
+    assert_finite(*out_and_grads(q, k, v, m))
+
+
+@pytest.mark.parametrize("name", [n for n in NORMALISED if n not in SHARPENED])
+def test_normalised_rows_at_16k_stay_normalised(name):
+    q, k, v = peaked(LONG, rows=2)
+    torch.testing.assert_close(attention_weights(q, k, name).sum(-1), torch.ones(1, 2, 2))
+    assert_finite(*out_and_grads(q, k, v, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("name", NORMALISED)
+def test_no_scale_of_input_makes_a_row_infinite(name, scale, dtype):
+    q, k, v = (torch.randn(1, 2, 33, 20) for _ in range(3))
+    q, k = (q * scale).to(dtype), (k * min(scale, 10.0)).to(dtype)
+    m = get_mechanism(name, p=30) if name in SHARPENED else name
+    out, grads = out_and_grads(q, k, v.to(dtype), m, backend="eager")
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert all(g.dtype == dtype for g in grads)
+    # A gradient by q of a cosine grows as 1 / |q|: beyond float16's 65504 that is the honest value.
+    if not (dtype == torch.float16 and scale < 1):
+        assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", tuple(MECHANISMS))
+def test_half_precision_inputs_are_computed_in_float32(name, dtype):
+    q, k, v = (torch.randn(1, 2, 40, 20).to(dtype) for _ in range(3))
+    weights = attention_weights(q, k, name)
+    assert weights.dtype == torch.float32
+    exact = attention_weights(q.double(), k.double(), name)
+    torch.testing.assert_close(weights.double(), exact, rtol=1e-3, atol=2e-5)
+    out = attend(q, k, v, name, backend="eager")
+    torch.testing.assert_close(out, (weights @ v.float()).to(dtype))
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_near_uniform_rows_equal_the_reference_in_float64(name, noise):
+    """The naive power underflows here in float32, and loses digits in no other way in float64."""
+    q = torch.randn(1, 1, 5, 20, dtype=torch.float64)
+    k = torch.randn(1, 1, 1, 20, dtype=torch.float64) + noise * torch.randn(
+        1, 1, 64, 20, dtype=torch.float64
+    )
+    got = attention_weights(q, k, name)
+    tolerance = 15 * 1e-14 / noise  # what rounding the stage-one weights alone can do
+    torch.testing.assert_close(
+        got, weights_of_batch(name, q, k), rtol=100 * tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-6, 1e-7, 1e-8])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_near_uniform_rows_are_finite_probabilities_in_float32(name, noise):
+    q, v = torch.randn(1, 2, 9, 64), torch.randn(1, 2, 300, 64)
+    k = torch.randn(1, 2, 1, 64) + noise * torch.randn(1, 2, 300, 64)
+    torch.testing.assert_close(attention_weights(q, k, name).sum(-1), torch.ones(1, 2, 9))
+    assert_finite(*out_and_grads(q, k, v, name))
+
+
+@pytest.mark.parametrize("length", [4, 5, 37, 1000, LONG])
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_identical_keys_fall_back_to_the_stage_one_row(name, sign, length):
+    """Nothing is above the mean, so every x is 0 and the paper's l1 divides 0 by 0."""
+    rows = min(length, 3)
+    key = torch.randn(1, 2, 1, 64)
+    k = key.expand(1, 2, length, 64).contiguous()
+    q = sign * key.expand(1, 2, rows, 64) + 0.1 * torch.randn(1, 2, rows, 64)
+    v = torch.randn(1, 2, length, 64)
+    counts = torch.arange(length - rows + 1, length + 1)
+    visible = torch.ones(rows, length).tril(length - rows)
+    expected = (visible / counts.unsqueeze(-1)).expand(1, 2, -1, -1)
+    weights = attention_weights(q, k, name)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
+    out, grads = out_and_grads(q, k, v, name)
+    torch.testing.assert_close(out, expected @ v, rtol=1e-4, atol=1e-6)
+    assert_finite(out, grads)
+
+
+@pytest.mark.parametrize("name", tuple(MECHANISMS))
+def test_zero_queries_and_keys_are_finite(name):
+    zero, v = torch.zeros(1, 2, 9, 20), torch.randn(1, 2, 9, 20)
+    assert_finite(*out_and_grads(zero, zero, v, name, backend="eager"))
+
+
+# --- the paper's literal form --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [1, 3, 15])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_naive_agrees_with_safe_where_nothing_overflows(name, p):
+    q, k, _ = (torch.randn(1, 2, 50, 20, dtype=torch.float64) for _ in range(3))
+    safe, naive = (get_mechanism(name, p=p, numerics=n) for n in ("safe", "naive"))
+    torch.testing.assert_close(
+        attention_weights(q, k, naive), attention_weights(q, k, safe), rtol=1e-9, atol=1e-13
+    )
+
+
+def stage_one_row(n, top):
+    """A float32 row with the weight `top` on one key and the rest spread evenly."""
+    row = torch.full((1, n), (1 - top) / (n - 1))
+    row[0, 7] = top
+    return row
+
+
+@pytest.mark.parametrize(("n", "limit"), [(1024, 0.362), (16384, 0.0226)])
+def test_naive_overflows_above_the_published_limit_and_safe_does_not(n, limit):
+    """x**15 is infinite in float32 for x > 370.5: a weight of 0.362 at 1K, of 0.0226 at 16K."""
+    naive, safe = (get_mechanism("lssar", numerics=x) for x in ("naive", "safe"))
+    count = torch.tensor([[float(n)]])
+    for top, finite in ((limit * 0.99, True), (limit * 1.03, False), (0.99, False)):
+        row = stage_one_row(n, top)
+        assert sharpen(row, naive, count).isfinite().all() == finite
+        assert sharpen(row, safe, count)[0, 7] == 1
+
+
+def test_naive_underflows_to_nan_on_nearly_flat_rows_and_safe_does_not():
+    """The smallest float32 is 1.4e-45: x**15 is zero for x < 0.001 and the row is 0/0."""
+    n = 1024
+    count = torch.tensor([[float(n)]])
+    naive, safe = (get_mechanism("lssar", numerics=x) for x in ("naive", "safe"))
+    for excess, fails in ((0.01, False), (5e-4, True)):
+        row = stage_one_row(n, (1 + excess) / n)
+        assert sharpen(row, naive, count).isnan().any() == fails
+        assert sharpen(row, safe, count)[0, 7] == 1
+
+
+def test_naive_fails_through_attend_at_16k_and_on_identical_keys():
+    naive = get_mechanism("lssar", numerics="naive")
+    q, k, v = peaked(LONG, rows=1)
+    assert attend(q, k, v, naive).isnan().any()
+    same = torch.ones(1, 1, 8, 16)
+    assert attend(same, same, same, naive)[..., 3:, :].isnan().any()
+
+
+def test_exp_overflow_is_reported_and_never_hidden():
+    """Decomposition II has no normalisation: beyond x = 88.7 the honest answer is infinity."""
+    q = torch.full((1, 1, 1, 4), math.sqrt(89.0 / 2))
+    assert attention_weights(q, q, "exp").isinf().all()
+    q = torch.full((1, 1, 1, 4), math.sqrt(88.0 / 2))
+    assert attention_weights(q, q, "exp").isfinite().all()
