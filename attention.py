@@ -294,7 +294,7 @@ def attend(
     _check_shapes(q, k, v)
     m = _resolve(mechanism, keys=k.shape[2])
     params = _parameters(m, params, q)
-    return _choose_backend(backend, m, q, k)(q, k, v, m, params)
+    return _backend(backend, m, q, k).run(q, k, v, m, params)
 
 
 def _resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
@@ -366,44 +366,74 @@ def _rowblock(q, k, v, m: Mechanism, params: Tensor | None) -> Tensor:
     return attend_by_row_blocks(_eager, q, k, v, m, params)
 
 
-def _not_plain_softmax(m: Mechanism, q: Tensor) -> str | None:
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend depends on, besides the mechanism."""
+
+    device: str  # "cpu", "cuda", "mps"
+    dtype: torch.dtype
+    entries: int  # B * H * Lq * Lk
+    head_dim: int
+    compiled: bool = False
+
+
+def _softmax_only(m: Mechanism, call: Call) -> str | None:
     if (m.phi, m.norm, m.bias, m.post, m.p) != ("exp", "l1", "none", "none", None):
-        return f"it computes softmax and ssmax only, not {m.name!r}"
+        return f"it computes softmax and ssmax, not {m.name!r}"
     return "it has no sliding window" if m.window else None
+
+
+def _anything(m: Mechanism, call: Call) -> None:
+    return None
+
+
+def _always() -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute `attend`: why it cannot take a call (None: it can), and the call."""
+    """One way to compute `attend`."""
 
-    why_not: Callable[[Mechanism, Tensor], str | None]
     run: Callable[[Tensor, Tensor, Tensor, Mechanism, Tensor | None], Tensor]
+    refuses: Callable[[Mechanism, Call], str | None] = _anything  # why not this call; None: it can
+    missing: Callable[[], str | None] = _always  # why not on this machine; None: it is here
 
 
+# In order of preference.
 BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(_not_plain_softmax, _sdpa),
-    "rowblock": Backend(lambda m, q: None, _rowblock),
-    "eager": Backend(lambda m, q: None, _eager),
+    "sdpa": Backend(_sdpa, _softmax_only),
+    "rowblock": Backend(_rowblock),
+    "eager": Backend(_eager),
 }
 
 # Below this many attention weights, holding them is cheaper than computing them twice. A compiled
-# graph fuses the eager form and cannot hold the row-block loop.
+# graph fuses the eager form, and cannot hold the row-block loop.
 EAGER_ENTRIES = 2**22
 EAGER_ENTRIES_COMPILED = 2**28
 
 
-def _choose_backend(name: str, m: Mechanism, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
+def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str:
+    """The fastest backend that can take the call; `everywhere`: as if all were installed."""
+    limit = EAGER_ENTRIES_COMPILED if call.compiled else EAGER_ENTRIES
+    for name, backend in BACKENDS.items():
+        if name == "rowblock" and call.entries <= limit:
+            continue
+        if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
+            return name
+    raise AssertionError("eager takes every call")
+
+
+def _backend(name: str, m: Mechanism, q: Tensor, k: Tensor) -> Backend:
+    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    compiled = torch.compiler.is_compiling()
+    call = Call(q.device.type, q.dtype, entries, q.shape[3], compiled)
     if name == "auto":
-        entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        limit = EAGER_ENTRIES_COMPILED if torch.compiler.is_compiling() else EAGER_ENTRIES
-        for candidate, backend in BACKENDS.items():
-            too_small = candidate == "rowblock" and entries <= limit
-            if not too_small and backend.why_not(m, q) is None:
-                return backend.run
+        return BACKENDS[choose_backend(m, call)]
     if name not in BACKENDS:
         raise UserError(
             f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *BACKENDS])}"
         )
-    if reason := BACKENDS[name].why_not(m, q):
+    if reason := BACKENDS[name].missing() or BACKENDS[name].refuses(m, call):
         raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
-    return BACKENDS[name].run
+    return BACKENDS[name]

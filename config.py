@@ -14,7 +14,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from attention import Mechanism, get_mechanism
+from attention import BACKENDS, Mechanism, get_mechanism
 from errors import UserError, did_you_mean
 from model import PRESETS, ModelConfig, preset
 
@@ -39,6 +39,7 @@ class AttentionSection:
     length: str | None = None
     numerics: str | None = None
     window: int | None = None
+    backend: str = "auto"  # of attention.BACKENDS: how it is computed, not what
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Config:
 
     def mechanism(self) -> Mechanism:
         settings = asdict(self.attention)
+        del settings["backend"]
         settings["train_length"] = settings["train_length"] or self.train.length
         return get_mechanism(settings.pop("name"), **settings)
 
@@ -178,7 +180,7 @@ class Config:
 
 # What a resumed run may change: how often it reports and saves, and how the batch is cut.
 _FREE_ON_RESUME = {
-    *("eval", "checkpoint", "log", "data.directory"),
+    *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
     *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_from"),
 }
 
@@ -196,6 +198,16 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
         config = replace(config, log=replace(config.log, name=path.stem))
     _check(config, origin, path)
     return config
+
+
+def parse_config(text: str, where: str) -> Config:
+    """A configuration from the text that `to_toml` wrote; `where` names it in errors."""
+    try:
+        values = tomllib.loads(text)
+        origin = {(section, key): where for section, content in values.items() for key in content}
+    except (tomllib.TOMLDecodeError, TypeError) as error:
+        raise UserError(f"{where}: cannot be read as TOML: {error}") from None
+    return _build(values, origin, Path(where))
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
@@ -290,6 +302,7 @@ def _check(config: Config, origin: dict, path: Path) -> None:
         require(0 <= value < math.inf, section, key, "must be 0 or more")
     choices = {
         ("model", "preset"): tuple(PRESETS),
+        ("attention", "backend"): ("auto", *BACKENDS),
         ("train", "schedule"): ("cosine", "constant"),
         ("train", "precision"): ("auto", "bf16", "fp32"),
     }

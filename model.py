@@ -130,6 +130,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.heads, self.mechanism = layer, config.heads, config.attention
+        self.backend = "auto"
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
         init = self.mechanism.parameter_init
@@ -139,7 +140,9 @@ class Attention(nn.Module):
         q, k, v = self.queries_keys_values(x, rope)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        out = attend(q, k, v, self.mechanism, params=self.head_scale)  # (B, H, L, d)
+        out = attend(  # (B, H, L, d)
+            q, k, v, self.mechanism, params=self.head_scale, backend=self.backend
+        )
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 
     def queries_keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,6 +230,12 @@ class GPT(nn.Module):
         self.config = config
         for block in self.blocks:
             block.attention.mechanism = config.attention
+        return self
+
+    def use_backend(self, name: str) -> "GPT":
+        """Compute attention with one of `attention.BACKENDS`, or "auto"."""
+        for block in self.blocks:
+            block.attention.backend = name
         return self
 
     def parameter_count(self) -> int:

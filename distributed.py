@@ -1,0 +1,104 @@
+"""One process or many: torchrun's environment, the process group and the few collectives in use."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all processes, on every process."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation) -> Tensor:
+        if self.size == 1:
+            return values
+        result = values.to(self.device, copy=True)
+        dist.all_reduce(result, operation)
+        return result.to(values.device)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The tensor of every process (all of one shape), in rank order."""
+        if self.size == 1:
+            return [values]
+        mine = values.to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine)
+        return [t.to(values.device) for t in everyone]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.sum(torch.zeros(1))
+
+
+def start(device: str = "auto") -> World:
+    """Join the process group that torchrun set up, or be a world of one."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    chosen = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high")  # TF32
+    if size > 1 and not dist.is_initialized():
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    return World(rank, size, chosen)
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif torch.backends.mps.is_available():
+            name = "mps"
+        else:
+            name = "cpu"
+    if name == "cuda":
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise UserError(
+                f"process {local_rank} of this machine has no GPU: {count} found; "
+                f"start torchrun with --nproc_per_node={count}"
+            )
+        return torch.device("cuda", local_rank)
+    return torch.device(name)
+
+
+def finish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_rng(world: World) -> list[dict[str, Tensor]]:
+    """The random state of every rank."""
+    states = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(world.device)
+    gathered = {kind: world.gather(state) for kind, state in states.items()}
+    return [{kind: gathered[kind][rank] for kind in gathered} for rank in range(world.size)]
+
+
+def restore_rng(states: list[dict[str, Tensor]], world: World) -> None:
+    """This rank's state, if the run that saved them had this rank."""
+    if world.rank < len(states):
+        state = states[world.rank]
+        torch.set_rng_state(state["cpu"])
+        if world.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], world.device)

@@ -1,0 +1,144 @@
+"""What a run will take: memory, time and arithmetic, before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention import Call, choose_backend
+from config import BatchPlan, Config
+from data.shards import open_split
+from errors import UserError
+from model import GPT
+
+# Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+}
+ASSUMED_DEVICE, ASSUMED_MFU = "A100", 0.40
+GIB = 2**30
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's peak, None when it is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    parameters: int
+    tokens: int
+    flops: float
+    state_bytes: float  # weights, gradients, AdamW's two moments
+    activation_bytes: float
+    logits_bytes: float
+    attention_bytes: float  # attention maps; 0 where a fused or row-block backend keeps none
+
+    @property
+    def memory(self) -> float:
+        return self.state_bytes + self.activation_bytes + self.logits_bytes + self.attention_bytes
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.flops / (PEAK_FLOPS[ASSUMED_DEVICE] * ASSUMED_MFU) / 3600
+
+
+# Maps of B x H x L x L floats that eager training keeps for the backward pass: none where the
+# backend recomputes, three for a two-stage mechanism (stage one, its shift, its power).
+def _kept_maps(config: Config, backend: str) -> int:
+    if backend != "eager":
+        return 0
+    return 3 if config.mechanism().sharpened else 2
+
+
+def estimate(config: Config, backend: str) -> Estimate:
+    """For one process of the run; `backend` is the attention backend that it will use."""
+    with torch.device("meta"):
+        model = GPT(config.model_config())
+    m, t = model.config, config.train
+    rows = t.micro_batch * t.length
+    parameters = model.parameter_count()
+    half = 2 if t.precision != "fp32" else 4  # bytes of an activation under autocast
+    # A block keeps: norms (fp32 in and out), q k v before and after RoPE, out, and the MLP's two.
+    activations = rows * m.width * m.layers * (4 * 4 + half * (2 * 3 + 1 + 2 * 4 + 2))
+    return Estimate(
+        parameters=parameters,
+        tokens=t.steps * t.batch_tokens,
+        flops=model.flops_per_token(t.length) * t.steps * t.batch_tokens,
+        state_bytes=16 * parameters,
+        activation_bytes=activations,
+        logits_bytes=min(rows * m.vocab_rows, 2**28) * (4 + half) + 4 * m.vocab_rows * m.width,
+        attention_bytes=4
+        * _kept_maps(config, backend)
+        * m.layers
+        * m.heads
+        * t.micro_batch
+        * t.length**2,
+    )
+
+
+def planned_backend(config: Config, device: str) -> str:
+    """The attention backend of the training step, as if every backend were installed."""
+    if config.attention.backend != "auto":
+        return config.attention.backend
+    m, t = config.model_config(), config.train
+    fp32 = t.precision == "fp32" or (t.precision == "auto" and device != "cuda")
+    call = Call(
+        device=device,
+        dtype=torch.float32 if fp32 else torch.bfloat16,
+        entries=t.micro_batch * m.heads * t.length**2,
+        head_dim=m.head_dim,
+        compiled=t.compile,
+    )
+    return choose_backend(m.attention, call, everywhere=True)
+
+
+def summary(config: Config, plan: BatchPlan, device: torch.device) -> list[str]:
+    """The lines that a run shows before its first step."""
+    backend = planned_backend(config, device.type)
+    e, t, m = estimate(config, backend), config.train, config.model_config()
+    p = f" (p = {m.attention.p:g})" if m.attention.sharpened else ""
+    return [
+        f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
+        f"{e.parameters:,} parameters",
+        f"attention  {m.attention.name}{p}, backend {backend}",
+        f"batch      {t.batch_tokens:,} tokens a step = {plan.world_size} processes x "
+        f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
+        f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
+        f"{t.warmup} warm-up",
+        f"memory     about {e.memory / GIB:,.2f} GiB a process: state {e.state_bytes / GIB:,.2f}, "
+        f"activations {e.activation_bytes / GIB:,.2f}, attention maps "
+        f"{e.attention_bytes / GIB:,.2f}, head {e.logits_bytes / GIB:,.2f}",
+        f"work       {e.flops:.2e} FLOPs = {e.gpu_hours:,.2f} {ASSUMED_DEVICE}-hours "
+        f"at {ASSUMED_MFU:.0%} MFU",
+    ]
+
+
+def dry_run(config: Config, world_size: int) -> list[str]:
+    """The summary for GPUs that need not be here, and the state of the data."""
+    if world_size < 1:
+        raise UserError(f"--world-size {world_size} must be at least 1")
+    lines = summary(config, config.batch_plan(world_size), torch.device("cuda"))
+    directory = Path(config.data.directory)
+    if not directory.exists():
+        return [*lines, f"data       {directory} is not there yet"]
+    vocab_size = config.model_config().vocab_size
+    sets = {s: open_split(directory, s, vocab_size=vocab_size) for s in ("train", "val")}
+    tokens = {split: tokens.total_tokens for split, tokens in sets.items()}
+    epochs = config.train.steps * config.train.batch_tokens / tokens["train"]
+    return [
+        *lines,
+        f"data       {directory}: {tokens['train']:,} training tokens ({epochs:.3f} epochs), "
+        f"{tokens['val']:,} for validation",
+    ]

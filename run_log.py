@@ -1,0 +1,205 @@
+"""What a run leaves behind and shows: metrics.jsonl, the progress bar, wandb, the loss curve."""
+
+import contextlib
+import fcntl
+import json
+import netrc
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from config import Config
+from distributed import World
+from errors import UserError
+
+METRICS = "metrics.jsonl"
+
+
+class RunLog:
+    """The run directory and the screen. Only rank 0 writes and shows anything."""
+
+    def __init__(self, config: Config, world: World):
+        self.config, self.path, self.is_main = config, config.run_directory, world.is_main
+        self.world = world
+        self.bar = None
+        if self.is_main:
+            self._lock()
+
+    def _lock(self) -> None:
+        """Two runs must not write into one directory."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock_file = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.path} is in use by another training; choose another --log.name"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"cannot write the run directory {self.path}: {error.strerror}; "
+                "choose another --log.directory"
+            ) from None
+
+    def start(self, step: int, summary: list[str]) -> None:
+        if not self.is_main:
+            return
+        about = {
+            "revision": git_revision(),
+            "command": sys.argv,
+            "torch": torch.__version__,
+            "processes": self.world.size,
+            "device": device_name(self.world.device),
+        }
+        self._write("config.toml", self.config.to_toml())
+        self._write("run.json", json.dumps(about, indent=1) + "\n")
+        metrics = [m for m in read_metrics(self.path) if m["step"] <= step]
+        self._write(METRICS, "".join(json.dumps(m) + "\n" for m in metrics))
+        self._metrics = (self.path / METRICS).open("a")
+        self._wandb = start_wandb(self.config, self.path)
+        for line in summary:
+            self.say(line)
+        if sys.stderr.isatty():
+            total = self.config.train.steps
+            self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text)
+        temporary.replace(self.path / name)
+
+    def say(self, text: str) -> None:
+        if self.is_main:
+            tqdm.write(text, file=sys.stderr)
+            sys.stderr.flush()
+
+    def advance(self) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
+        """One measurement of training: to the screen, metrics.jsonl and wandb."""
+        if not self.is_main:
+            return
+        self._record(step=step, **values)
+        mfu = values["mfu"]
+        shown = {
+            "loss": f"{values['loss']:.4f}",
+            "lr": f"{values['lr']:.2e}",
+            "tokens/s": f"{values['tokens_per_s']:,.0f}",
+            "mfu": "n/a" if mfu is None else f"{mfu:.1%}",
+        }
+        if self.bar is not None:
+            self.bar.set_postfix(shown, refresh=False)
+        else:
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            left = timedelta(seconds=round(seconds_left))
+            self.say(f"step {step}/{self.config.train.steps}  {text}  left {left}")
+
+    def validation(self, step: int, loss: float) -> None:
+        if self.is_main:
+            self._record(step=step, val_loss=loss)
+            self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
+
+    def _record(self, **values) -> None:
+        self._metrics.write(json.dumps(values) + "\n")
+        self._metrics.flush()
+        if self._wandb is not None:
+            with contextlib.suppress(Exception):  # a lost connection must not stop a run
+                self._wandb.log(values, step=values["step"])
+
+    def finish(self, step: int) -> None:
+        if not self.is_main:
+            return
+        if self.bar is not None:
+            self.bar.close()
+        plot_losses(read_metrics(self.path), self.path / "loss.png", self.config.log.name)
+        if self._wandb is not None:
+            with contextlib.suppress(Exception):
+                self._wandb.finish()
+        self.say(f"finished {step} steps: {self.path}, loss curve {self.path / 'loss.png'}")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def git_revision() -> str:
+    """The commit of the code, with + when it was changed since; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "HEAD") + changed
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def read_metrics(run_directory: Path) -> list[dict]:
+    """The measurements of a run; a line that a kill cut short is dropped."""
+    file, measured = run_directory / METRICS, []
+    if file.exists():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                value = json.loads(line)
+                if isinstance(value, dict) and isinstance(value.get("step"), int):
+                    measured.append(value)
+    return measured
+
+
+def start_wandb(config: Config, directory: Path):
+    """A wandb run when asked for: offline without a key, and never the reason that a run stops."""
+    if not config.log.wandb:
+        return None
+    try:
+        import wandb
+
+        return wandb.init(
+            project=config.log.wandb_project,
+            name=config.log.name,
+            dir=directory,
+            config=asdict(config),
+            mode=os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
+        )
+    except Exception as error:  # whatever wandb raises, training goes on without it
+        print(f"warning: wandb is off: {error}", file=sys.stderr)
+        return None
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
+    """Training and validation loss against the step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
+        points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=3)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,338 @@
+"""torchrun --standalone --nproc_per_node=8 train.py configs/gpt2-124m-lssar.toml [--a.b=value ...]
+
+Trains one model. `python train.py CONFIG` runs the same on one GPU, a Mac or a CPU.
+
+    --resume                      continue from the run's latest checkpoint, bit for bit
+    --dry-run [--world-size 8]    print sizes, batch arithmetic, memory and hours; train nothing
+    --device cpu|cuda|mps         default: the best there is
+
+Exit codes: 0 finished, 2 a mistake in the input, 3 stopped by non-finite steps, 75 stopped by
+SIGTERM or SIGINT after saving (start again with --resume).
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import distributed
+from checkpoint import CheckpointInfo, Store, load_model, read_trainer
+from config import Config, load_config, parse_config
+from data.loader import TrainLoader, validation_windows
+from data.shards import open_split
+from data.tokeniser import get_tokeniser
+from distributed import World
+from errors import UserError, run
+from estimate import dry_run, peak_flops, summary
+from model import GPT
+from run_log import RunLog
+
+EXIT_DIVERGED, EXIT_PREEMPTED = 3, 75
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="a file of configs/")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--world-size", type=int, default=1, help="for --dry-run")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    arguments, overrides = parser.parse_known_args(argv)
+    config = load_config(arguments.config, overrides)
+    if arguments.dry_run:
+        print("\n".join(dry_run(config, arguments.world_size)))
+        return 0
+    # torchrun restarts failed workers with the command line they had.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    world = distributed.start(arguments.device)
+    try:
+        return train(Run(config, world, resume=arguments.resume or restarted))
+    finally:
+        distributed.finish()
+
+
+def train(run: "Run") -> int:
+    """The loop. Returns the exit code."""
+    config, progress = run.config, run.progress
+    stop = StopSignal()
+    while progress.step < config.train.steps:
+        run.optimiser_step()
+        if progress.skipped > config.train.max_skipped_steps:
+            run.log.say(
+                f"error: {progress.skipped} steps in a row were not finite, the last was "
+                f"{progress.step - 1}; the last checkpoint is good: lower train.lr (now "
+                f"{config.train.lr:g}) or look at the batches above"
+            )
+            return EXIT_DIVERGED
+
+        # Once in a while: report, validate, sample, save.
+        finished = progress.step == config.train.steps
+        if progress.step % config.log.interval == 0 or finished:
+            run.report()
+        if progress.step % config.eval.interval == 0 or finished:
+            run.validate()
+        if config.eval.sample_interval and progress.step % config.eval.sample_interval == 0:
+            run.sample()
+        stopping = stop.agreed(run.world)
+        if progress.step % config.checkpoint.interval == 0 or finished or stopping:
+            run.save()
+        if stopping and not finished:
+            run.log.say(f"stopped by {stopping} after step {progress.step}; go on with --resume")
+            return EXIT_PREEMPTED
+    run.log.finish(progress.step)
+    return 0
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up to lr, then cosine to zero at the last step, or constant."""
+    t = config.train
+    if step < t.warmup:
+        return t.lr * (step + 1) / t.warmup
+    if t.schedule == "constant":
+        return t.lr
+    return t.lr * 0.5 * (1 + math.cos(math.pi * (step - t.warmup) / (t.steps - t.warmup)))
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint."""
+
+    step: int = 0  # optimiser steps done
+    skipped: int = 0  # non-finite steps in a row
+    val_loss: float | None = None  # if the model was validated at this step
+    best: float = math.inf  # lowest val_loss of a saved checkpoint
+
+
+class Run:
+    """Everything one run needs, made in order, and what the loop does with it."""
+
+    def __init__(self, config: Config, world: World, resume: bool):
+        self.config, self.world, t = config, world, config.train
+        self.plan = config.batch_plan(world.size)
+        vocab_size = config.model_config().vocab_size
+        self.train_set = open_split(config.data.directory, "train", vocab_size=vocab_size)
+        self.val_set = open_split(config.data.directory, "val", vocab_size=vocab_size)
+        self.loader = TrainLoader(
+            self.train_set,
+            global_batch=self.plan.sequences,
+            length=t.length,
+            seed=t.seed,
+            micro_batch=self.plan.micro_batch,
+            rank=world.rank,
+            world_size=world.size,
+            device=world.device,
+            shuffle=config.data.shuffle,
+        )
+        self.log = RunLog(config, world)
+        self.store = Store(config.run_directory)
+
+        torch.manual_seed(t.seed)
+        self.model, self.progress, saved = initial_state(config, self.store, resume)
+        self.model.to(world.device).use_backend(config.attention.backend)
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameter_groups(t.weight_decay),
+            lr=t.lr,
+            betas=(t.beta1, t.beta2),
+            fused=True,
+        )
+        if saved is not None:
+            self.optimiser.load_state_dict(saved["optimiser"])
+            distributed.restore_rng(saved["rng"], world)
+        if t.compile:
+            self.model.compile()
+        self.replica = self.model  # what forward and backward go through
+        if world.size > 1:
+            self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        bf16 = t.precision == "bf16" or (t.precision == "auto" and world.device.type == "cuda")
+        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
+
+        self.losses, self.norm = torch.empty(0), math.nan  # of the last step; losses by rank
+        self.timed_steps, self.seconds = 0, 0.0  # since the last report
+        self.log.start(self.progress.step, summary(config, self.plan, world.device))
+
+    def optimiser_step(self) -> None:
+        """One step on the global batch; skipped where loss or gradient is not finite."""
+        began, step = time.perf_counter(), self.progress.step
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(self.config, step)
+        self.losses = torch.stack(self.world.gather(self._accumulate(step)))
+        clip = self.config.train.clip or math.inf
+        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip).item()
+        if math.isfinite(self.norm) and self.losses.isfinite().all():
+            self.optimiser.step()
+            self.progress.skipped = 0
+        else:
+            self.progress.skipped += 1
+            offsets = self.loader.offsets(step)
+            self.log.say(
+                f"warning: step {step} is not finite and was skipped: gradient norm {self.norm}, "
+                f"loss by rank {self.losses.tolist()}, "
+                f"batch of token offsets {offsets.min()}..{offsets.max()}"
+            )
+        self.optimiser.zero_grad(set_to_none=True)
+        self.progress.step, self.progress.val_loss = step + 1, None
+        self.log.advance()
+        self.timed_steps, self.seconds = (
+            self.timed_steps + 1,
+            self.seconds + time.perf_counter() - began,
+        )
+
+    def _accumulate(self, step: int) -> Tensor:
+        """Gradients of the mean loss over micro-batches and ranks; returns this rank's mean."""
+        total = torch.zeros((), device=self.world.device)
+        for i, (inputs, targets) in enumerate(self.loader.micro_batches(step)):
+            last = i == self.plan.accumulation - 1
+            synchronised = last or self.world.size == 1
+            with contextlib.nullcontext() if synchronised else self.replica.no_sync():
+                with self.autocast:
+                    loss = self.replica(inputs, targets) / self.plan.accumulation
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def report(self) -> None:
+        t, step = self.config.train, self.progress.step
+        rate = self.timed_steps * t.batch_tokens / self.seconds
+        peak = peak_flops(self.world.device)
+        self.log.step(
+            step,
+            loss=self.losses.mean().item(),
+            lr=self.optimiser.param_groups[0]["lr"],
+            grad_norm=self.norm,
+            tokens_per_s=rate,
+            mfu=peak and self.model.flops_per_token(t.length) * rate / (peak * self.world.size),
+            seconds_left=(t.steps - step) * self.seconds / self.timed_steps,
+        )
+        self.timed_steps, self.seconds = 0, 0.0
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Mean loss over fixed tokens, shared by the ranks; it draws no random number."""
+        total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
+        for inputs, targets in validation_windows(
+            self.val_set,
+            length=self.config.train.length,
+            total_tokens=self.config.eval.tokens,
+            batch=self.config.eval.batch or self.config.train.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        ):
+            with self.autocast:
+                mean = self.model(inputs.to(self.world.device), targets.to(self.world.device))
+            count = targets.numel()
+            total += torch.tensor([mean.item() * count, count], dtype=torch.float64)
+        summed, tokens = self.world.sum(total).tolist()
+        self.progress.val_loss = summed / tokens
+        self.log.validation(self.progress.step, self.progress.val_loss)
+
+    def sample(self) -> None:
+        """Some text on the screen, from a random stream of its own."""
+        if not self.world.is_main or self.train_set.tokeniser is None:
+            return
+        tokeniser, e = get_tokeniser(self.train_set.tokeniser), self.config.eval
+        prompt = torch.tensor(tokeniser.encode(e.sample_prompt).tolist() or [tokeniser.eot])
+        generator = torch.Generator(self.world.device).manual_seed(self.progress.step)
+        with self.autocast:
+            tokens = self.model.generate(
+                prompt[None].to(self.world.device), e.sample_tokens, top_k=50, generator=generator
+            )
+        self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(tokens[0].tolist())}")
+
+    def save(self) -> None:
+        rng = distributed.gather_rng(self.world)
+        if self.world.is_main:
+            p = self.progress
+            best = p.val_loss is not None and p.val_loss < p.best
+            p.best = p.val_loss if best else p.best
+            info = CheckpointInfo(
+                run=self.config.log.name,
+                step=p.step,
+                train_length=self.config.train.length,
+                tokeniser=self.train_set.tokeniser,
+                val_loss=p.val_loss,
+            )
+            state = {
+                "config": self.config.to_toml(),
+                "progress": vars(p),
+                "optimiser": self.optimiser.state_dict(),
+                "rng": rng,
+            }
+            self.store.save(self.model, info, state, keep=self.config.checkpoint.keep, best=best)
+        self.world.barrier()
+
+
+def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Progress, dict | None]:
+    """A new model, one with another run's weights, or the latest checkpoint that can be read."""
+    candidates = store.candidates()
+    if candidates and not resume:
+        raise UserError(
+            f"{config.run_directory} holds {candidates[0].name} already; add --resume to go on, "
+            "or choose another --log.name"
+        )
+    for path in candidates:
+        try:
+            model, _ = load_model(path)
+            state = read_trainer(path)
+            saved, progress = (
+                parse_config(state["config"], str(path)),
+                Progress(**state["progress"]),
+            )
+        except (UserError, KeyError, TypeError) as error:
+            print(f"warning: passing over {path}: {error}", file=sys.stderr)
+            continue
+        if changed := saved.differences(config):
+            raise UserError(
+                f"--resume contradicts {path} (saved -> now): {'; '.join(changed)}; "
+                "undo the change or choose another --log.name"
+            )
+        return model, progress, state
+    if candidates:
+        raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
+    model = GPT(config.model_config())
+    if config.train.init_from:
+        source, _ = load_model(config.train.init_from)
+        take_weights(model, source, config.train.init_from)
+    return model, Progress(), None
+
+
+def take_weights(model: GPT, source: GPT, path: str) -> None:
+    mine, theirs = model.state_dict(), source.state_dict()
+    for name in sorted(mine.keys() | theirs.keys()):
+        if name not in mine or name not in theirs or mine[name].shape != theirs[name].shape:
+            raise UserError(
+                f"train.init_from = {path!r} has another architecture (at {name}); "
+                "give both the same [model] and a mechanism with the same parameters"
+            )
+    model.load_state_dict(theirs)
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for a stop after the step; a second one stops at once."""
+
+    def __init__(self):
+        self.received = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame) -> None:
+        self.received = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def agreed(self, world: World) -> str | None:
+        """The signal that any rank has received, the same answer on all of them."""
+        number = int(world.max(torch.tensor(self.received)).item())
+        return signal.Signals(number).name if number else None
+
+
+if __name__ == "__main__":
+    run(main)
