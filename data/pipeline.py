@@ -69,10 +69,9 @@ def cut_safely(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
 class ChunkEncoder:
     """Pieces -> one uint16 array, EOT before each document; says whether it could go fast."""
 
-    def __init__(self, tokeniser: str):
+    def __init__(self, tokeniser: str, fast: bool = True):
         self._tokeniser = get_tokeniser(tokeniser)
-        make_fast = getattr(self._tokeniser, "fast_encoder", lambda: None)
-        self._fast = make_fast()
+        self._fast = self._tokeniser.fast_encoder() if fast else None
 
     def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, bool]:
         encode = self._tokeniser.encode
@@ -95,12 +94,12 @@ class ChunkEncoder:
 
 
 @functools.cache
-def _encoder_of_this_process(tokeniser: str) -> ChunkEncoder:
-    return ChunkEncoder(tokeniser)
+def _encoder_of_this_process(tokeniser: str, fast: bool) -> ChunkEncoder:
+    return ChunkEncoder(tokeniser, fast)
 
 
-def _encode_in_worker(tokeniser: str, pieces: list[Piece]) -> tuple[np.ndarray, bool]:
-    return _encoder_of_this_process(tokeniser)(pieces)
+def _encode_in_worker(tokeniser: str, fast: bool, pieces: list[Piece]) -> tuple[np.ndarray, bool]:
+    return _encoder_of_this_process(tokeniser, fast)(pieces)
 
 
 def _start_worker() -> None:
@@ -111,12 +110,12 @@ def _start_worker() -> None:
 
 
 def encoded(
-    stream: Iterable[Chunk], tokeniser: str, workers: int
+    stream: Iterable[Chunk], tokeniser: str, workers: int, *, fast: bool = True
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
     """(chunk, its tokens) in order. With 0 workers in this process, otherwise in that many."""
     warn = _Warning()
     if workers == 0:
-        encoder = ChunkEncoder(tokeniser)
+        encoder = ChunkEncoder(tokeniser, fast)
         for chunk in stream:
             yield chunk, warn(encoder(chunk.pieces))
         return
@@ -125,7 +124,7 @@ def encoded(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
-        submit = functools.partial(pool.submit, _encode_in_worker, tokeniser)
+        submit = functools.partial(pool.submit, _encode_in_worker, tokeniser, fast)
         for chunk, future in _in_order(stream, submit, limit=2 * workers + 1):
             yield chunk, warn(future.result())
     except BrokenProcessPool:

@@ -175,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument("--tokeniser", default="gpt2", help="gpt2 (default) or bytes")
+    common.add_argument("--tokeniser", help="gpt2 or bytes; default gpt2, for stdlib bytes")
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     common.add_argument("--workers", type=int, help="processes; default one per core, 0 for none")
@@ -190,8 +190,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = commands.add_parser("text", parents=[common, val], help="your own files")
     text.add_argument("inputs", nargs="+", help="files, folders or patterns")
     text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")
-    stdlib = commands.add_parser("stdlib", parents=[common], help="the standard library")
-    stdlib.set_defaults(tokeniser="bytes")
+    commands.add_parser("stdlib", parents=[common], help="the standard library")
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
@@ -241,6 +240,8 @@ def main(argv: list[str]) -> None:
     if arguments.command == "download":
         download(arguments.name, arguments.out, arguments.shards)
         return
+    if arguments.tokeniser is None:
+        arguments.tokeniser = "bytes" if arguments.command == "stdlib" else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
     source = make_source(arguments)
     val_tokens = default_val_tokens(arguments, source)

@@ -46,6 +46,10 @@ class Tokeniser:
         """Ids -> text; ids outside the vocabulary (a padded model can emit them) become U+FFFD."""
         raise NotImplementedError
 
+    def fast_encoder(self) -> Callable[[str], np.ndarray] | None:
+        """A faster `encode` to be checked against it, where there is one."""
+        return None
+
 
 class BytesTokeniser(Tokeniser):
     """UTF-8 bytes as ids 0..255, and 256 for EOT."""
