@@ -51,10 +51,11 @@ def _scores(q, k, row_scale, inv_k):
 
 @triton.jit
 def _mean_pass(
-    q, row_scale, pivot, total, carry, top, position, lo, hi, K, INV_K, k_stride, k_length,
+    q, row_scale, pivot, total, top, position, lo, hi, K, INV_K, k_stride, k_length,
     d: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Row sums of f - pivot and row maxima of f over the keys lo..hi."""
+    """Sums of f - pivot and maxima of f over the keys lo..hi, a column of the tile at a time: the
+    reduction along a row is left to the caller, and every partial sum is short."""
     for start in tl.range(lo, hi, BLOCK_N):
         k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
         inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
@@ -64,9 +65,9 @@ def _mean_pass(
             seen = start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None]
             above = tl.where(seen, above, 0.0)
             f = tl.where(seen, f, 0.0)
-        total, carry = add(total, carry, tl.sum(above, 1))
-        top = tl.maximum(top, tl.max(f, 1))
-    return total, carry, top
+        total += above
+        top = tl.maximum(top, f)
+    return total, top
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def forward_kernel(
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
     last = tl.minimum(k_length, k_length - q_length + first_row + BLOCK_M)
     zeros = tl.zeros([BLOCK_M], tl.float32)
-    mean, inv_m, exponent, coef, dense = zeros, zeros + 1.0, zeros, zeros + 1.0, zeros
+    mean, inv_m = zeros, zeros + 1.0
     if REWEIGHT:
         # Summing f above the smallest of the first keys keeps every digit of a near-uniform row,
         # and gives identical keys a mean equal to their f.
@@ -130,23 +131,21 @@ def forward_kernel(
         f, _ = softplus(_scores(q, k, row_scale, inv_k))
         f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
         pivot = tl.min(f, 1)
-        total, carry, top = _mean_pass(
-            q, row_scale, pivot, zeros, zeros, zeros, position, 0, full,
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        total, top = _mean_pass(
+            q, row_scale, pivot, total, total, position, 0, full,
             K, INV_K, k_stride, k_length, d, BLOCK_D, BLOCK_N, False,
         )  # fmt: skip
-        total, carry, top = _mean_pass(
-            q, row_scale, pivot, total, carry, top, position, full, last,
+        total, top = _mean_pass(
+            q, row_scale, pivot, total, top, position, full, last,
             K, INV_K, k_stride, k_length, d, BLOCK_D, BLOCK_N, True,
         )  # fmt: skip
-        mean = tl.where(count > 3, pivot + total / count, 0.0)
-        flat = top - mean <= FLAT * top
-        mean = tl.where(flat, 0.0, mean)
+        mean = tl.where(count > 3, pivot + tl.sum(total, 1) / count, 0.0)
+        top = tl.max(top, 1)
+        mean = tl.where(top - mean <= top * FLAT, 0.0, mean)
         inv_m = 1.0 / (top - mean)
-        exponent = adaptive(count, p, alpha, train_length)
-        coef = tl.where(flat, 1.0, exponent) * inv_m
-        dense = tl.where(flat | (count <= 3), 0.0, exponent * inv_m / count)
-        exponent -= 1.0
 
+    exponent = adaptive(count, p, alpha, train_length) - 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l, carry, h, acc, guide = _value_pass(
         q, row_scale, mean, inv_m, exponent, zeros, zeros, zeros, acc, acc, position, 0, full,
@@ -166,12 +165,21 @@ def forward_kernel(
     if SAVE:
         stats = STATS + pair.to(tl.int64) * q_length + rows
         inside = rows < q_length
-        tl.store(stats + SCALE * plane, row_scale, mask=inside)
-        tl.store(stats + MEAN * plane, mean, mask=inside)
-        tl.store(stats + INV_M * plane, inv_m, mask=inside)
-        tl.store(stats + INV_L * plane, inv_l, mask=inside)
-        tl.store(stats + COEF * plane, coef * inv_l, mask=inside)
-        tl.store(stats + DENSE * plane, dense * h * inv_l, mask=inside)
+        coef = inv_l * inv_m
+        if REWEIGHT:
+            # The mean is zero in the first three rows and in flat ones; only the latter have p = 1.
+            exponent = adaptive(count, p, alpha, train_length)
+            tl.store(
+                stats + plane * DENSE,
+                tl.where(mean > 0, exponent / count, 0.0) * h * coef,
+                mask=inside,
+            )
+            coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
+        tl.store(stats + plane * SCALE, row_scale, mask=inside)
+        tl.store(stats + plane * MEAN, mean, mask=inside)
+        tl.store(stats + plane * INV_M, inv_m, mask=inside)
+        tl.store(stats + plane * INV_L, inv_l, mask=inside)
+        tl.store(stats + plane * COEF, coef, mask=inside)
     if SAVE and REWEIGHT:
         GUIDE = head_of(GUIDE, out_stride, pair, heads)
         target, mask = tile(GUIDE, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
@@ -187,18 +195,19 @@ def _dq_pass(
 ):  # fmt: skip
     """acc += sum over the keys lo..hi of ds_j k_j / |k_j|."""
     for start in tl.range(lo, hi, BLOCK_N):
+        v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
+        dw = tl.dot(do, tl.trans(v), input_precision="ieee")
         k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
         inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
         s = _scores(q, k, row_scale, inv_k)
         f, e = softplus(s)
+        slope = sigmoid(s, e) * inv_k[None, :]
         z = tl.maximum(f - mean[:, None], 0.0) * inv_m[:, None]
         r = power(z, exponent[:, None], P - 1)
-        v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        dw = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = coef[:, None] * r * (dw - delta[:, None])
         if REWEIGHT:
             ds -= dense[:, None]
-        ds = ds * (sigmoid(s, e) * inv_k[None, :])
+        ds = ds * slope
         if MASKED:
             ds = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None], ds, 0.0)
         acc = tl.dot(narrow(ds, k.dtype), k, acc, input_precision="ieee")
@@ -223,10 +232,10 @@ def dq_kernel(
     OUT = head_of(OUT, out_stride, pair, heads)
     INV_K += pair.to(tl.int64) * k_length
     STATS += pair.to(tl.int64) * q_length
-    row_scale = load_vector(STATS + SCALE * plane, first_row, q_length, BLOCK_M)
-    mean = load_vector(STATS + MEAN * plane, first_row, q_length, BLOCK_M)
-    inv_m = load_vector(STATS + INV_M * plane, first_row, q_length, BLOCK_M)
-    coef = load_vector(STATS + COEF * plane, first_row, q_length, BLOCK_M)
+    row_scale = load_vector(STATS + plane * SCALE, first_row, q_length, BLOCK_M)
+    mean = load_vector(STATS + plane * MEAN, first_row, q_length, BLOCK_M)
+    inv_m = load_vector(STATS + plane * INV_M, first_row, q_length, BLOCK_M)
+    coef = load_vector(STATS + plane * COEF, first_row, q_length, BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
     position = k_length - q_length + rows
     exponent = adaptive((position + 1).to(tl.float32), p, alpha, train_length) - 1.0
@@ -241,7 +250,7 @@ def dq_kernel(
         GUIDE = head_of(GUIDE, out_stride, pair, heads)
         guide = load_rows(GUIDE, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
         dense = tl.sum(do.to(tl.float32) * guide.to(tl.float32), 1) - delta
-        dense *= load_vector(STATS + DENSE * plane, first_row, q_length, BLOCK_M)
+        dense *= load_vector(STATS + plane * DENSE, first_row, q_length, BLOCK_M)
         tl.store(deltas + plane, dense, mask=rows < q_length)
 
     q = load_rows(Q, first_row, q_stride, q_length, d, BLOCK_M, BLOCK_D)
@@ -273,11 +282,12 @@ def _dkv_pass(
     for start in tl.range(lo, hi, BLOCK_M):
         # Rows past the end read zeros, which make their weights and gradients zero.
         q = load_rows(Q, start, q_stride, q_length, d, BLOCK_M, BLOCK_D)
-        row_scale = load_vector(STATS + SCALE * plane, start, q_length, BLOCK_M)
-        mean = load_vector(STATS + MEAN * plane, start, q_length, BLOCK_M)
-        inv_m = load_vector(STATS + INV_M * plane, start, q_length, BLOCK_M)
+        row_scale = load_vector(STATS + plane * SCALE, start, q_length, BLOCK_M)
+        mean = load_vector(STATS + plane * MEAN, start, q_length, BLOCK_M)
+        inv_m = load_vector(STATS + plane * INV_M, start, q_length, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision="ieee") * row_scale[None, :] * inv_k[:, None]
         f, e = softplus(s)
+        slope = sigmoid(s, e)
         z = tl.maximum(f - mean[None, :], 0.0) * inv_m[None, :]
         position = past + start + tl.arange(0, BLOCK_M)
         if MASKED:
@@ -286,16 +296,16 @@ def _dkv_pass(
         exponent = adaptive((position + 1).to(tl.float32), p, alpha, train_length) - 1.0
         r = power(z, exponent[None, :], P - 1)
         do = load_rows(DO, start, do_stride, q_length, d, BLOCK_M, BLOCK_D)
-        w = r * z * load_vector(STATS + INV_L * plane, start, q_length, BLOCK_M)[None, :]
+        w = r * z * load_vector(STATS + plane * INV_L, start, q_length, BLOCK_M)[None, :]
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")
         dw = tl.dot(v, tl.trans(do), input_precision="ieee")
-        coef = load_vector(STATS + COEF * plane, start, q_length, BLOCK_M) * row_scale
+        coef = load_vector(STATS + plane * COEF, start, q_length, BLOCK_M) * row_scale
         delta = load_vector(DELTA, start, q_length, BLOCK_M)
         ds = coef[None, :] * r * (dw - delta[None, :])
         if REWEIGHT:
             dense = load_vector(DELTA + plane, start, q_length, BLOCK_M) * row_scale
             ds -= dense[None, :]
-        ds = ds * sigmoid(s, e)
+        ds = ds * slope
         if MASKED:
             ds = tl.where(seen, ds, 0.0)
         dk = tl.dot(narrow(ds, q.dtype), q, dk, input_precision="ieee")

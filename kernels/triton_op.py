@@ -1,0 +1,220 @@
+"""`lssar(q, k, v, p=15.0)`: exact fused LSSAR and LSSA on a GPU, differentiable, in linear memory.
+
+Forward and backward are one torch.library operator each, so torch.compile, checkpointing and DDP
+see single nodes. The kernels are in `kernels/triton_lssar.py`; nothing here imports Triton before
+the first call. TRITON_INTERPRET=1 in the environment runs them on CPU tensors, slowly.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 128
+MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
+ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_lssar
+
+# (BLOCK_M rows, BLOCK_N keys, warps, stages), by padded head dim; the first is the one compiled,
+# checked for spills and used by the interpreter, the rest are what a GPU may choose from.
+CONFIGS = {
+    "forward": {
+        64: [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)],
+        128: [(128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2)],
+    },
+    "dq": {
+        64: [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3)],
+        128: [(64, 32, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)],
+    },
+    "dkv": {
+        64: [(32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (64, 32, 4, 2)],
+        128: [(32, 64, 8, 2), (32, 32, 4, 2), (32, 128, 8, 2)],
+    },
+}
+DECODE_ROWS = 16  # at most so many query rows take the smallest row block tl.dot has
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(q: Tensor | None = None) -> str | None:
+    """Why the kernel cannot run here (on q's device, type and head dim), or None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    if q is None:
+        return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
+    if q.dtype not in DTYPES:
+        return f"{q.dtype} is not one of bfloat16, float16, float32"
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"head dim {q.shape[-1]} is above {MAX_HEAD_DIM}"
+    if not q.is_cuda and not interpreting():
+        return f"the tensors are on {q.device.type}, not on a GPU"
+    return None
+
+
+def lssar(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    p: float | None,
+    alpha: float = 0.0,
+    train_length: int = 1024,
+) -> Tensor:
+    """Attention of q (B, H, Lq, d) to k, v (B, H, Lk, d), the last query at the last key.
+
+    p None is LSSA; alpha makes p grow with the row beyond train_length, as the paper's adaptive p_i.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _check(q, k, v, p)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return _forward(q, k, v, p, alpha, train_length, save)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must share a type, got {q.dtype}, {k.dtype}, {v.dtype}")
+    rest = (*q.shape[:2], k.shape[2], q.shape[3])
+    if k.shape != rest or v.shape != rest:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: B, H, d must match, and Lk of k, v")
+    if k.shape[2] < q.shape[2]:
+        raise ValueError(f"{q.shape[2]} queries but only {k.shape[2]} keys")
+    if p is not None and not p >= 1:
+        raise ValueError(f"p must be at least 1, got {p}")
+
+
+@torch.library.custom_op("lssa::triton_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: float | None,
+    alpha: float,
+    train_length: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the backward needs of the rows and keys: G, statistics, 1/|k|."""
+    out, guide, stats, inv_k = _forward_outputs(q, k, v, p, alpha, train_length, save)
+    torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=inv_k)
+    inv_k.clamp_(min=1e-12).reciprocal_()
+    if out.numel():
+        d, rows = q.shape[-1], q.shape[2]
+        strides = [x.stride()[:3] for x in (q, k, v, out)]
+        _launch(
+            "forward", q, rows, k.shape[2], [q, k, v, inv_k, out, guide, stats], strides,
+            [math.log(d)], p, alpha, train_length, SAVE=save,
+        )  # fmt: skip
+    return out, guide, stats, inv_k
+
+
+@_forward.register_fake
+def _forward_outputs(q, k, v, p, alpha, train_length, save):
+    batch, heads, rows, _ = q.shape
+    guide = torch.empty_like(q) if save and p is not None else q.new_empty(0)
+    planes = ROW_STATISTICS if save else 0
+    stats = q.new_empty((planes, batch, heads, rows), dtype=torch.float32)
+    inv_k = q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32)
+    return torch.empty_like(q), guide, stats, inv_k
+
+
+@torch.library.custom_op("lssa::triton_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    guide: Tensor,
+    stats: Tensor,
+    inv_k: Tensor,
+    p: float | None,
+    alpha: float,
+    train_length: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from the one of `out`."""
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if not out.numel():
+        return dq, dk.zero_(), dv.zero_()
+    delta = stats.new_empty((2, *stats.shape[1:]))  # D and E of every row
+    rest = (p, alpha, train_length)
+    tensors = [q, k, v, inv_k, out, guide, stats, grad, dq, delta]
+    strides = [x.stride()[:3] for x in (q, k, v, out, grad, dq)]
+    _launch("dq", q, q.shape[2], k.shape[2], tensors, strides, [], *rest)
+    tensors = [q, k, v, inv_k, stats, grad, dk, dv, delta]
+    strides = [x.stride()[:3] for x in (q, k, v, grad, dk, dv)]
+    _launch("dkv", q, k.shape[2], k.shape[2], tensors, strides, [], *rest)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(grad, q, k, v, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, p, alpha, train_length, save = inputs
+    ctx.set_materialize_grads(False)
+    ctx.settings = (p, alpha, train_length)
+    ctx.save_for_backward(q, k, v, *(output if save else ()))
+
+
+def _autograd(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 7
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _launch(name, q, blocked, k_length, tensors, strides, extra, p, alpha, train_length, **flags):
+    """Run a kernel with one program a head and block of `blocked` rows (dkv: keys)."""
+    batch, heads, rows, d = q.shape
+    block_d = padded(d)
+    side = "BLOCK_N" if name == "dkv" else "BLOCK_M"
+    kernel, fixed = _kernel(name, block_d, rows <= DECODE_ROWS)
+    adaptive = alpha != 0 and k_length > train_length
+    integer = p is not None and not adaptive and p == int(p) and p <= MAX_INTEGER_P
+    power = 1.0 if p is None else p
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        kernel[lambda meta: (-(-blocked // meta[side]), batch * heads)](
+            *tensors, *strides, heads, rows, k_length, batch * heads * rows, k_length.bit_length(),
+            *extra, power, alpha, float(train_length),
+            P=int(power) if integer or p is None else 0, REWEIGHT=p is not None, d=d,
+            BLOCK_D=block_d, **flags, **fixed,
+        )  # fmt: skip
+
+
+def padded(d: int) -> int:
+    """The head dim of the tiles: the next power of two, and tl.dot's smallest is 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+@functools.cache
+def _kernel(name: str, block_d: int, decode: bool):
+    """The kernel and its launch settings: tuned on a GPU, the first of CONFIGS when interpreting."""
+    import triton
+
+    from kernels import triton_lssar
+
+    kernel = getattr(triton_lssar, f"{name}_kernel")
+    configs = [
+        (min(m, DECODE_ROWS) if decode else m, n, warps, stages)
+        for m, n, warps, stages in CONFIGS[name][64 if block_d <= 64 else 128]
+    ]
+    if interpreting():
+        return kernel, {"BLOCK_M": configs[0][0], "BLOCK_N": configs[0][1]}
+    choices = [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in dict.fromkeys(configs)
+    ]
+    return triton.autotune(choices, key=["length_class", "heads", "P"])(kernel), {}
