@@ -1,0 +1,152 @@
+"""Tables and figures of `eval_extrapolation.py`, made from its results file alone."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+import plots
+from evaluation import AS_TRAINED, labels, series_label, table
+from results_io import Results
+
+
+def paired_differences(results: Results, reference: str) -> list[dict]:
+    """Every row minus the reference checkpoint's as-trained row of that length, by segment."""
+    differences = []
+    for row in results.rows:
+        base = results.find(checkpoint=reference, variant=AS_TRAINED, length=row["length"])
+        if base is None or base is row or _overflowed(row) or _overflowed(base):
+            continue
+        difference = np.subtract(row["segment_losses"], base["segment_losses"])
+        count = len(difference)
+        differences.append(
+            {key: row[key] for key in ("checkpoint", "variant", "length")}
+            | {
+                "reference": reference,
+                "difference": float(difference.mean()),
+                "standard_error": float(difference.std(ddof=1) / math.sqrt(count))
+                if count > 1
+                else None,
+            }
+        )
+    return differences
+
+
+def _overflowed(row: dict) -> bool:
+    return any(loss is None for loss in row["segment_losses"])
+
+
+def tables(results: Results, reference: str) -> str:
+    names = labels(results.checkpoints)
+    lengths = sorted({row["length"] for row in results.rows})
+    series = [
+        (series_label(names[identity], variant), {row["length"]: row for row in rows})
+        for identity, variant, rows in results.series()
+    ]
+    paired = {
+        (p["checkpoint"], p["variant"], p["length"]): p for p in results.extra.get("paired", [])
+    }
+
+    def part(title, cell) -> str:
+        body = [[name, *(cell(rows.get(n)) or "" for n in lengths)] for name, rows in series]
+        body = [line for line in body if any(line[1:])]
+        return f"\n{title}\n" + table(["", *map(str, lengths)], body) if body else ""
+
+    def loss(row):
+        return row and _with_error(row["loss"], row["standard_error"])
+
+    def perplexity(row):
+        return row and _number(row["perplexity"], ".2f")
+
+    def gain(row):
+        found = row and row["context_gain"]
+        return found and _with_error(found["gain"], found["standard_error"], sign="+")
+
+    def difference(row):
+        found = row and paired.get((row["checkpoint"], row["variant"], row["length"]))
+        return found and _with_error(found["difference"], found["standard_error"], sign="+")
+
+    settings = results.settings
+    sections = [
+        part(f"validation loss over {settings['tokens']:,} tokens, ± standard error", loss),
+        part("perplexity", perplexity),
+        part("context gain: full minus near context on the same tokens (< 0: it helps)", gain),
+        part(f"loss minus that of {names[reference]}, paired by segment", difference),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "overflow" if value is None else format(value, form)
+
+
+def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    text = _number(value, f"{sign}.4f")
+    return text if error is None else f"{text} ±{error:.4f}"
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def figures(results: Results) -> list[Path]:
+    """Loss by length, and loss by position at the longest length, beside the results."""
+    written = plots.save(loss_by_length(results), results.sibling(".png"))
+    return written + plots.save(loss_by_position(results), results.sibling("-position.png"))
+
+
+def styled_series(results: Results):
+    """(label, line style, rows): a colour a checkpoint, a dash a variant, as trained first."""
+    names = labels(results.checkpoints)
+    colours = {identity: i for i, identity in enumerate(results.checkpoints)}
+    variants = list(dict.fromkeys([AS_TRAINED, *(row["variant"] for row in results.rows)]))
+    order = {identity: i for i, identity in enumerate(results.checkpoints)}
+    found = sorted(results.series(), key=lambda s: (order[s[0]], variants.index(s[1])))
+    for identity, variant, rows in found:
+        dash = variants.index(variant)
+        style = plots.line(colours[identity], dash, marker=dash == 0)
+        yield series_label(names[identity], variant), style, rows
+
+
+def loss_by_length(results: Results):
+    rows_of_legend = math.ceil(len(list(results.series())) / 2)
+    figure, axes = plots.figure(height=2.1 + 0.16 * rows_of_legend)
+    for label, style, rows in styled_series(results):
+        rows = [r for r in rows if r["loss"] is not None]
+        axes.errorbar(
+            [r["length"] for r in rows],
+            [r["loss"] for r in rows],
+            yerr=[r["standard_error"] or 0 for r in rows],
+            label=label,
+            **style,
+        )
+    lengths = sorted({row["length"] for row in results.rows})
+    plots.length_axis(axes, lengths, common_train_length(results))
+    axes.set(xlabel="evaluation length (tokens)", ylabel="validation loss (nats a token)")
+    plots.legend_below(figure, axes)
+    return figure
+
+
+def loss_by_position(results: Results):
+    longest = max(row["length"] for row in results.rows)
+    rows_of_legend = math.ceil(len(list(results.series())) / 2)
+    figure, axes = plots.figure(height=2.1 + 0.16 * rows_of_legend)
+    for label, style, rows in styled_series(results):
+        row = rows[-1]
+        if row["length"] != longest or _overflowed(row):
+            continue
+        middles = [math.sqrt(b["from"] * b["to"]) for b in row["by_position"]]
+        losses = [b["loss"] for b in row["by_position"]]
+        axes.plot(middles, losses, label=label, **(style | {"marker": ""}))
+    ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
+    plots.length_axis(axes, ticks, common_train_length(results))
+    axes.set(
+        xlabel=f"position in a window of {plots.short_number(longest)} tokens",
+        ylabel="validation loss (nats a token)",
+    )
+    plots.legend_below(figure, axes)
+    return figure
+
+
+def common_train_length(results: Results) -> int | None:
+    found = {c["train_length"] for c in results.checkpoints.values()}
+    return found.pop() if len(found) == 1 else None
