@@ -1,8 +1,8 @@
 """The paper's attention mechanisms one number at a time, in Python's float64.
 
-Written from the paper's formulas alone: no tensor operation, no mask, no rescaling and no sharing of
-code with attention.py. Slow and literal on purpose. `weights(name, q, k)` takes the nested lists of
-one head, q (Lq, d) and k (Lk, d), and returns the rows of the attention matrix.
+Written from the paper's formulas alone: no tensor operation, no mask, no rescaling, nothing shared
+with attention.py. Slow and literal on purpose. `weights(name, q, k)` takes the nested lists of one
+head, q (Lq, d) and k (Lk, d), and returns the rows of the attention matrix.
 """
 
 import math

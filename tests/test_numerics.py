@@ -127,6 +127,21 @@ def test_identical_keys_fall_back_to_the_stage_one_row(name, sign, length):
     assert_finite(out, grads)
 
 
+@pytest.mark.parametrize("d", [20, 64, 80, 128])
+@pytest.mark.parametrize("name", SHARPENED)
+def test_identical_keys_are_recognised_through_the_rounding_of_their_scores(name, d):
+    """A matrix product may round the same dot product differently in two columns, and softplus or
+    exp far below zero turns that into tens of eps of the row: still nothing to sharpen."""
+    for length in (29, 63, 471, 2175):
+        counts = torch.arange(length - 2, length + 1).unsqueeze(-1)
+        expected = torch.ones(3, length).tril(length - 3) / counts
+        for sign in (-1.0, 0.0, 1.0):
+            key = torch.randn(5, 2, 1, d)
+            q = torch.randn(5, 2, 3, d) if sign == 0 else sign * key.expand(5, 2, 3, d)
+            weights = attention_weights(q, key.expand(5, 2, length, d).contiguous(), name)
+            torch.testing.assert_close(weights, expected.expand_as(weights), rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("name", tuple(MECHANISMS))
 def test_zero_queries_and_keys_are_finite(name):
     zero, v = torch.zeros(1, 2, 9, 20), torch.randn(1, 2, 9, 20)

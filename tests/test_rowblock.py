@@ -1,0 +1,161 @@
+"""kernels/rowblock.py: the eager form in linear memory, forward and backward."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention import MECHANISMS, attend, get_mechanism
+from kernels import rowblock
+
+NAMES = tuple(MECHANISMS)
+SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Sixteen rows a block, the least there is, so that short inputs have many blocks."""
+    monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 1, "default": 1})
+
+
+def run(backend, mechanism, shape, dtype=torch.float64, seed=0):
+    """Output and all gradients of a random call; shape is (B, H, Lq, Lk, d)."""
+    batch, heads, lq, lk, d = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = (draw(batch, heads, length, d).requires_grad_() for length in (lq, lk, lk))
+    leaves, params = [q, k, v], None
+    if mechanism.parameter_init is not None:
+        params = (0.5 + torch.rand(heads, generator=generator)).to(torch.float64).requires_grad_()
+        leaves.append(params)
+    out = attend(q, k, v, mechanism, params=params, backend=backend)
+    return out, *torch.autograd.grad(out, leaves, draw(*out.shape))
+
+
+def assert_equal_to_eager(mechanism, shape, dtype=torch.float64, **tolerance):
+    for got, expected in zip(
+        run("rowblock", mechanism, shape, dtype), run("eager", mechanism, shape, dtype), strict=True
+    ):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 63, 63, 20), (1, 3, 33, 70, 20)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mechanism_equals_eager_with_gradients(name, shape, small_blocks):
+    assert_equal_to_eager(MECHANISMS[name], shape, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (2, 2), (3, 3), (4, 4), (15, 16), (17, 17), (111, 111)]
+)
+@pytest.mark.parametrize("name", ["lssar", "ssmax", "relu-shen", "softmax-recentred-l1"])
+def test_odd_lengths(name, lengths, small_blocks):
+    assert_equal_to_eager(MECHANISMS[name], (1, 2, *lengths, 64), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 63, 100])
+@pytest.mark.parametrize("name", ["lssar", "softmax", "ssmax", "relu-shen", "sigmoid-logn"])
+def test_windows(name, window, small_blocks):
+    mechanism = get_mechanism(name, window=window)
+    assert_equal_to_eager(mechanism, (1, 2, 63, 63, 20), rtol=1e-9, atol=1e-10)
+    assert_equal_to_eager(mechanism, (1, 2, 37, 70, 20), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", SHARPENED)
+def test_adaptive_exponent_and_both_numerics(name, small_blocks):
+    for numerics in ("safe", "naive"):
+        mechanism = get_mechanism(name, p=4, alpha=0.5, train_length=20, numerics=numerics)
+        assert_equal_to_eager(mechanism, (1, 2, 63, 70, 20), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "relu-length"])
+def test_the_current_length_is_that_of_the_call_not_of_the_block(name, small_blocks):
+    mechanism = get_mechanism(name, length="current")
+    assert_equal_to_eager(mechanism, (1, 2, 50, 63, 20), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
+    ids=["fp32", "bf16", "fp16"],
+)
+@pytest.mark.parametrize("name", ["lssar", "lssa", "softmax-reweighted", "ssmax", "gelu-l1"])
+def test_lower_precision(name, dtype, tolerance, small_blocks):
+    for got, exact in zip(
+        run("rowblock", MECHANISMS[name], (1, 2, 63, 63, 20), dtype),
+        run("eager", MECHANISMS[name], (1, 2, 63, 63, 20), dtype),
+        strict=True,
+    ):
+        assert got.dtype == exact.dtype
+        error = (got.double() - exact.double()).norm() / exact.double().norm()
+        assert error < tolerance
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_query_over_a_long_cache(name):
+    assert_equal_to_eager(MECHANISMS[name], (1, 2, 1, 2500, 20), rtol=1e-9, atol=1e-10)
+
+
+def test_inputs_that_are_not_contiguous_and_a_gradient_of_some_only(small_blocks):
+    q, k, v = torch.randn(3, 1, 40, 2, 20, dtype=torch.float64).transpose(2, 3).unbind(0)
+    k = k.clone().requires_grad_()
+    out = attend(q, k, v, "lssar", backend="rowblock")
+    expected = attend(q, k, v, "lssar", backend="eager")
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(o.sum(), k)[0] for o in (out, expected)))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", ["lssar", "softmax-recentred-l1"])
+def test_nothing_of_size_length_squared_exists(name, monkeypatch):
+    length, d = 1024, 16
+    monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**17, "default": 2**17})
+    q, k, v = (torch.randn(1, 1, length, d).requires_grad_() for _ in range(3))
+    with LargestTensor() as largest:
+        attend(q, k, v, name, backend="rowblock").sum().backward()
+    assert largest.elements == 2**17
+    with LargestTensor() as largest:
+        attend(q, k, v, name, backend="eager").sum().backward()
+    assert largest.elements == length * length  # the measure does see what it should
+
+
+def test_a_window_makes_the_cost_linear_too(monkeypatch):
+    monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**14, "default": 2**14})
+    q, k = torch.randn(2, 1, 1, 4096, 8)
+    mechanism = get_mechanism("lssar", window=64)
+    blocks = list(rowblock._blocks(q, k, mechanism.window))
+    assert sum((r.stop - r.start) * (s.stop - s.start) for r, s in blocks) < 4096 * 64 * 4
+    assert [r.start for r, _ in blocks] == [0, *(r.stop for r, _ in blocks[:-1])]
+    assert blocks[-1][0].stop == 4096
+
+
+def test_long_calls_take_row_blocks_by_themselves():
+    q, k, v = (torch.randn(1, 3, 2048, 8) for _ in range(3))
+    with LargestTensor() as largest:
+        attend(q, k, v, "mish-l1")
+    assert largest.elements < 2048 * 2048
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
+    out = attend(q, k, v, "lssa", backend="rowblock")
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
