@@ -41,7 +41,7 @@ constexpr int MR = 6;      // microkernel: MR x 16 outputs in 12 registers
 constexpr int PANEL = 16;  // keys side by side in a transposed panel
 constexpr int TILE = 96;   // keys a tile: a multiple of PANEL and MR; one log per TILE / 8 factors
 constexpr int ROWS = 48;   // queries a block: a multiple of 8 and MR
-constexpr int LIST = TILE + 8;
+constexpr int LIST = 128;  // entries a row's list can hold, at least TILE + 8; a power of two
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
 constexpr float MASKED = -126.f;  // |s| <= log2(e) log(256) log(2^23) < 126: nothing real is lower
 constexpr float EPS = 1e-12f;     // as F.normalize
@@ -188,7 +188,7 @@ inline float norm(const float* x, int64_t d) {
 
 // C[m][0..8V) += sum_k A(m, k) B[k][0..8V), A(m, k) = A[k][m] when T, else A[m][k]
 template <int M, int V, bool T>
-inline void micro(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+__attribute__((noinline)) void micro(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
                   int64_t ldc, bool add) {
   v8 acc[M][V] = {};
   for (int64_t k = 0; k < depth; k++, a += T ? lda : 1, b += ldb) {
@@ -256,35 +256,36 @@ inline void sparse_sum(int n, const int32_t* idx, const float* w, const float* v
   });
 }
 
-// out[e] = a . V[idx[e]]
-inline void sparse_dot(int n, const int32_t* idx, const float* a, const float* v, int64_t ldv,
-                       float* out, int cols) {
-  for (int e = 0; e < n; e++) out[e] = 0.f;
+// to[at[e]] = a . rows[at[e] / LIST]: the products of one key with the rows that count it
+inline void sparse_dot(int n, const uint16_t* at, const float* a, const float* rows, float* to,
+                       int cols) {
   by_columns(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
     v8 y[R];
     for (int i = 0; i < R; i++) y[i] = load(a + x + 8 * i);
     for (int e = 0; e < n; e++) {
-      const float* row = v + idx[e] * ldv + x;
+      const float* row = rows + at[e] / LIST * cols + x;
       v8 even = y[0] * load(row), odd = all(0.f);
       for (int i = 1; i < R; i++) (i & 1 ? odd : even) += y[i] * load(row + 8 * i);
-      out[e] += sum(even + odd);
+      float part = sum(even + odd);
+      to[at[e]] = x ? to[at[e]] + part : part;
     }
   });
 }
 
-// V[idx[e]] += w[e] a
-inline void sparse_outer(int n, const int32_t* idx, const float* w, const float* a, float* v,
-                         int64_t ldv, int cols) {
+// out += sum_e w[at[e]] rows[at[e] / LIST]
+inline void sparse_gather(int n, const uint16_t* at, const float* w, const float* rows, float* out,
+                          int cols) {
   by_columns(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
-    v8 y[R];
-    for (int i = 0; i < R; i++) y[i] = load(a + x + 8 * i);
+    v8 acc[R];
+    for (int i = 0; i < R; i++) acc[i] = load(out + x + 8 * i);
     for (int e = 0; e < n; e++) {
-      float* row = v + idx[e] * ldv + x;
-      v8 z = all(w[e]);
-      for (int i = 0; i < R; i++) store(row + 8 * i, load(row + 8 * i) + z * y[i]);
+      const float* row = rows + at[e] / LIST * cols + x;
+      v8 y = all(w[at[e]]);
+      for (int i = 0; i < R; i++) acc[i] += y * load(row + 8 * i);
     }
+    for (int i = 0; i < R; i++) store(out + x + 8 * i, acc[i]);
   });
 }
 
@@ -612,14 +613,14 @@ void forward_head(const Head& head, Arena& arena) {
 }
 
 struct BackwardScratch {
-  float *inverse, *panels, *k, *v, *v_panels, *strip, *q, *dout, *dq, *dw, *dk, *dv, *val;
+  float *inverse, *panels, *k, *v, *v_panels, *strip, *q, *dout, *dq, *dw, *w, *dk, *dv, *val;
   int32_t *idx, *n;
   bool* v_packed;
   bool* dense;
   static size_t size(const Head& h) {
     size_t keys = h.tiles * TILE;
     return keys * (1 + 2 * h.d + 4 * h.cols + ROWS) + 2 * h.tiles * ROWS * LIST +
-           3 * ROWS * h.cols + ROWS * TILE + h.tiles * (ROWS + 2) + 512;
+           3 * ROWS * h.cols + 2 * ROWS * LIST + h.tiles * (ROWS + 2) + 512;
   }
   BackwardScratch(Arena& arena, const Head& h) {
     size_t keys = h.tiles * TILE, wide = keys * h.cols;
@@ -627,7 +628,7 @@ struct BackwardScratch {
     inverse = arena.take(keys), panels = arena.take(keys * h.d), k = arena.take(wide);
     v = arena.take(wide), v_panels = arena.take(keys * h.d), strip = arena.take(keys * ROWS);
     q = arena.take(ROWS * h.cols), dout = arena.take(ROWS * h.cols), dq = arena.take(ROWS * h.cols);
-    dw = arena.take(ROWS * TILE), dk = arena.take(wide), dv = arena.take(wide);
+    dw = arena.take(ROWS * LIST), w = arena.take(ROWS * LIST), dk = arena.take(wide), dv = arena.take(wide);
     val = arena.take(h.tiles * ROWS * LIST), idx = (int32_t*)arena.take(h.tiles * ROWS * LIST);
     n = (int32_t*)arena.take(h.tiles * ROWS);
     v_packed = (bool*)arena.take(h.tiles), dense = (bool*)arena.take(h.tiles);
@@ -639,32 +640,44 @@ struct Gradients {  // per row: p / (l M), D, sum_j p z^(p-1) / (l M) (dW - D)
   double pull[ROWS] = {};
 };
 
-// Per row of a tile: `val` becomes (p z^(p-1) / (l M)) (dW - D) sigma, dv gains its share.
+// `val` becomes (p z^(p-1) / (l M)) (dW - D) sigma, dv gains its share. The products run key by
+// key over the rows that count it, so that a key's v and dv are touched once and only the block's
+// dout has to stay in the first-level cache.
 void backward_sparse(const Block& block, int64_t tile, const float* sigma, const Lists& lists,
-                     const float* v, const BackwardScratch& at, Gradients& g) {
-  int cols = (int)block.head.cols;
-  alignas(32) float w[LIST], r_slope[LIST], dw[LIST];
+                     const BackwardScratch& at, Gradients& g) {
+  int cols = (int)block.head.cols, widest = block.width(block.rows - 1, tile);
+  uint16_t where_key[TILE][ROWS];
+  int n_key[TILE] = {};
   for (int r = 0; r < block.rows; r++) {
-    int n = lists.n[r];
-    float* val = lists.val + r * LIST;
-    const int32_t* idx = lists.idx + r * LIST;
+    float *val = lists.val + r * LIST, *w = at.w + r * LIST;
     v8 mu = all(block.mu[r]), inv_m = all(block.inv_m[r]);
     v8 inv_l = all(1.f / block.l[r]), slope = all(g.slope[r]);
-    for (int e = 0; e < n; e += 8) {
-      v8 z = maximum((softplus(load(val + e)) - mu) * inv_m, all(0.f));
-      v8 y = power(z, block.p[r] - 1.f);
+    for (int e = 0; e < lists.n[r]; e += 8) {
+      v8 s = load(val + e), z = maximum((softplus(s) - mu) * inv_m, all(0.f));
+      v8 y = where(s > all(MASKED), power(z, block.p[r] - 1.f), all(0.f));
       store(w + e, z * y * inv_l);
-      store(r_slope + e, y * slope);
+      store(val + e, y * slope);
     }
-    sparse_dot(n, idx, at.dout + r * cols, v, cols, dw, cols);
-    sparse_outer(n, idx, w, at.dout + r * cols, at.dv + tile * TILE * cols, cols, cols);
-    float pull = 0.f;
-    for (int e = 0; e < n; e++) {
-      float a = r_slope[e] * (dw[e] - g.d[r]);
+    const int32_t* idx = lists.idx + r * LIST;
+    for (int e = 0; e < lists.n[r]; e++)
+      where_key[idx[e]][n_key[idx[e]]++] = (uint16_t)(r * LIST + e);
+  }
+  for (int j = 0; j < widest; j++) {
+    int64_t key = (tile * TILE + j) * cols;
+    sparse_dot(n_key[j], where_key[j], at.v + key, at.dout, at.dw, cols);
+    sparse_gather(n_key[j], where_key[j], at.w, at.dout, at.dv + key, cols);
+  }
+  for (int r = 0; r < block.rows; r++) {
+    float *val = lists.val + r * LIST, *dw = at.dw + r * LIST;
+    const int32_t* idx = lists.idx + r * LIST;
+    v8 pull = all(0.f), d = all(g.d[r]);
+    for (int e = 0; e < lists.n[r]; e += 8) {
+      v8 a = load(val + e) * (load(dw + e) - d);
+      store(val + e, a);
       pull += a;
-      val[e] = a * sigma[r * TILE + idx[e]];
     }
-    g.pull[r] += pull;
+    g.pull[r] += sum(pull);
+    for (int e = 0; e < lists.n[r]; e++) val[e] *= sigma[r * TILE + idx[e]];
   }
 }
 
@@ -768,7 +781,7 @@ void backward_block(Block& block, const BackwardScratch& at) {
       for (int x = 0; x < block.width(r, tile); x += 8)
         store(s + r * TILE + x, sigmoid(load(s + r * TILE + x)));
     if (!at.dense[tile])
-      backward_sparse(block, tile, s, lists(tile), at.v + tile * TILE * head.cols, at, g);
+      backward_sparse(block, tile, s, lists(tile), at, g);
   }
   float e[ROWS];
   for (int r = 0; r < block.rows; r++)
@@ -811,6 +824,7 @@ void backward_head(const Head& head, Arena& arena, float* dk, float* dv) {
   pack_panels(head.row(c.k, 0), c.k.l, head.keys, head.d, at.inverse, at.panels);
   pack_rows(head.row(c.k, 0), c.k.l, head.keys, head.d, head.cols, at.inverse, at.k);
   pack_rows(head.row(c.v, 0), c.v.l, head.keys, head.d, head.cols, nullptr, at.v);
+  std::fill(at.dw, at.dw + ROWS * LIST, 0.f);  // the padding of lists must be finite
   std::fill(at.v_packed, at.v_packed + head.tiles, false);
   std::fill(at.dk, at.dk + head.keys * head.cols, 0.f);
   std::fill(at.dv, at.dv + head.keys * head.cols, 0.f);
