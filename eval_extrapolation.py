@@ -21,6 +21,7 @@ window of the training length is the control that any claim of extrapolation has
 
 import hashlib
 import math
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +42,7 @@ from evaluation import (
     Parser,
     Variant,
     add_variant_arguments,
+    arithmetic,
     configure,
     kept_on_interrupt,
     lengths,
@@ -213,13 +215,11 @@ def main(argv: list[str]) -> None:
 
 def make_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+    parser.add_run_arguments()
     parser.add_argument("--data", required=True, help="folder of token shards")
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--tokens", type=int, help=f"targets; default {PAPER_TOKENS:,}")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
-    parser.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))
-    parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
     add_variant_arguments(parser)
     return parser
 
@@ -240,33 +240,32 @@ def evaluate(arguments, world: World) -> None:
             "tokens cannot be compared; evaluate them separately"
         )
     targets = choose_targets(data, arguments.lengths, arguments.tokens, arguments.spread)
-    bf16 = arguments.precision == "bf16" or (
-        arguments.precision == "auto" and world.device.type == "cuda"
-    )
-    results = open_results(arguments, targets, "bf16" if bf16 else "fp32")
-    say = print if world.is_main else (lambda *_: None)
-    asked = PAPER_TOKENS if arguments.tokens is None else arguments.tokens
-    if targets.tokens != asked:
-        say(
-            f"{targets.tokens:,} target tokens instead of {asked:,}: the largest multiple of "
-            f"{targets.segment} that {arguments.data} has and was asked for"
-        )
-    if results.rows:
-        say(f"continuing {results.path}: {len(results.rows)} finished rows are kept")
-    world.barrier()  # everyone has read the file before the first writes to it
-    with (
-        kept_on_interrupt(results.path),
-        torch.autocast(world.device.type, torch.bfloat16, enabled=bf16),
-    ):
-        torch.set_float32_matmul_precision("highest")
-        for checkpoint in checkpoints:
-            fill(results, checkpoint, chosen, arguments.lengths, targets, world)
+    with arithmetic(arguments.precision, world.device) as precision:
+        results = open_results(arguments, targets, precision)
+        announce(arguments, targets, results, world)
+        world.barrier()  # everyone has read the file before the first writes to it
+        with kept_on_interrupt(results.path):
+            for checkpoint in checkpoints:
+                fill(results, checkpoint, chosen, arguments.lengths, targets, world)
     if world.is_main:
         results.extra = {"paired": report.paired_differences(results, checkpoints[0].identity)}
         results.save()
         print(report.tables(results, checkpoints[0].identity))
         for figure in report.figures(results):
             print(f"figure: {figure}")
+
+
+def announce(arguments, targets: Targets, results: Results, world: World) -> None:
+    if not world.is_main:
+        return
+    asked = PAPER_TOKENS if arguments.tokens is None else arguments.tokens
+    if targets.tokens != asked:
+        print(
+            f"{targets.tokens:,} target tokens instead of {asked:,}: the largest multiple of "
+            f"{targets.segment} that was asked for and {arguments.data} has"
+        )
+    if results.rows:
+        print(f"continuing {results.path}: {len(results.rows)} finished rows are kept")
 
 
 def open_results(arguments, targets: Targets, precision: str) -> Results:
@@ -304,11 +303,11 @@ def fill(
             key = {"checkpoint": checkpoint.identity, "variant": variant.name, "length": length}
             config = variant.config(checkpoint.config, checkpoint.info.train_length, length)
             row = results.find(**key)
+            label = f"{series_label(checkpoint.info.run, variant.name)} at {length}"
             if row is None:
                 if config not in done:
                     model = model or checkpoint.load(world.device)
                     begun = time.monotonic()
-                    label = f"{series_label(checkpoint.info.run, variant.name)} at {length}"
                     done[config] = measure(
                         model, checkpoint, variant, targets, length, world, label
                     )
@@ -316,6 +315,7 @@ def fill(
                 row = done[config] | key
                 if world.is_main:
                     results.add(row)
+                    print(f"{label}: loss {row['loss']:.4f}", file=sys.stderr)
             done.setdefault(config, row)
 
 

@@ -92,7 +92,7 @@ def labels(described: dict[str, dict]) -> dict[str, str]:
 
 
 def mechanism_label(m: Mechanism) -> str:
-    return f"{m.label}, p = {m.p:g}" if m.sharpened else m.label
+    return f"{m.label} p={m.p:g}" if m.sharpened else m.label
 
 
 def series_label(checkpoint_label: str, variant: str) -> str:
@@ -142,7 +142,7 @@ def variants(arguments: argparse.Namespace, checkpoints: list[Checkpoint]) -> li
     """As trained, then what the command line adds; every value checked on the models at once."""
     chosen = [Variant()]
     for key in ("p", "alpha", "window"):
-        chosen += [Variant(f"{key} = {v:g}", key, v) for v in getattr(arguments, key)]
+        chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
     if arguments.position_interpolation:
         chosen.append(Variant("PI", interpolated=True))
     for variant in chosen:
@@ -172,6 +172,17 @@ class Parser(argparse.ArgumentParser):
             description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+
+    def add_run_arguments(self) -> None:
+        """What every script needs that runs models over many inputs and records the results."""
+        self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+        self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+        self.add_argument(
+            "--precision",
+            default="auto",
+            choices=("auto", "bf16", "fp32"),
+            help="auto: bf16 on a GPU, fp32 elsewhere",
+        )
 
     def error(self, message: str):
         raise UserError(f"{message}; see {self.prog} --help")
@@ -209,6 +220,15 @@ def progress(total: int, label: str, unit: str, enabled: bool = True) -> tqdm:
         dynamic_ncols=True,
         disable=hidden,
     )
+
+
+@contextmanager
+def arithmetic(precision: str, device: torch.device) -> Iterator[str]:
+    """Products in bf16 under autocast, or in full fp32 (no TF32); gives the name of the choice."""
+    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    torch.set_float32_matmul_precision("highest")
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        yield "bf16" if bf16 else "fp32"
 
 
 @contextmanager

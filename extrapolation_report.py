@@ -104,7 +104,7 @@ def styled_series(results: Results):
     for identity, variant, rows in found:
         dash = variants.index(variant)
         style = plots.line(colours[identity], dash, marker=dash == 0)
-        yield series_label(names[identity], variant), style, rows
+        yield series_label(names[identity], variant).replace("alpha", "α"), style, rows
 
 
 def loss_by_length(results: Results):
@@ -116,6 +116,7 @@ def loss_by_length(results: Results):
             [r["length"] for r in rows],
             [r["loss"] for r in rows],
             yerr=[r["standard_error"] or 0 for r in rows],
+            elinewidth=0.7,
             label=label,
             **style,
         )

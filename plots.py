@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from data.writer import writing
@@ -33,7 +34,9 @@ plt.rcParams.update(
         "ytick.labelsize": 7,
         "legend.fontsize": 7,
         "legend.frameon": False,
-        "legend.handlelength": 2.4,
+        "legend.handlelength": 2.2,
+        "legend.columnspacing": 1.2,
+        "legend.handletextpad": 0.5,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.linewidth": 0.6,
@@ -44,7 +47,7 @@ plt.rcParams.update(
         "ytick.major.width": 0.6,
         "lines.linewidth": 1.3,
         "lines.markersize": 3.5,
-        "errorbar.capsize": 1.5,
+        "errorbar.capsize": 0,
         "figure.constrained_layout.use": True,
         "savefig.dpi": 220,
         "pdf.fonttype": 42,  # text stays text
@@ -77,7 +80,31 @@ def length_axis(axes, lengths: list[int], train_length: int | None = None) -> No
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(lengths, [short_number(n) for n in lengths])
     if train_length is not None:
-        axes.axvline(train_length, color="#888888", linewidth=0.8, linestyle=":", zorder=0)
+        axes.axvline(train_length, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
+        axes.annotate(
+            "training length",
+            (train_length, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 2),
+            textcoords="offset points",
+            fontsize=6,
+            color="#555555",
+        )
+
+
+def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
+    """A matrix as colours, absent values in grey; `numbers` writes each into its cell."""
+    colours = plt.get_cmap(SEQUENTIAL).with_extremes(bad="#dddddd")
+    image = axes.imshow(values, vmin=low, vmax=high, cmap=colours, aspect="auto")
+    axes.grid(False)
+    if numbers:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                ink = "black" if value > (low + high) / 2 else "white"
+                axes.text(
+                    column, row, f"{value:.0f}", color=ink, fontsize=5, ha="center", va="center"
+                )
+    return image
 
 
 def legend_below(figure, axes, columns: int = 2) -> None:

@@ -1,0 +1,307 @@
+"""python passkey.py CKPT [CKPT ...] --lengths 1024,1536,2048,4096,8192 --out results/passkey.json
+
+Passkey retrieval (Mohtashami and Jaggi, 2023): a number is hidden in filler text and asked for at
+the end. `--trials 100` prompts a length, `--seed 0`.
+
+A prompt is five parts joined by newlines: the task, filler, the line with the key, filler, the
+question. It is cut to exactly `length - 10` tokens, so that prompt and answer fill the length. Key
+and depth are uniform, drawn from (seed, length, trial): every model of one tokeniser gets the same
+prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
+
+Beside the results are the figures and NAME-answers.jsonl with every answer. Accuracy comes with
+its 95 % Wilson interval. `--alpha`, `--p`, `--window` and `--position-interpolation` as in
+eval_extrapolation.py.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import distributed
+import passkey_report as report
+from data.tokeniser import Tokeniser, get_tokeniser
+from data.writer import writing
+from errors import UserError, run
+from evaluation import (
+    BATCH_TOKENS,
+    Checkpoint,
+    Parser,
+    Variant,
+    add_variant_arguments,
+    arithmetic,
+    configure,
+    kept_on_interrupt,
+    lengths,
+    open_checkpoints,
+    progress,
+    series_label,
+    variants,
+)
+from model import GPT
+from results_io import Results
+
+TASK = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+KEY_LINE = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key? The pass key is"
+LARGEST_KEY = 50000
+ANSWER_TOKENS = 10
+DEPTHS = 10  # equal parts of the filler, for accuracy by depth
+
+
+# --- prompts and scores --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: np.ndarray  # (length - ANSWER_TOKENS,)
+    key: int
+    depth: float  # share of the filler that stands before the key
+
+
+def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int) -> Prompt:
+    random = np.random.default_rng([seed, length, trial])
+    key, place = int(random.integers(1, LARGEST_KEY + 1)), random.random()
+    head = tokeniser.encode(f"{TASK}\n")
+    middle = tokeniser.encode(f"\n{KEY_LINE.format(key=key)}\n")
+    tail = tokeniser.encode(f"\n{QUESTION}")
+    room = length - ANSWER_TOKENS - len(head) - len(middle) - len(tail)
+    if room < 2:  # a token of filler on each side, or two newlines would meet and merge in BPE
+        raise UserError(
+            f"length {length} is no larger than the passkey prompt: with key {key}, its answer and "
+            f"no filler it takes {length - room} tokens of {tokeniser.name!r}; use at least "
+            f"{shortest_length(tokeniser)}"
+        )
+    before = 1 + int(place * (room - 1))
+    filler = _filler(tokeniser.name, room)
+    parts = (head, filler[:before], middle, filler[: room - before], tail)
+    return Prompt(np.concatenate(parts), key, before / room)
+
+
+@cache
+def _filler(tokeniser: str, tokens: int) -> np.ndarray:
+    encode = get_tokeniser(tokeniser).encode
+    return encode(" ".join([FILLER] * (tokens // len(encode(FILLER)) + 1)))[:tokens]
+
+
+def shortest_length(tokeniser: Tokeniser) -> int:
+    """That holds a prompt with any key."""
+    fixed = f"{TASK}\n\n{KEY_LINE.format(key=LARGEST_KEY)}\n\n{QUESTION}"
+    longest_key = max(len(tokeniser.encode(f" {key}")) for key in (LARGEST_KEY, 48917, 39999))
+    return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
+
+
+def is_right(answer: str, key: int) -> bool:
+    """Whether the first run of digits is the key."""
+    digits = re.search(r"[0-9]+", answer)
+    return digits is not None and digits.group() == str(key)
+
+
+def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a proportion that is right at 0 and 100 % too."""
+    share = correct / trials
+    centre = share + z**2 / (2 * trials)
+    spread = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    scale = 1 + z**2 / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+# --- asking --------------------------------------------------------------------------------------
+
+
+class Answers:
+    """NAME-answers.jsonl: a line a trial, appended batch by batch."""
+
+    KEY = ("checkpoint", "variant", "length", "trial")
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.known: dict[tuple, dict] = {}
+        if path.exists():
+            with writing(path):
+                text = path.read_text(encoding="utf-8")
+                whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+                for line in whole.splitlines():
+                    self._remember(json.loads(line))
+                if whole != text:
+                    path.write_text(whole, encoding="utf-8")
+
+    def _remember(self, answer: dict) -> None:
+        self.known[tuple(answer[k] for k in self.KEY)] = answer
+
+    def find(self, *key) -> dict | None:
+        return self.known.get(key)
+
+    def append(self, answers: list[dict]) -> None:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
+            file.flush()
+            os.fsync(file.fileno())
+        for answer in answers:
+            self._remember(answer)
+
+
+def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device) -> list[str]:
+    """Greedy continuations, all at once: prompts of one length need no padding."""
+    batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
+    steps = model.stream(batch, ANSWER_TOKENS, temperature=0)
+    new = torch.stack(list(steps), dim=1).cpu()  # (prompts, ANSWER_TOKENS)
+    return [tokeniser.decode(row.tolist()) for row in new]
+
+
+def batches(length: int, trials: int) -> Iterator[range]:
+    """Trials that are asked together: always the same ones, so that a rerun rounds alike."""
+    size = max(1, BATCH_TOKENS // length)
+    return (range(i, min(i + size, trials)) for i in range(0, trials, size))
+
+
+def ask(
+    model: GPT, tokeniser: Tokeniser, key: dict, trials: int, seed: int, answers: Answers, device
+) -> list[dict]:
+    """The answers of one (checkpoint, variant, length), asking only what is not on disk."""
+    length = key["length"]
+    with progress(trials, f"{key['label']} at {length}", "trial") as bar:
+        for batch in batches(length, trials):
+            if any(answers.find(*identity(key), t) is None for t in batch):
+                prompts = [make_prompt(tokeniser, length, t, seed) for t in batch]
+                texts = answer_batch(model, tokeniser, prompts, device)
+                answers.append(
+                    [
+                        key | {"trial": t, "key": p.key, "depth": round(p.depth, 6),
+                               "answer": text, "right": is_right(text, p.key)}
+                        for t, p, text in zip(batch, prompts, texts, strict=True)
+                    ]
+                )  # fmt: skip
+            bar.update(len(batch))
+    return [answers.find(*identity(key), t) for t in range(trials)]
+
+
+def identity(key: dict) -> tuple:
+    return tuple(key[k] for k in Answers.KEY[:3])
+
+
+def score(found: list[dict]) -> dict:
+    """Accuracy, its interval, and the same by depth."""
+    correct, trials = sum(a["right"] for a in found), len(found)
+    low, high = wilson(correct, trials)
+    by_depth = []
+    for part in range(DEPTHS):
+        here = [a["right"] for a in found if min(int(a["depth"] * DEPTHS), DEPTHS - 1) == part]
+        by_depth.append(
+            {
+                "from": part / DEPTHS,
+                "to": (part + 1) / DEPTHS,
+                "trials": len(here),
+                "correct": sum(here),
+            }
+        )
+    return {
+        "trials": trials,
+        "correct": correct,
+        "accuracy": correct / trials,
+        "wilson_low": low,
+        "wilson_high": high,
+        "by_depth": by_depth,
+    }
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+    arguments = make_parser().parse_args(argv)
+    if arguments.trials < 1:
+        raise UserError(f"--trials {arguments.trials}: at least one is needed")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("passkey.py runs in one process; start it without torchrun")
+    device = distributed.start(arguments.device).device
+    checkpoints = open_checkpoints(arguments.checkpoints)
+    chosen = variants(arguments, checkpoints)
+    for checkpoint in checkpoints:  # every prompt can be made, before anything is asked
+        for length in arguments.lengths:
+            for trial in range(arguments.trials):
+                make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)
+    with arithmetic(arguments.precision, device) as precision:
+        results, answers = open_results(arguments, precision)
+        with kept_on_interrupt(results.path):
+            for checkpoint in checkpoints:
+                fill(results, answers, checkpoint, chosen, arguments, device)
+    results.save()
+    print(report.tables(results))
+    for figure in report.figures(results):
+        print(f"figure: {figure}")
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_run_arguments()
+    parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    add_variant_arguments(parser)
+    return parser
+
+
+def open_results(arguments, precision: str) -> tuple[Results, Answers]:
+    settings = {
+        "trials": arguments.trials,
+        "seed": arguments.seed,
+        "answer_tokens": ANSWER_TOKENS,
+        "precision": precision,
+    }
+    results = Results(arguments.out, "passkey", settings, about={})
+    path = results.sibling("-answers.jsonl")
+    if path.exists() and not results.path.exists():
+        raise UserError(
+            f"{path} has answers of unknown settings, as {results.path} is gone; delete it or give "
+            "another --out"
+        )
+    if results.rows:
+        print(f"continuing {results.path}: {len(results.rows)} finished rows are kept")
+    results.save()  # the settings, before the first answer
+    return results, Answers(path)
+
+
+def fill(
+    results: Results,
+    answers: Answers,
+    checkpoint: Checkpoint,
+    chosen: list[Variant],
+    arguments,
+    device: torch.device,
+) -> None:
+    """Ask what the results do not have yet of one checkpoint."""
+    results.checkpoints.setdefault(checkpoint.identity, checkpoint.describe())
+    tokeniser = checkpoint.tokeniser()
+    model: GPT | None = None
+    for variant in (v for v in chosen if v.suits(checkpoint.config)):
+        for length in arguments.lengths:
+            key = {"checkpoint": checkpoint.identity, "variant": variant.name, "length": length}
+            if results.find(**key):
+                continue
+            model = model or checkpoint.load(device)
+            train_length = checkpoint.info.train_length
+            configure(model, variant.config(checkpoint.config, train_length, length))
+            begun = time.monotonic()
+            label = series_label(checkpoint.info.run, variant.name)
+            found = ask(
+                model, tokeniser, key | {"label": label}, arguments.trials, arguments.seed,
+                answers, device,
+            )  # fmt: skip
+            results.add(key | score(found) | {"seconds": round(time.monotonic() - begun, 2)})
+
+
+if __name__ == "__main__":
+    run(main)
