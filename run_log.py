@@ -27,9 +27,23 @@ class RunLog:
     def __init__(self, config: Config, world: World):
         self.config, self.path, self.is_main = config, config.run_directory, world.is_main
         self.world = world
-        self.bar = None
+        self.bar = self._metrics = self._wandb = None
         if self.is_main:
             self._lock()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self._wandb is not None:
+            with contextlib.suppress(Exception):
+                self._wandb.finish()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self.is_main:
+            self._lock_file.close()
 
     def _lock(self) -> None:
         """Two runs must not write into one directory."""
@@ -115,15 +129,10 @@ class RunLog:
                 self._wandb.log(values, step=values["step"])
 
     def finish(self, step: int) -> None:
-        if not self.is_main:
-            return
-        if self.bar is not None:
-            self.bar.close()
-        plot_losses(read_metrics(self.path), self.path / "loss.png", self.config.log.name)
-        if self._wandb is not None:
-            with contextlib.suppress(Exception):
-                self._wandb.finish()
-        self.say(f"finished {step} steps: {self.path}, loss curve {self.path / 'loss.png'}")
+        if self.is_main:
+            curve = self.path / "loss.png"
+            plot_losses(read_metrics(self.path), curve, self.config.log.name)
+            self.say(f"finished {step} steps: {self.path}, loss curve {curve}")
 
 
 def device_name(device: torch.device) -> str:

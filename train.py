@@ -40,7 +40,9 @@ EXIT_DIVERGED, EXIT_PREEMPTED = 3, 75
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("config", help="a file of configs/")
     parser.add_argument("--resume", action="store_true")
@@ -56,24 +58,21 @@ def main(argv: list[str]) -> int:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     world = distributed.start(arguments.device)
     try:
-        return train(Run(config, world, resume=arguments.resume or restarted))
+        with RunLog(config, world) as log, StopSignal() as stop:
+            return train(Run(config, world, log, resume=arguments.resume or restarted), stop)
+    except Diverged as error:
+        if world.is_main:
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_DIVERGED
     finally:
         distributed.finish()
 
 
-def train(run: "Run") -> int:
+def train(run: "Run", stop: "StopSignal") -> int:
     """The loop. Returns the exit code."""
     config, progress = run.config, run.progress
-    stop = StopSignal()
     while progress.step < config.train.steps:
         run.optimiser_step()
-        if progress.skipped > config.train.max_skipped_steps:
-            run.log.say(
-                f"error: {progress.skipped} steps in a row were not finite, the last was "
-                f"{progress.step - 1}; the last checkpoint is good: lower train.lr (now "
-                f"{config.train.lr:g}) or look at the batches above"
-            )
-            return EXIT_DIVERGED
 
         # Once in a while: report, validate, sample, save.
         finished = progress.step == config.train.steps
@@ -116,8 +115,8 @@ class Progress:
 class Run:
     """Everything one run needs, made in order, and what the loop does with it."""
 
-    def __init__(self, config: Config, world: World, resume: bool):
-        self.config, self.world, t = config, world, config.train
+    def __init__(self, config: Config, world: World, log: RunLog, resume: bool):
+        self.config, self.world, self.log, t = config, world, log, config.train
         self.plan = config.batch_plan(world.size)
         vocab_size = config.model_config().vocab_size
         self.train_set = open_split(config.data.directory, "train", vocab_size=vocab_size)
@@ -133,7 +132,6 @@ class Run:
             device=world.device,
             shuffle=config.data.shuffle,
         )
-        self.log = RunLog(config, world)
         self.store = Store(config.run_directory)
 
         torch.manual_seed(t.seed)
@@ -179,13 +177,17 @@ class Run:
                 f"loss by rank {self.losses.tolist()}, "
                 f"batch of token offsets {offsets.min()}..{offsets.max()}"
             )
+            if self.progress.skipped > self.config.train.max_skipped_steps:
+                raise Diverged(
+                    f"{self.progress.skipped} steps in a row were not finite, the last was {step}; "
+                    f"{self._last_good()}; lower train.lr (now {self.config.train.lr:g}) or look "
+                    "at the batches above"
+                )
         self.optimiser.zero_grad(set_to_none=True)
         self.progress.step, self.progress.val_loss = step + 1, None
         self.log.advance()
-        self.timed_steps, self.seconds = (
-            self.timed_steps + 1,
-            self.seconds + time.perf_counter() - began,
-        )
+        self.timed_steps += 1
+        self.seconds += time.perf_counter() - began
 
     def _accumulate(self, step: int) -> Tensor:
         """Gradients of the mean loss over micro-batches and ranks; returns this rank's mean."""
@@ -249,6 +251,11 @@ class Run:
         self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(tokens[0].tolist())}")
 
     def save(self) -> None:
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise Diverged(
+                f"the weights are not finite after step {self.progress.step - 1} and were not "
+                f"saved; {self._last_good()}; lower train.lr (now {self.config.train.lr:g})"
+            )
         rng = distributed.gather_rng(self.world)
         if self.world.is_main:
             p = self.progress
@@ -269,6 +276,14 @@ class Run:
             }
             self.store.save(self.model, info, state, keep=self.config.checkpoint.keep, best=best)
         self.world.barrier()
+
+    def _last_good(self) -> str:
+        saved = self.store.candidates()
+        return f"the last good checkpoint is {saved[0]}" if saved else "none had been saved"
+
+
+class Diverged(RuntimeError):
+    """The numbers are no longer finite; going on would only spoil what was saved."""
 
 
 def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Progress, dict | None]:
@@ -319,14 +334,19 @@ def take_weights(model: GPT, source: GPT, path: str) -> None:
 class StopSignal:
     """SIGTERM and SIGINT ask for a stop after the step; a second one stops at once."""
 
-    def __init__(self):
+    def __enter__(self) -> "StopSignal":
         self.received = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
 
     def _handle(self, number: int, frame) -> None:
         self.received = number
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, self._previous[number])
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def agreed(self, world: World) -> str | None:
         """The signal that any rank has received, the same answer on all of them."""
