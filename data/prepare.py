@@ -243,12 +243,14 @@ def main(argv: list[str]) -> None:
     if arguments.tokeniser is None:
         arguments.tokeniser = "bytes" if arguments.command == "stdlib" else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
+    if arguments.shard_tokens > MAX_SHARD_TOKENS:
+        raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
     val_tokens = default_val_tokens(arguments, source)
-    if arguments.shard_tokens > MAX_SHARD_TOKENS or (val_tokens or 0) > arguments.shard_tokens:
+    if val_tokens is not None and val_tokens > arguments.shard_tokens:
         raise UserError(
-            f"--shard-tokens {arguments.shard_tokens} must be at most {MAX_SHARD_TOKENS} and at "
-            f"least --val-tokens {val_tokens}"
+            f"--val-tokens {val_tokens} do not fit in one shard of {arguments.shard_tokens}; "
+            "choose fewer or a larger --shard-tokens"
         )
     workers = arguments.workers
     if workers is None:  # bytes cost nothing to encode, less than handing them to a process

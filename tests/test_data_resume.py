@@ -1,0 +1,187 @@
+"""A preparation killed at any instant, or stopped by a full disk, ends with the same bytes."""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_sets import REPOSITORY, contents, run_prepare
+
+from data.prepare import main
+from data.writer import read_progress
+from errors import UserError
+
+# Forks preparations and kills them with SIGKILL after growing delays until one gets through;
+# prints how many were killed. In one process, because importing the readers takes seconds.
+KILLER = """
+import json, os, signal, sys, time
+import datasets, pyarrow.dataset, pyarrow.parquet
+import data.pipeline, data.prepare, data.tokeniser
+
+data.tokeniser.get_tokeniser("gpt2")
+arguments, settings = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+data.prepare.SECONDS_BETWEEN_RECORDS = settings["record"]
+data.pipeline.CHUNK_CHARS = settings["chunk"]
+
+def attempt(delay):
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        data.prepare.main(arguments)
+        os._exit(0)
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+killed, delay = 0, settings["delay"]
+while attempt(delay) != 0:
+    killed += 1
+    delay *= settings["growth"]
+print("killed", killed)
+"""
+
+
+def corpus(folder, documents=400):
+    """Parquet, JSON lines and plain text, each long enough for several chunks and shards."""
+    folder.mkdir()
+    texts = [f"{i} Zürich 中文 don't  stop\n" * (1 + i % 37) for i in range(documents)]
+    texts[5] = "a document longer than a shard " * 1500
+    for part in range(2):
+        table = pyarrow.table({"text": texts[part::2]})
+        pyarrow.parquet.write_table(table, folder / f"{part}.parquet", row_group_size=31)
+    with gzip.open(folder / "2.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "3.txt").write_text("".join(texts))
+    return folder
+
+
+SOURCES = {
+    "hub": ["fineweb", "--from-files", "{corpus}/*.parquet", "--shard-tokens=9999"],
+    "text": ["text", "{corpus}", "--shard-tokens=30K", "--val-tokens=7K"],
+    "stdlib": ["stdlib", "--shard-tokens=900K"],
+}
+
+
+@pytest.fixture
+def out():
+    """On a memory disk where there is one: what is tested is killing, not waiting for fsync."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None)
+    yield Path(folder) / "out"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    corpus(folder / "corpus")
+    sets = {}
+    for name, command in SOURCES.items():
+        arguments = [part.format(corpus=folder / "corpus") for part in command] + ["--workers=0"]
+        main([*arguments, "--out", str(folder / name)])
+        sets[name] = (arguments, contents(folder / name))
+        assert len(sets[name][1]) > 5
+    return sets
+
+
+@pytest.mark.parametrize("record", [0.0, 1000.0], ids=["within_shards", "between_shards"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_killed_again_and_again_it_ends_with_the_same_bytes(out, uninterrupted, name, record):
+    arguments, expected = uninterrupted[name]
+    settings = {"record": record, "chunk": 20_000, "delay": 0.1, "growth": 1.3}
+    if name == "stdlib":
+        settings["chunk"] = 300_000
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, json.dumps([*arguments, "--out", str(out)]),
+         json.dumps(settings)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 3, "nothing was interrupted"
+    assert contents(out) == expected
+
+
+def test_killed_with_workers_it_continues_and_leaves_no_process(out, uninterrupted):
+    arguments, expected = uninterrupted["hub"]
+    command = [sys.executable, "data/prepare.py", *arguments[:-1], "--workers=2", "--out"]
+    marker = str(out)
+    process = subprocess.Popen(
+        [*command, marker], cwd=REPOSITORY, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    while process.poll() is None and not list(out.glob("*_train_*.bin")):
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()  # returns when the workers too have let go of the pipes
+    done = run_prepare(*arguments[:-1], "--workers=2", "--out", marker)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == expected
+
+
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+
+
+def test_a_full_disk_is_one_line_and_nothing_finished_is_lost(out, uninterrupted):
+    arguments, expected = uninterrupted["hub"]
+    arguments = [*arguments, "--out", out]
+    for limit, place in ((300, "progress.json"), (15_000, "val_000000.bin")):
+        done = run_prepare(*arguments, before=FULL_DISK.format(limit))
+        assert done.returncode == 2
+        assert f"{place}: File too large; nothing finished is lost" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert run_prepare(*arguments).returncode == 0
+    assert contents(out) == expected
+
+
+def interrupted(out, uninterrupted, monkeypatch):
+    """A folder as a kill in the middle of a shard leaves it."""
+    arguments, expected = uninterrupted["hub"]
+    monkeypatch.setattr("data.prepare.SECONDS_BETWEEN_RECORDS", 0.0)
+    monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 20_000)
+    monkeypatch.setattr("data.prepare._refuse_too_little", lambda writer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*arguments, "--out", str(out)])
+    monkeypatch.undo()
+    return [*arguments, "--out", str(out)], expected
+
+
+def test_settings_may_not_change_in_the_middle(out, uninterrupted, monkeypatch):
+    arguments, expected = interrupted(out, uninterrupted, monkeypatch)
+    with pytest.raises(UserError, match=r"other settings \(tokeniser gpt2 then, bytes now"):
+        main([*arguments, "--tokeniser=bytes"])
+    main(arguments)
+    assert contents(out) == expected
+
+
+def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
+    arguments, expected = interrupted(out, uninterrupted, monkeypatch)
+    assert read_progress(out)["partial"] > 0
+    record = (out / "progress.json").read_text()
+    for damaged in (record[:-9], record.replace('"skip": ', '"skip": 1'), "null", "[" * 9999):
+        (out / "progress.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"progress\.json is damaged"):
+            main(arguments)
+    (out / "progress.json").write_text(record)
+    finished = next(iter(sorted(out.glob("*.bin"))))
+    kept = finished.read_bytes()
+    finished.unlink()
+    with pytest.raises(UserError, match=f"{finished.name} is gone"):
+        main(arguments)
+    finished.write_bytes(kept)
+    partial = next(out.glob("*.bin.tmp"))
+    kept = partial.read_bytes()
+    partial.write_bytes(kept[:2000])
+    with pytest.raises(UserError, match=r"\.bin\.tmp was lost or cut"):
+        main(arguments)
+    partial.write_bytes(kept)
+    main(arguments)
+    assert contents(out) == expected
