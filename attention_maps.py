@@ -1,0 +1,185 @@
+"""python attention_maps.py CKPT [CKPT ...] --text "..." --out results/maps.json
+
+Attention weights of every head of one layer (the last, or `--layer`), as a figure a checkpoint and
+as numbers. Without `--text`, the sentence of the paper's figure. Colours are clamped to [0, 0.5].
+
+Per head, over rows i > 3 (the first rows have little choice):
+
+    sink      mean weight on the first token
+    entropy   mean of -sum w log w in nats, on |w| made to sum to one
+    zeros     share of the visible weights that are exactly zero
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import distributed
+import plots
+from attention import UNSHIFTED_ROWS, attention_weights
+from data.tokeniser import Tokeniser
+from errors import UserError, run
+from evaluation import Checkpoint, Parser, labels, open_checkpoints, table
+from model import GPT
+from results_io import Results
+
+CAPTION_TEXT = (
+    "Working from home can be great most days. I enjoy the flexibility and not having to commute "
+    "in traffic. But sometimes I miss the office interactions with my coworkers and team meetings."
+)
+CLAMP = 0.5
+COLUMNS = 4
+PANEL = 2.3  # inches
+SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
+    """The attention matrices (heads, L, L) that the model computes in `layer` for tokens (L,)."""
+    attention = model.blocks[layer].attention
+    seen = {}
+
+    def keep_input(module, arguments):
+        seen["x"], seen["rope"], _ = arguments
+
+    hook = attention.register_forward_pre_hook(keep_input)
+    try:
+        model.hidden(tokens.unsqueeze(0))
+    finally:
+        hook.remove()
+    q, k, _ = attention.queries_keys_values(seen["x"], seen["rope"])
+    params = attention.head_scale
+    return attention_weights(q, k, attention.mechanism, params=params)[0].cpu()
+
+
+def head_statistics(weights: Tensor) -> list[dict]:
+    """sink, entropy and zeros of each head; weights (heads, L, L)."""
+    rows = weights[:, UNSHIFTED_ROWS:].double()  # (heads, L - 3, L)
+    length = weights.shape[-1]
+    visible = torch.ones(length, length, dtype=torch.bool).tril()[UNSHIFTED_ROWS:]
+    share = rows.abs() / rows.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    entropy = -torch.special.xlogy(share, share).sum(-1).mean(-1)
+    zeros = ((rows == 0) & visible).sum((-1, -2)) / visible.sum()
+    sink = rows[:, :, 0].mean(-1)
+    return [
+        {"head": head + 1, "sink": s, "entropy": e, "zeros": z}
+        for head, (s, e, z) in enumerate(
+            zip(sink.tolist(), entropy.tolist(), zeros.tolist(), strict=True)
+        )
+    ]
+
+
+# --- the figure ----------------------------------------------------------------------------------
+
+
+def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
+    """Each token as text that can be seen: a leading blank as a low bar, a newline as an arrow."""
+    shown = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"}
+    return ["".join(shown.get(c, c) for c in tokeniser.decode([t])) for t in tokens]
+
+
+def draw(weights: Tensor, statistics: list[dict], names: list[str], title: str):
+    heads = len(weights)
+    columns = min(COLUMNS, heads)
+    rows = -(-heads // columns)
+    type_size = min(7.0, 0.8 * PANEL * 72 / len(names))
+    figure, grid = plots.figure(
+        rows,
+        columns,
+        width=PANEL * columns + 0.9,
+        height=(PANEL + 0.2) * rows + 0.5,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    for axes, matrix, numbers in zip(grid.flat, weights.numpy(), statistics, strict=False):
+        image = plots.heatmap(axes, np.clip(matrix, 0, CLAMP), low=0, high=CLAMP)
+        axes.set_box_aspect(1)
+        axes.set_title(f"head {numbers['head']}: sink {numbers['sink']:.2f}", fontsize=7)
+        if type_size >= SMALLEST_TYPE:
+            axes.set_xticks(range(len(names)), names, rotation=90, fontsize=type_size)
+            axes.set_yticks(range(len(names)), names, fontsize=type_size)
+            axes.tick_params(length=0, pad=1)
+    for axes in grid.flat[heads:]:
+        axes.set_visible(False)
+    figure.suptitle(title, fontsize=8)
+    figure.supxlabel("key", fontsize=8)
+    figure.supylabel("query", fontsize=8)
+    bar = figure.colorbar(image, ax=grid, fraction=0.04, pad=0.02, aspect=30)
+    bar.set_label(f"attention weight, clamped to [0, {CLAMP}]")
+    return figure
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+    parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+    parser.add_argument("--text", default=CAPTION_TEXT)
+    parser.add_argument("--layer", type=int, help="from 1; default the last")
+    arguments = parser.parse_args(argv)
+    device = distributed.start(arguments.device).device
+    checkpoints = open_checkpoints(arguments.checkpoints)
+    texts = {c.identity: encode(c, arguments.text) for c in checkpoints}
+    layers = {c.identity: chosen_layer(c, arguments.layer) for c in checkpoints}
+    settings = {"text": arguments.text, "layer": arguments.layer}
+    results = Results(arguments.out, "attention maps", settings, about={"clamp": CLAMP})
+    for checkpoint in checkpoints:
+        results.checkpoints.setdefault(checkpoint.identity, checkpoint.describe())
+    names = labels(results.checkpoints)
+    for checkpoint in checkpoints:
+        identity = checkpoint.identity
+        tokens, layer = texts[identity], layers[identity]
+        weights = layer_weights(
+            checkpoint.load(device), torch.from_numpy(tokens.astype(np.int64)).to(device), layer
+        )
+        statistics = head_statistics(weights)
+        key = {"checkpoint": identity, "variant": "as trained", "length": len(tokens)}
+        if results.find(**key) is None:
+            results.add(key | {"layer": layer + 1, "heads": statistics})
+        title = f"{names[identity]}, layer {layer + 1}"
+        figure = draw(weights, statistics, token_names(checkpoint.tokeniser(), tokens), title)
+        print(f"\n{title}\n{heads_table(statistics)}")
+        for path in plots.save(figure, results.sibling(f"-{file_name(names[identity])}.png")):
+            print(f"figure: {path}")
+
+
+def encode(checkpoint: Checkpoint, text: str) -> np.ndarray:
+    tokens = checkpoint.tokeniser().encode(text)
+    if len(tokens) <= UNSHIFTED_ROWS:
+        raise UserError(
+            f"--text {text!r} has {len(tokens)} tokens for {checkpoint.path}; at least "
+            f"{UNSHIFTED_ROWS + 1} are needed, as the numbers are over the rows after them"
+        )
+    return tokens
+
+
+def chosen_layer(checkpoint: Checkpoint, number: int | None) -> int:
+    count = checkpoint.config.layers
+    if number is not None and not 1 <= number <= count:
+        raise UserError(f"--layer {number}: {checkpoint.path} has layers 1 to {count}")
+    return (number or count) - 1
+
+
+def heads_table(statistics: list[dict]) -> str:
+    body = [
+        [str(s["head"]), *(f"{s[key]:.3f}" for key in ("sink", "entropy", "zeros"))]
+        for s in statistics
+    ]
+    means = [f"{np.mean([s[key] for s in statistics]):.3f}" for key in ("sink", "entropy", "zeros")]
+    return table(["head", "sink", "entropy", "zeros"], [*body, ["mean", *means]])
+
+
+def file_name(label: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in label)
+
+
+if __name__ == "__main__":
+    run(main)
