@@ -1,5 +1,6 @@
 """Ready-made llm.c shards from the hub, each checked against the hub's sha256."""
 
+import shutil
 from pathlib import Path
 
 from data.shards import SHARD_NAME, Shard, check_shard, count_documents, sha256_of
@@ -34,6 +35,7 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
         documents = sum(count_documents(out, shard, Gpt2Tokeniser) for shard in shards)
         settings = {"source": {"kind": "download", "repository": repository}}
         write_manifest(out, Gpt2Tokeniser, shards, documents, settings)
+        shutil.rmtree(out / ".cache", ignore_errors=True)  # the client's notes on the download
     print(f"{out}: {len(shards)} shards, {sum(shard.tokens for shard in shards):,} tokens")
 
 
