@@ -295,7 +295,7 @@ def test_a_written_config_reads_back_equal(path, tmp_path):
     assert again.to_toml() == config.to_toml()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(prompt=st.text(st.characters(codec="utf-8")), lr=st.floats(1e-30, 1e30))
 def test_any_string_and_number_survive_writing(prompt, lr, tmp_path_factory):
     config = Config()
