@@ -1,6 +1,6 @@
 """Run configurations: TOML files, checked into frozen dataclasses.
 
-    config = load_config("configs/gpt2-124m-lssar.toml", ["--train.steps=100"])
+    config = load_config("configs/gpt2-124m-lssar.toml", ["--train.steps=1000"])
 
 A file may name another as its `base` and changes what it lists. An unknown key, a wrong type or an
 impossible batch is an error that names the file, the key, the value and what would be right.

@@ -7,6 +7,7 @@ incoming scalar and so can be finished in the forward pass: exact, and no logit 
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # a target with this value counts for nothing
 
@@ -50,7 +51,7 @@ def _logits(hidden: Tensor, weight: Tensor, classes: int) -> Tensor:
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's loss, zero for IGNORE, and its log-sum-exp."""
     normaliser = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    chosen = logits.gather(-1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(-1)).squeeze(-1)
     return (normaliser - chosen).masked_fill(targets == IGNORE, 0), normaliser
 
 
@@ -76,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if training:
                     # d loss / d logits = (softmax - onehot) / count, made in place of the logits.
                     delta = logits.sub_(normaliser.unsqueeze(-1)).exp_()
-                    index = targets[rows].clamp(min=0).unsqueeze(-1)
+                    index = targets[rows].masked_fill(~counted[rows], 0).unsqueeze(-1)
                     delta.scatter_add_(-1, index, delta.new_full(index.shape, -1.0))
                     delta = delta.mul_((counted[rows] / count).unsqueeze(-1)).to(dtype)
                     grad_hidden[rows] = delta @ table[:classes]
@@ -86,6 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad, grad_weight * grad, None, None

@@ -47,7 +47,7 @@ class ModelConfig:
                 f"model: vocab_rows = {self.vocab_rows} is smaller than "
                 f"vocab_size = {self.vocab_size}; set it to at least that"
             )
-        if not self.interpolation > 0:
+        if not 0 < self.interpolation < math.inf:
             raise UserError(f"model: interpolation = {self.interpolation} must be positive")
 
     def to_dict(self) -> dict:

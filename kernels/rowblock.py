@@ -8,6 +8,7 @@ float type, exponent, window or learnable parameter, with the reference's own nu
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # About what stays in a CPU's outer cache, and enough work for a launch on a GPU.
 BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
@@ -31,6 +32,7 @@ class _RowBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out):
         q, k, v, params = ctx.saved_tensors
         # float32 sums: many blocks add into the same key.

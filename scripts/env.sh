@@ -20,7 +20,7 @@ fi
 install_once() { # install_once STAMP_NAME PIP_ARGUMENTS...
   local stamp=.venv/installed-$1 key
   shift
-  key=$(cat "${@/#-*//dev/null}" 2>/dev/null | sha256sum | cut -d' ' -f1)
+  key=$(cat "${@/#-*//dev/null}" | sha256sum | cut -d' ' -f1)
   [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && return
   echo "== installing $*"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" || {
