@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, did_you_mean
+from kernels.backends import CPU, SDPA, TRITON, Backend, Call
+from kernels.rowblock import attend_by_row_blocks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
@@ -308,7 +310,7 @@ def _resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         rule = "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
-    elif v is not None and v.shape[:3] != k.shape[:3]:
+    elif v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3]):
         rule = "attention needs one value for each key"
     elif not 1 <= q.shape[2] <= k.shape[2]:
         rule = "causal attention needs 1 <= Lq <= Lk"
@@ -339,21 +341,6 @@ def _parameters(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | None
 # --- backends ------------------------------------------------------------------------------------
 
 
-def _sdpa(q, k, v, m: Mechanism, params: Tensor | None) -> Tensor:
-    """Softmax and SSMax on PyTorch's own flash kernels."""
-    length, keys = q.shape[-2], k.shape[-2]
-    if m.scale == "s log N / sqrt(d)":
-        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device)
-        q = (q * (_per_head(params) * row_count.log().unsqueeze(-1))).to(q.dtype)
-    if length == keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # SDPA aligns is_causal with the first key, a cache needs the last.
-    visible = None
-    if length > 1:
-        visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-
-
 def _eager(q, k, v, m: Mechanism, params: Tensor | None) -> Tensor:
     weights = attention_weights(q, k, m, params=params)
     with torch.autocast(q.device.type, enabled=False):
@@ -361,48 +348,14 @@ def _eager(q, k, v, m: Mechanism, params: Tensor | None) -> Tensor:
 
 
 def _rowblock(q, k, v, m: Mechanism, params: Tensor | None) -> Tensor:
-    from kernels.rowblock import attend_by_row_blocks
-
     return attend_by_row_blocks(_eager, q, k, v, m, params)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the choice of a backend depends on, besides the mechanism."""
-
-    device: str  # "cpu", "cuda", "mps"
-    dtype: torch.dtype
-    entries: int  # B * H * Lq * Lk
-    head_dim: int
-    compiled: bool = False
-
-
-def _softmax_only(m: Mechanism, call: Call) -> str | None:
-    if (m.phi, m.norm, m.bias, m.post, m.p) != ("exp", "l1", "none", "none", None):
-        return f"it computes softmax and ssmax, not {m.name!r}"
-    return "it has no sliding window" if m.window else None
-
-
-def _anything(m: Mechanism, call: Call) -> None:
-    return None
-
-
-def _always() -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One way to compute `attend`."""
-
-    run: Callable[[Tensor, Tensor, Tensor, Mechanism, Tensor | None], Tensor]
-    refuses: Callable[[Mechanism, Call], str | None] = _anything  # why not this call; None: it can
-    missing: Callable[[], str | None] = _always  # why not on this machine; None: it is here
 
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(_sdpa, _softmax_only),
+    "sdpa": SDPA,
+    "triton": TRITON,
+    "cpu": CPU,
     "rowblock": Backend(_rowblock),
     "eager": Backend(_eager),
 }
@@ -417,6 +370,8 @@ def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str
     """The fastest backend that can take the call; `everywhere`: as if all were installed."""
     limit = EAGER_ENTRIES_COMPILED if call.compiled else EAGER_ENTRIES
     for name, backend in BACKENDS.items():
+        if name == "triton" and call.device != "cuda":  # the interpreter is for tests
+            continue
         if name == "rowblock" and call.entries <= limit:
             continue
         if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
@@ -426,14 +381,13 @@ def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str
 
 def _backend(name: str, m: Mechanism, q: Tensor, k: Tensor) -> Backend:
     entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    compiled = torch.compiler.is_compiling()
-    call = Call(q.device.type, q.dtype, entries, q.shape[3], compiled)
+    call = Call(q.device.type, q.dtype, entries, q.shape[3], torch.compiler.is_compiling())
     if name == "auto":
         return BACKENDS[choose_backend(m, call)]
     if name not in BACKENDS:
         raise UserError(
             f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *BACKENDS])}"
         )
-    if reason := BACKENDS[name].missing() or BACKENDS[name].refuses(m, call):
+    if reason := BACKENDS[name].refuses(m, call) or BACKENDS[name].missing():
         raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
     return BACKENDS[name]
