@@ -42,7 +42,7 @@ class Results:
                 f"{self.path} holds results of {found['kind']!r}, not of {self.kind!r}; "
                 "give another --out"
             )
-        for key in sorted(found["settings"].keys() | self.settings.keys()):
+        for key in {**self.settings, **found["settings"]}:
             old, new = found["settings"].get(key), self.settings.get(key)
             if old != new:
                 raise UserError(
