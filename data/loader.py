@@ -132,9 +132,11 @@ def read_windows(tokens: TokenSet, offsets: np.ndarray, length: int, pin: bool =
     """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
     batch = torch.empty((len(offsets), length + 1), dtype=torch.int64, pin_memory=pin)
     for row, offset in zip(batch.numpy(), offsets, strict=True):
-        window = tokens.slice(int(offset), length + 1)
-        check_ids(window, tokens.vocab_size, tokens.locate(int(offset)))
-        row[:] = window
+        row[:] = tokens.slice(int(offset), length + 1)
+    if tokens.vocab_size is not None and int(batch.max()) >= tokens.vocab_size:
+        row, column = divmod(int(batch.argmax()), length + 1)
+        where = tokens.locate(int(offsets[row]) + column)
+        check_ids(batch.numpy(), tokens.vocab_size, where)
     return batch
 
 

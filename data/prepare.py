@@ -226,6 +226,16 @@ def default_val_tokens(arguments: argparse.Namespace, source) -> int | None:
     return min(arguments.shard_tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
 
 
+def number_of_workers(arguments: argparse.Namespace) -> int:
+    if arguments.workers is not None:
+        return arguments.workers
+    if arguments.tokeniser == "bytes":
+        return 0  # encoding bytes costs less than handing them to another process
+    if hasattr(os, "sched_getaffinity"):  # what a container or a batch system allows us
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def main(argv: list[str]) -> None:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"unknown source {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
@@ -243,6 +253,8 @@ def main(argv: list[str]) -> None:
     if arguments.tokeniser is None:
         arguments.tokeniser = "bytes" if arguments.command == "stdlib" else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
+    if arguments.workers is not None and arguments.workers < 0:
+        raise UserError(f"--workers {arguments.workers} must be 0 or more")
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
@@ -252,9 +264,6 @@ def main(argv: list[str]) -> None:
             f"--val-tokens {val_tokens} do not fit in one shard of {arguments.shard_tokens}; "
             "choose fewer or a larger --shard-tokens"
         )
-    workers = arguments.workers
-    if workers is None:  # bytes cost nothing to encode, less than handing them to a process
-        workers = 0 if arguments.tokeniser == "bytes" else len(os.sched_getaffinity(0))
     prepare(
         source,
         arguments.out,
@@ -262,7 +271,7 @@ def main(argv: list[str]) -> None:
         shard_tokens=arguments.shard_tokens,
         val_tokens=val_tokens,
         max_tokens=arguments.max_tokens,
-        workers=max(0, workers),
+        workers=number_of_workers(arguments),
     )
 
 

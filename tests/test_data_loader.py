@@ -154,7 +154,7 @@ def test_a_token_outside_the_vocabulary_is_refused_naming_the_shard(tmp_path):
     bad[15_000] = 300  # beyond the sample that opening looks at
     write_set(tmp_path, train=[bad[:9000], bad[9000:]])
     reader = loader(open_split(tmp_path, "train", vocab_size=257), shuffle=False)
-    with pytest.raises(UserError, match=r"x_train_000001\.bin, token 5994 holds token 300"):
+    with pytest.raises(UserError, match=r"x_train_000001\.bin, token 6000 holds token 300"):
         for step in range(100):
             list(reader.micro_batches(step))
 

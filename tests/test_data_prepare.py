@@ -245,6 +245,7 @@ def test_empty_and_too_small_corpora_are_refused(tmp_path):
             "x does",
         ),
         (["stdlib", "--shard-tokens=3B", "--out=x"], "is more than 2147483647"),
+        (["stdlib", "--workers=-1", "--out=x"], "--workers -1 must be 0 or more"),
         (["download", "finewep", "--out=x"], "did you mean 'fineweb'"),
         (["download", "fineweb", "--shards=0", "--out=x"], "--shards 0 must be at least 1"),
     ],

@@ -19,35 +19,34 @@ from data.prepare import main
 from data.writer import read_progress
 from errors import UserError
 
-# Forks preparations and kills them with SIGKILL after growing delays until one gets through;
-# prints how many were killed. In one process, because importing the readers takes seconds.
+# Forks preparations and kills them with SIGKILL after growing delays until one gets through, every
+# other one recording its progress after each chunk; prints how many were killed. One process that
+# has imported everything, which takes seconds.
 KILLER = """
-import json, os, signal, sys, time
-import datasets, pyarrow.dataset, pyarrow.parquet
+import itertools, json, os, signal, sys, time
+import datasets, pyarrow.dataset, pyarrow.parquet, torch
 import data.pipeline, data.prepare, data.tokeniser
 
 data.tokeniser.get_tokeniser("gpt2")
-arguments, settings = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-data.prepare.SECONDS_BETWEEN_RECORDS = settings["record"]
-data.pipeline.CHUNK_CHARS = settings["chunk"]
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
-def attempt(delay):
+def attempt(arguments, delay):
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         data.prepare.main(arguments)
         os._exit(0)
-    if delay is not None:
-        time.sleep(delay)
-        os.kill(child, signal.SIGKILL)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-killed, delay = 0, settings["delay"]
-while attempt(delay) != 0:
-    killed += 1
-    delay *= settings["growth"]
-print("killed", killed)
+for arguments, chunk, delay in json.loads(sys.argv[1]):
+    data.pipeline.CHUNK_CHARS = chunk
+    for killed in itertools.count():
+        data.prepare.SECONDS_BETWEEN_RECORDS = 1000 * (killed % 2)
+        if attempt(arguments, delay) == 0:
+            break
+        delay *= 1.3
+    print("killed", killed, flush=True)
 """
 
 
@@ -94,21 +93,22 @@ def uninterrupted(tmp_path_factory):
     return sets
 
 
-@pytest.mark.parametrize("record", [0.0, 1000.0], ids=["within_shards", "between_shards"])
-@pytest.mark.parametrize("name", SOURCES)
-def test_killed_again_and_again_it_ends_with_the_same_bytes(out, uninterrupted, name, record):
-    arguments, expected = uninterrupted[name]
-    settings = {"record": record, "chunk": 20_000, "delay": 0.1, "growth": 1.3}
-    if name == "stdlib":
-        settings["chunk"] = 300_000
+def test_killed_again_and_again_every_source_ends_with_the_same_bytes(out, uninterrupted):
+    start = {"hub": (20_000, 0.1), "text": (20_000, 0.1), "stdlib": (300_000, 0.4)}
+    jobs = [
+        ([*arguments, "--out", str(out / name)], *start[name])
+        for name, (arguments, _) in uninterrupted.items()
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, json.dumps([*arguments, "--out", str(out)]),
-         json.dumps(settings)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", KILLER, json.dumps(jobs)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 3, "nothing was interrupted"
-    assert contents(out) == expected
+    killed = [int(line.split()[1]) for line in done.stdout.splitlines() if "killed" in line]
+    assert len(killed) == 3
+    assert min(killed) >= 3, "nothing was interrupted"
+    for name, (_, expected) in uninterrupted.items():
+        assert contents(out / name) == expected, name
 
 
 def test_killed_with_workers_it_continues_and_leaves_no_process(out, uninterrupted):
