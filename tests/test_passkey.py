@@ -1,0 +1,270 @@
+"""Prompts of exact length, a scorer that takes the first digits, 100 % where it must be."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from eval_helpers import tiny_model, write_checkpoint
+
+import passkey
+from data.tokeniser import get_tokeniser
+from errors import UserError
+from evaluation import Checkpoint
+from passkey import ANSWER_TOKENS, FILLER, QUESTION, TASK, is_right, main, make_prompt, wilson
+
+BYTES, GPT2 = get_tokeniser("bytes"), get_tokeniser("gpt2")
+LENGTHS = (301, 420)
+KEY_IN_PROMPT = re.compile(r"\nThe pass key is (\d+)\. Remember it\. \1 is the pass key\.\n")
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokeniser", "lengths"), [(BYTES, (301, 777, 1024)), (GPT2, (120, 1024, 1536, 8192))]
+)
+def test_prompt_and_answer_fill_the_length_exactly(tokeniser, lengths):
+    for length in lengths:
+        for trial in range(12):
+            prompt = make_prompt(tokeniser, length, trial, seed=3)
+            assert len(prompt.tokens) + ANSWER_TOKENS == length
+            answer = tokeniser.encode(f" {prompt.key}")
+            assert len(answer) < ANSWER_TOKENS  # the digits and what ends them
+
+
+@pytest.mark.parametrize(("tokeniser", "length"), [(BYTES, 500), (GPT2, 333)])
+def test_prompt_is_the_five_parts_joined_by_newlines(tokeniser, length):
+    filler = " ".join([FILLER] * 20)
+    for trial in range(20):
+        prompt = make_prompt(tokeniser, length, trial, seed=0)
+        text = tokeniser.decode(prompt.tokens)
+        task, before, key_line, after, question = text.split("\n")
+        assert (task, question) == (TASK, QUESTION)
+        assert filler.startswith(before)
+        assert filler.startswith(after)
+        assert before
+        assert after
+        key = prompt.key
+        assert key_line == f"The pass key is {key}. Remember it. {key} is the pass key."
+        # The tokens are those of the text, not of pieces that the tokeniser would have merged.
+        assert tokeniser.encode(text).tolist() == prompt.tokens.tolist()
+
+
+def test_prompts_depend_on_seed_length_and_trial_only():
+    def keys(length, seed):
+        return [make_prompt(GPT2, length, trial, seed).key for trial in range(20)]
+
+    assert keys(500, 0) == keys(500, 0)
+    assert keys(500, 0) != keys(500, 1)
+    assert keys(500, 0) != keys(501, 0)
+
+
+def test_key_and_depth_are_uniform():
+    prompts = [make_prompt(BYTES, 2000, trial, seed=0) for trial in range(2000)]
+    keys, depths = np.array([(p.key, p.depth) for p in prompts]).T
+    assert keys.min() >= 1
+    assert keys.max() <= 50000
+    assert abs(keys.mean() - 25000) < 1500
+    assert np.histogram(depths, bins=10, range=(0, 1))[0].min() > 150
+    assert 0 < depths.min() < 0.01
+    assert 0.99 < depths.max() < 1
+
+
+def test_the_shortest_length_named_in_the_error_works():
+    for tokeniser in (BYTES, GPT2):
+        with pytest.raises(UserError, match="length 50 is no larger than the passkey prompt") as e:
+            make_prompt(tokeniser, 50, 0, seed=0)
+        shortest = int(re.search(r"at least (\d+)", str(e.value)).group(1))
+        for trial in range(200):
+            make_prompt(tokeniser, shortest, trial, seed=0)
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (" 1234.", True),
+        (" 1234", True),
+        ("1234 5678", True),
+        (" the key\n1234x", True),
+        (" 12345", False),
+        (" 123", False),
+        (" 5678. 1234", False),
+        (" 01234", False),
+        (" 12 34", False),
+        ("", False),
+        (" ١٢٣٤", False),
+    ],
+)
+def test_the_scorer_takes_the_first_run_of_digits(answer, right):
+    assert is_right(answer, 1234) is right
+
+
+@pytest.mark.parametrize(
+    ("correct", "trials", "low", "high"),
+    [  # from the roots of (p - x)^2 = z^2 x (1 - x) / n
+        (0, 100, 0.0, 0.036995),
+        (100, 100, 0.963005, 1.0),
+        (86, 100, 0.778633, 0.914724),
+        (1, 2, 0.094531, 0.905469),
+    ],
+)
+def test_wilson_interval(correct, trials, low, high):
+    assert wilson(correct, trials) == pytest.approx((low, high), abs=2e-5)
+    share, z = correct / trials, 1.959964
+    for x in wilson(correct, trials):
+        assert (share - x) ** 2 == pytest.approx(z**2 * x * (1 - x) / trials, abs=1e-9)
+
+
+# --- models that can and cannot ------------------------------------------------------------------
+
+
+class Oracle:
+    """Reads the key in each prompt and says it, in the model's place."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def configure(self, **changes):
+        return self
+
+    def says(self, text: str) -> str:
+        return f" {KEY_IN_PROMPT.search(text).group(1)}. That was it"
+
+    def stream(self, prompt, max_new_tokens, *, temperature):
+        assert temperature == 0
+        answers = [BYTES.encode(self.says(BYTES.decode(row.tolist()))) for row in prompt]
+        for i in range(max_new_tokens):
+            yield torch.tensor([int(answer[i]) for answer in answers])
+
+
+class Forgetful(Oracle):
+    """Says a number, but of no prompt."""
+
+    def says(self, text):
+        return " 50001. That was it"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "model", tiny_model(), tokeniser="bytes")
+
+
+def command(checkpoint, out: str, *options: str) -> list[str]:
+    where = checkpoint.parent / out
+    lengths = ",".join(map(str, LENGTHS))
+    start = [str(checkpoint), "--lengths", lengths, "--trials", "60", "--out", str(where)]
+    return [*start, "--device", "cpu", *options]
+
+
+def run_as(model_class, monkeypatch, checkpoint, out="x.json") -> dict:
+    monkeypatch.setattr(Checkpoint, "load", lambda self, device: model_class(self.config))
+    main(command(checkpoint, out))
+    return json.loads((checkpoint.parent / out).read_text())
+
+
+def test_an_oracle_scores_100_percent_at_every_length_and_depth(monkeypatch, checkpoint):
+    rows = run_as(Oracle, monkeypatch, checkpoint)["rows"]
+    assert [row["length"] for row in rows] == list(LENGTHS)
+    for row in rows:
+        assert (row["accuracy"], row["correct"], row["trials"]) == (1, 60, 60)
+        assert sum(part["trials"] for part in row["by_depth"]) == 60
+        assert all(part["correct"] == part["trials"] for part in row["by_depth"])
+        assert row["wilson_low"] == pytest.approx(wilson(60, 60)[0])
+
+
+def test_a_model_that_cannot_retrieve_scores_0_percent(monkeypatch, checkpoint):
+    for row in run_as(Forgetful, monkeypatch, checkpoint)["rows"]:
+        assert (row["accuracy"], row["correct"]) == (0, 0)
+
+
+def test_a_random_transformer_scores_0_percent_and_every_answer_is_kept(checkpoint):
+    main(command(checkpoint, "x.json", "--trials", "7", "--window", "100"))
+    results = json.loads((checkpoint.parent / "x.json").read_text())
+    lines = (checkpoint.parent / "x-answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert len(answers) == 2 * len(LENGTHS) * 7
+    assert {row["accuracy"] for row in results["rows"]} == {0}
+    for answer in answers:
+        prompt = make_prompt(BYTES, answer["length"], answer["trial"], seed=0)
+        assert (answer["key"], answer["right"]) == (prompt.key, False)
+    for name in ("x.png", "x.pdf", "x-depth.png", "x-depth.pdf"):
+        assert (checkpoint.parent / name).stat().st_size > 3000
+
+
+def test_answers_are_the_greedy_continuation_without_cache_or_batch():
+    model = tiny_model("lssar")
+    prompts = [make_prompt(BYTES, 301, trial, seed=0) for trial in range(3)]
+    answers = passkey.answer_batch(model, BYTES, prompts, torch.device("cpu"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
+        for _ in range(ANSWER_TOKENS):
+            with torch.no_grad():
+                tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
+        assert answer == BYTES.decode(tokens[0, -ANSWER_TOKENS:].tolist())
+
+
+# --- interruption and mistakes -------------------------------------------------------------------
+
+
+def test_an_interrupted_run_asks_only_what_is_missing(monkeypatch, checkpoint):
+    monkeypatch.setattr(passkey, "BATCH_TOKENS", 301 * 8)  # batches of 8 and 5 trials
+    asked, answer_batch = [], passkey.answer_batch
+
+    def counted(*arguments):
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return answer_batch(*arguments)
+
+    monkeypatch.setattr(passkey, "answer_batch", counted)
+    arguments = command(checkpoint, "x.json", "--trials", "20")
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    answers = checkpoint.parent / "x-answers.jsonl"
+    assert len(answers.read_text().splitlines()) == 20
+    with answers.open("a") as file:
+        file.write('{"checkpoint": "cut sho')
+    main(arguments)
+    assert len(asked) == 3 + 1 + 4  # three batches at 301 were there, four at 420 were not
+    main(command(checkpoint, "y.json", "--trials", "20"))
+    whole = (checkpoint.parent / "y-answers.jsonl").read_text()
+    assert answers.read_text() == whole
+
+
+def test_other_settings_are_not_mixed(monkeypatch, checkpoint):
+    run_as(Oracle, monkeypatch, checkpoint)
+    with pytest.raises(UserError, match="seed = 0, this is 1"):
+        main(command(checkpoint, "x.json", "--seed", "1"))
+    (checkpoint.parent / "x.json").unlink()
+    with pytest.raises(UserError, match="answers of unknown settings"):
+        main(command(checkpoint, "x.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths", "128"], "length 128 is no larger than the passkey prompt"),
+        (["--lengths", "1e3"], "not a list of lengths"),
+        (["--trials", "0"], "--trials 0"),
+        (["--alpha", "0.1"], "no checkpoint given re-weights"),
+    ],
+)
+def test_mistakes_are_one_clear_line(checkpoint, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        main(command(checkpoint, "x.json", *options))
+    assert "\n" not in str(caught.value)
+    assert not (checkpoint.parent / "x.json").exists()
+
+
+def test_a_vocabulary_without_a_tokeniser_is_refused(tmp_path):
+    odd = write_checkpoint(tmp_path / "odd", tiny_model(vocab_size=300, vocab_rows=300))
+    with pytest.raises(UserError, match="vocabulary of 300"):
+        main(command(odd, "x.json"))
+    wrong = write_checkpoint(tmp_path / "wrong", tiny_model(), tokeniser="gpt2")
+    with pytest.raises(UserError, match="vocabulary of 257 and the tokeniser 'gpt2'"):
+        main(command(wrong, "x.json"))
