@@ -58,7 +58,7 @@ def accuracy_by_length(results: Results):
 def accuracy_by_depth(results: Results):
     """A panel a series: length across, depth of the key down, accuracy as colour and number."""
     series = list(styled_series(results))
-    columns = min(3, len(series))
+    columns = 2 if len(series) == 4 else min(3, len(series))
     rows = math.ceil(len(series) / columns)
     figure, grid = plots.figure(
         rows,
@@ -78,8 +78,8 @@ def accuracy_by_depth(results: Results):
         axes.set_visible(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("depth of the key (%)")
-    for axes in grid[-1]:
-        axes.set_xlabel("prompt length (tokens)")
+    for index in range(max(0, len(series) - columns), len(series)):  # the last of each column
+        grid.flat[index].set_xlabel("prompt length (tokens)")
     figure.colorbar(image, ax=grid, label="accuracy (%)", fraction=0.03, pad=0.02)
     return figure
 
