@@ -96,7 +96,9 @@ def build(*extra: str) -> Path:
                 return library
     finally:
         partial.unlink(missing_ok=True)
-    raise Unavailable(f"{shlex.join(compiler)} cannot build the kernel: {_last_line(result.stderr)}")
+    raise Unavailable(
+        f"{shlex.join(compiler)} cannot build the kernel: {_last_line(result.stderr)}"
+    )
 
 
 def load(*extra: str) -> ctypes.CDLL:
@@ -144,8 +146,15 @@ def _call(function, q: Tensor, k: Tensor, train_length: int, views, p: float, al
         raise MemoryError(f"the attention kernel found no scratch memory for {k.shape[2]} keys")
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+def _readable(x: Tensor) -> Tensor:
+    """The kernel takes any strides but the last, which is one."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    """Room for a result in the layout of x, so that merging the heads again needs no copy."""
+    room = torch.empty_like(x)
+    return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 _library = torch.library.Library("lssar", "DEF")
@@ -160,17 +169,16 @@ _library.define(
 
 
 def _fake_forward(q, k, v, p, alpha, train_length):
-    """out laid out as q (so that merging heads needs no copy), stats (B, H, Lq, 4)."""
-    return torch.empty_like(q), q.new_empty((*q.shape[:3], 4))
+    return _like(q), q.new_empty((*q.shape[:3], 4))
 
 
 def _fake_backward(dout, q, k, v, out, stats, p, alpha, train_length):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _like(q), _like(k), _like(v)
 
 
 def _forward(q, k, v, p, alpha, train_length):
     out, stats = _fake_forward(q, k, v, p, alpha, train_length)
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    q, k, v = _readable(q), _readable(k), _readable(v)
     views = [_view(q), _view(k), _view(v), _view(out), _view(stats), *[_NO_VIEW] * 4]
     _call(_kernel().lssar_forward, q, k, train_length, views, p, alpha)
     return out, stats
@@ -178,7 +186,7 @@ def _forward(q, k, v, p, alpha, train_length):
 
 def _backward(dout, q, k, v, out, stats, p, alpha, train_length):
     grads = _fake_backward(dout, q, k, v, out, stats, p, alpha, train_length)
-    tensors = [_unit_stride(x) for x in (q, k, v, out, stats, dout)]
+    tensors = [_readable(x) for x in (q, k, v, out, stats, dout)]
     views = [_view(x) for x in (*tensors, *grads)]
     _call(_kernel().lssar_backward, q, k, train_length, views, p, alpha)
     return grads
@@ -195,6 +203,10 @@ def _autograd(ctx, dout, _):
     return *grads, None, None, None
 
 
+def _no_second_derivative(ctx, *_):
+    raise RuntimeError("the fused kernel has no second derivative; use backend='eager' for it")
+
+
 _library.impl("cpu_forward", _forward, "CPU")
 _library.impl("cpu_backward", _backward, "CPU")
 torch.library.register_fake("lssar::cpu_forward", _fake_forward, lib=_library)
@@ -202,6 +214,7 @@ torch.library.register_fake("lssar::cpu_backward", _fake_backward, lib=_library)
 torch.library.register_autograd(
     "lssar::cpu_forward", _autograd, setup_context=_setup_context, lib=_library
 )
+torch.library.register_autograd("lssar::cpu_backward", _no_second_derivative, lib=_library)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) -> None:
@@ -234,8 +247,8 @@ def lssar(
 
     q is (B, H, Lq, d), k and v (B, H, Lk, d), the last query aligned with the last key:
     N_i = Lk - Lq + i + 1. `p=None` is LSSA, A v. p_i = p up to `train_length` keys and
-    p (1 + alpha (sqrt(N_i / train_length) - 1)) beyond. Half-precision input is computed in float32.
-    A row whose keys are all alike takes its stage-one weights A.
+    p (1 + alpha (sqrt(N_i / train_length) - 1)) beyond. A row whose keys are all alike takes its
+    stage-one weights A. Half-precision input is computed in float32.
     """
     _check(q, k, v, p, train_length)
     dtype = q.dtype

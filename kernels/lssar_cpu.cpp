@@ -39,9 +39,9 @@ typedef int32_t i8u __attribute__((vector_size(32), aligned(4), may_alias));
 
 constexpr int MR = 6;      // microkernel: MR x 16 outputs in 12 registers
 constexpr int PANEL = 16;  // keys side by side in a transposed panel
-constexpr int TILE = 96;   // keys a tile: a multiple of PANEL and MR; one log per TILE / 8 factors
+constexpr int TILE = 192;  // keys a tile: a multiple of PANEL and MR; one log per TILE / 8 factors
 constexpr int ROWS = 48;   // queries a block: a multiple of 8 and MR
-constexpr int LIST = 128;  // entries a row's list can hold, at least TILE + 8; a power of two
+constexpr int LIST = 208;  // entries a row's list can hold: at least TILE + 8
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
 constexpr float MASKED = -126.f;  // |s| <= log2(e) log(256) log(2^23) < 126: nothing real is lower
 constexpr float EPS = 1e-12f;     // as F.normalize
@@ -353,7 +353,7 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
   const Head& head;
   int64_t first;
   int rows;
-  alignas(32) float count[ROWS], scale[ROWS], p[ROWS], mu[ROWS], inv_m[ROWS], cut[ROWS], l[ROWS];
+  alignas(32) float count[ROWS], scale[ROWS], p[ROWS], mu[ROWS], m[ROWS], cut[ROWS], l[ROWS];
 
   Block(const Head& head, int64_t first)
       : head(head), first(first), rows((int)std::min<int64_t>(ROWS, head.end - first)) {
@@ -366,7 +366,7 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
       if (count[r] > c.train_length && head.power.alpha != 0)
         p[r] = (float)(head.power.p *
                        (1 + head.power.alpha * (std::sqrt(count[r] / (double)c.train_length) - 1)));
-      mu[r] = 0.f, inv_m[r] = 1.f, l[r] = 0.f, cut[r] = MASKED;
+      mu[r] = 0.f, m[r] = 1.f, l[r] = 0.f, cut[r] = MASKED;
     }
   }
   int64_t seen(int r) const { return head.call.lk - head.call.lq + first + r + 1; }
@@ -376,14 +376,14 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
     return (int)std::max<int64_t>(0, std::min<int64_t>(TILE, seen(r) - tile * TILE));
   }
   bool lssa() const { return head.power.p == 0; }
-  void stage_one(int r) { mu[r] = 0.f, inv_m[r] = 1.f, p[r] = 1.f; }
+  void stage_one(int r) { mu[r] = 0.f, m[r] = 1.f, p[r] = 1.f; }
 
   // The score below which z^(p-1) < 2^-24 / N, rounded down: s = log2(2^f - 1), f = mu + M z.
   void cuts() {
     for (int r = 0; r < ROWS; r += 8) {
       v8 exponent = (log2v(load(count + r)) + all(24.f)) / (load(p + r) - all(1.f));
       v8 z = exp2v(maximum(-exponent, all(-126.f)));
-      v8 f = load(mu + r) + z / load(inv_m + r);
+      v8 f = load(mu + r) + z * load(m + r);
       v8 tiny = log2v(maximum(f, all(1e-37f))) - all(0.53f);  // 2^f - 1 = f ln 2
       v8 medium = log2v(maximum(exp2v(where(f < all(20.f), f, all(20.f))) - all(1.f), all(1e-6f)));
       v8 s = where(f < all(1e-3f), tiny, where(f < all(20.f), medium, f)) - all(2e-3f);
@@ -449,7 +449,7 @@ double accurate_total(const Block& block, int r, const float* strip) {
   return total;
 }
 
-// mu and 1/M of every row; a row without contrast falls back to stage one.
+// mu and M of every row; a row without contrast falls back to stage one.
 void row_statistics(Block& block, const float* strip, double* total, const float* top) {
   alignas(32) float f_max[ROWS];
   for (int r = 0; r < ROWS; r += 8) store(f_max + r, softplus(load(top + r)));
@@ -457,19 +457,16 @@ void row_statistics(Block& block, const float* strip, double* total, const float
     // 1 + e loses up to 2^-25 an entry, which only matters where the mean is small
     if (total[r] < 0.25 * block.count[r]) total[r] = accurate_total(block, r, strip);
     block.mu[r] = block.count[r] > 3 ? (float)(total[r] / block.count[r]) : 0.f;
-    float m = f_max[r] - block.mu[r];
-    if (m <= 0x1p-22f * f_max[r])
-      block.stage_one(r);
-    else
-      block.inv_m[r] = 1.f / m;
+    block.m[r] = f_max[r] - block.mu[r];
+    if (block.m[r] <= 0x1p-20f * f_max[r]) block.stage_one(r);
   }
 }
 
 // z^p of `n` scores in place (padded to 8), returns their sum
 inline float weigh(float* s, int n, const Block& block, int r) {
-  v8 total = all(0.f), mu = all(block.mu[r]), inv_m = all(block.inv_m[r]);
+  v8 total = all(0.f), mu = all(block.mu[r]), m = all(block.m[r]);
   for (int e = 0; e < n; e += 8) {
-    v8 z = maximum((softplus(load(s + e)) - mu) * inv_m, all(0.f));
+    v8 z = maximum((softplus(load(s + e)) - mu) / m, all(0.f));
     v8 w = block.p[r] == 1.f ? z : z * power(z, block.p[r] - 1.f);
     store(s + e, w);
     total += w;
@@ -589,7 +586,7 @@ void forward_block(Block& block, const ForwardScratch& at, const float* v, int64
     float inverse = (float)(1 / l[r]);
     for (int64_t x = 0; x < head.d; x++) to[x] = at.out[r * head.cols + x] * inverse;
     float* stat = head.stat(block.first + r);
-    stat[0] = block.mu[r], stat[1] = block.inv_m[r], stat[2] = (float)l[r], stat[3] = block.p[r];
+    stat[0] = block.mu[r], stat[1] = block.m[r], stat[2] = (float)l[r], stat[3] = block.p[r];
   }
 }
 
@@ -650,10 +647,10 @@ void backward_sparse(const Block& block, int64_t tile, const float* sigma, const
   int n_key[TILE] = {};
   for (int r = 0; r < block.rows; r++) {
     float *val = lists.val + r * LIST, *w = at.w + r * LIST;
-    v8 mu = all(block.mu[r]), inv_m = all(block.inv_m[r]);
+    v8 mu = all(block.mu[r]), m = all(block.m[r]);
     v8 inv_l = all(1.f / block.l[r]), slope = all(g.slope[r]);
     for (int e = 0; e < lists.n[r]; e += 8) {
-      v8 s = load(val + e), z = maximum((softplus(s) - mu) * inv_m, all(0.f));
+      v8 s = load(val + e), z = maximum((softplus(s) - mu) / m, all(0.f));
       v8 y = where(s > all(MASKED), power(z, block.p[r] - 1.f), all(0.f));
       store(w + e, z * y * inv_l);
       store(val + e, y * slope);
@@ -696,13 +693,13 @@ void backward_dense(const Block& block, int64_t tile, const float* s, float* val
       gemm_rows<false>(std::min(MR, block.rows - r), head.d, at.dout + r * cols, cols,
                        panels + x * head.d, PANEL, at.dw + r * TILE + x, TILE, PANEL, false);
   for (int r = 0; r < block.rows; r++) {
-    v8 mu = all(block.mu[r]), inv_m = all(block.inv_m[r]), pull = all(0.f), d = all(g.d[r]);
+    v8 mu = all(block.mu[r]), m = all(block.m[r]), pull = all(0.f), d = all(g.d[r]);
     v8 inv_l = all(1.f / block.l[r]), slope = all(g.slope[r]);
     float* w = at.dw + r * TILE;
     int width = block.width(r, tile);
     for (int x = 0; x < width; x += 8) {
       v8 score = load(s + r * TILE + x);
-      v8 z = maximum((softplus(score) - mu) * inv_m, all(0.f));
+      v8 z = maximum((softplus(score) - mu) / m, all(0.f));
       v8 y = power(z, block.p[r] - 1.f);
       y = where(score > all(MASKED), y, all(0.f));
       v8 a = y * slope * (load(w + x) - d);
@@ -747,7 +744,7 @@ void score_gradients(const Block& block, int64_t tile, float* ds, const Lists& l
   }
 }
 
-// dx of x_hat = x / max(||x||, eps), given g = scale d x_hat
+// dx of x_hat = x / max(||x||, eps), given g = d x_hat / scale
 void through_normalise(const float* x, const float* g, float scale, int64_t d, float* to) {
   float length = norm(x, d), inverse = 1.f / std::max(length, EPS);
   float along = length < EPS ? 0.f : dot(g, x, d) * inverse * inverse;
@@ -762,9 +759,13 @@ void backward_block(Block& block, const BackwardScratch& at) {
   for (int r = 0; r < block.rows; r++) {
     const float *dout = head.row(c.dout, block.first + r), *stat = head.stat(block.first + r);
     pack_rows(dout, 0, 1, head.d, head.cols, nullptr, at.dout + r * head.cols);
-    block.mu[r] = stat[0], block.inv_m[r] = stat[1], block.l[r] = stat[2], block.p[r] = stat[3];
-    g.slope[r] = block.p[r] * block.inv_m[r] / block.l[r];
-    g.d[r] = dot(dout, head.row(c.out, block.first + r), head.d);
+    block.mu[r] = stat[0], block.m[r] = stat[1], block.l[r] = stat[2], block.p[r] = stat[3];
+    g.slope[r] = block.p[r] / (block.m[r] * block.l[r]);
+    // by the same steps as dW, so that a row with a single entry has a gradient of exactly zero
+    uint16_t place = (uint16_t)(r * LIST);
+    pack_rows(head.row(c.out, block.first + r), 0, 1, head.d, head.cols, nullptr, at.dq);
+    sparse_dot(1, &place, at.dq, at.dout, at.dw, (int)head.cols);
+    g.d[r] = at.dw[place];
   }
   block.cuts();
   for (int64_t i = 0; i < block.rows * head.cols; i++) at.dq[i] = 0.f;
