@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
@@ -193,13 +195,12 @@ def _backward(dout, q, k, v, out, stats, p, alpha, train_length):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.p, ctx.alpha, ctx.train_length = inputs
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _autograd(ctx, dout, _):
-    saved = ctx.saved_tensors
-    grads = torch.ops.lssar.cpu_backward(dout, *saved, ctx.p, ctx.alpha, ctx.train_length)
+    grads = torch.ops.lssar.cpu_backward(dout, *ctx.saved_tensors, *ctx.options)
     return *grads, None, None, None
 
 
@@ -215,6 +216,31 @@ torch.library.register_autograd(
     "lssar::cpu_forward", _autograd, setup_context=_setup_context, lib=_library
 )
 torch.library.register_autograd("lssar::cpu_backward", _no_second_derivative, lib=_library)
+
+
+class _Direct(torch.autograd.Function):
+    """The two operators without the dispatcher, whose Python side costs more than a small call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return *_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
+    """Whoever traces or intercepts operators gets the operator; an ordinary call goes straight."""
+    plain = type(q) is type(k) is type(v) is Tensor
+    if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
+        return torch.ops.lssar.cpu_forward(q, k, v, *options)[0]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Direct.apply(q, k, v, *options)
+    return _forward(q, k, v, *options)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) -> None:
@@ -251,8 +277,5 @@ def lssar(
     stage-one weights A. Half-precision input is computed in float32.
     """
     _check(q, k, v, p, train_length)
-    dtype = q.dtype
-    out, _ = torch.ops.lssar.cpu_forward(
-        q.float(), k.float(), v.float(), 0.0 if p is None else float(p), float(alpha), train_length
-    )
-    return out.to(dtype)
+    power = 0.0 if p is None else float(p)
+    return _run(q.float(), k.float(), v.float(), power, float(alpha), train_length).to(q.dtype)

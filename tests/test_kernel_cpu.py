@@ -13,6 +13,7 @@ from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend, get_mechanism
@@ -372,5 +373,26 @@ def test_empty_batches_and_second_derivatives():
     assert empty.shape == (0, 2, 5, 8)
     q, k, v = (x.requires_grad_() for x in draw(1, 1, 6, 8))
     (dq,) = torch.autograd.grad(cpu.lssar(q, k, v, p=15).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+    out, _ = torch.ops.lssar.cpu_forward(q, k, v, 15.0, 0.0, 1024)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
+
+
+def test_a_dispatch_mode_sees_the_operator():
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensors = draw(1, 1, 6, 8)
+    plain = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    with Listen():
+        heard = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    assert torch.ops.lssar.cpu_forward.default in seen
+    assert torch.ops.lssar.cpu_backward.default in seen
+    assert all(map(torch.equal, plain, heard))
