@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kernels.triton_math import (
     NORM_EPS,
+    PRECISION,
     adaptive,
     add,
     head_of,
@@ -45,7 +46,7 @@ FLAT = tl.constexpr(2.0**-20)
 
 @triton.jit
 def _scores(q, k, row_scale, inv_k):
-    dots = tl.dot(q, tl.trans(k), input_precision="ieee")
+    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     return dots * row_scale[:, None] * inv_k[None, :]
 
 
@@ -89,10 +90,10 @@ def _value_pass(
         z = r * z
         l, carry = add(l, carry, tl.sum(z, 1))
         v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        acc = tl.dot(z.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(z.to(v.dtype), v, acc, input_precision=PRECISION)
         if GUIDED:
             h += tl.sum(r, 1)
-            guide = tl.dot(r.to(v.dtype), v, guide, input_precision="ieee")
+            guide = tl.dot(r.to(v.dtype), v, guide, input_precision=PRECISION)
     return l, carry, h, acc, guide
 
 
@@ -196,7 +197,7 @@ def _dq_pass(
     """acc += sum over the keys lo..hi of ds_j k_j / |k_j|."""
     for start in tl.range(lo, hi, BLOCK_N):
         v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        dw = tl.dot(do, tl.trans(v), input_precision="ieee")
+        dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
         inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
         s = _scores(q, k, row_scale, inv_k)
@@ -210,7 +211,7 @@ def _dq_pass(
         ds = ds * slope
         if MASKED:
             ds = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None], ds, 0.0)
-        acc = tl.dot(narrow(ds, k.dtype), k, acc, input_precision="ieee")
+        acc = tl.dot(narrow(ds, k.dtype), k, acc, input_precision=PRECISION)
     return acc
 
 
@@ -285,7 +286,7 @@ def _dkv_pass(
         row_scale = load_vector(STATS + plane * SCALE, start, q_length, BLOCK_M)
         mean = load_vector(STATS + plane * MEAN, start, q_length, BLOCK_M)
         inv_m = load_vector(STATS + plane * INV_M, start, q_length, BLOCK_M)
-        s = tl.dot(k, tl.trans(q), input_precision="ieee") * row_scale[None, :] * inv_k[:, None]
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * row_scale[None, :] * inv_k[:, None]
         f, e = softplus(s)
         slope = sigmoid(s, e)
         z = tl.maximum(f - mean[None, :], 0.0) * inv_m[None, :]
@@ -297,8 +298,8 @@ def _dkv_pass(
         r = power(z, exponent[None, :], P - 1)
         do = load_rows(DO, start, do_stride, q_length, d, BLOCK_M, BLOCK_D)
         w = r * z * load_vector(STATS + plane * INV_L, start, q_length, BLOCK_M)[None, :]
-        dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")
-        dw = tl.dot(v, tl.trans(do), input_precision="ieee")
+        dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
+        dw = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         coef = load_vector(STATS + plane * COEF, start, q_length, BLOCK_M) * row_scale
         delta = load_vector(DELTA, start, q_length, BLOCK_M)
         ds = coef[None, :] * r * (dw - delta[None, :])
@@ -308,7 +309,7 @@ def _dkv_pass(
         ds = ds * slope
         if MASKED:
             ds = tl.where(seen, ds, 0.0)
-        dk = tl.dot(narrow(ds, q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(narrow(ds, q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 

@@ -8,6 +8,9 @@ import triton
 import triton.language as tl
 
 NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
+# fp32 tiles as three products of their tf32 halves: full precision, still on tensor cores. Plain
+# fp32 unrolls into scalar code that takes minutes to compile and spills.
+PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit

@@ -19,23 +19,33 @@ MAX_HEAD_DIM = 128
 MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
 ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_lssar
 
-# (BLOCK_M rows, BLOCK_N keys, warps, stages), by padded head dim; the first is the one compiled,
-# checked for spills and used by the interpreter, the rest are what a GPU may choose from.
+# (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes an
+# element. `python kernels/triton_compile.py` lists the resources of each; a head dim of 64 in bf16
+# and fp16 never spills a register.
 CONFIGS = {
-    "forward": {
-        64: [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)],
-        128: [(128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2)],
-    },
-    "dq": {
-        64: [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3)],
-        128: [(64, 32, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)],
-    },
-    "dkv": {
-        64: [(32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (64, 32, 4, 2)],
-        128: [(32, 64, 8, 2), (32, 32, 4, 2), (32, 128, 8, 2)],
-    },
+    ("forward", 64, 2): [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
+    ("forward", 128, 2): [(64, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)],
+    ("forward", 64, 4): [(32, 32, 8, 2), (16, 32, 4, 2)],
+    ("forward", 128, 4): [(16, 32, 4, 2)],
+    ("dq", 64, 2): [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3)],
+    ("dq", 128, 2): [(64, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)],
+    ("dq", 64, 4): [(32, 32, 4, 2)],
+    ("dq", 128, 4): [(16, 32, 4, 2)],
+    ("dkv", 64, 2): [(32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 3), (64, 32, 4, 2)],
+    ("dkv", 128, 2): [(32, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
+    ("dkv", 64, 4): [(32, 32, 8, 2)],
+    ("dkv", 128, 4): [(32, 16, 4, 2)],
 }
-DECODE_ROWS = 16  # at most so many query rows take the smallest row block tl.dot has
+# A few query rows at the end of a long cache: the smallest row block that tl.dot has.
+DECODE_ROWS = 16
+DECODE_CONFIGS = {
+    "forward": [(16, 32, 4, 3), (16, 64, 4, 2)],
+    "dq": [(16, 32, 4, 2)],
+    "dkv": [(16, 32, 4, 2)],
+}
+# The interpreter multiplies with BLAS, whose rounding depends on the tile: forward and dq must agree
+# on it, or E does not cancel the scores' gradient in near-uniform rows. A GPU sums in one order.
+INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
 def interpreting() -> bool:
@@ -84,7 +94,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None) -> None:
         raise ValueError(f"q, k, v must share a type, got {q.dtype}, {k.dtype}, {v.dtype}")
     rest = (*q.shape[:2], k.shape[2], q.shape[3])
     if k.shape != rest or v.shape != rest:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: B, H, d must match, and Lk of k, v")
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: B, H, d must match, and Lk of k, v"
+        )
     if k.shape[2] < q.shape[2]:
         raise ValueError(f"{q.shape[2]} queries but only {k.shape[2]} keys")
     if p is not None and not p >= 1:
@@ -181,7 +193,7 @@ def _launch(name, q, blocked, k_length, tensors, strides, extra, p, alpha, train
     batch, heads, rows, d = q.shape
     block_d = padded(d)
     side = "BLOCK_N" if name == "dkv" else "BLOCK_M"
-    kernel, fixed = _kernel(name, block_d, rows <= DECODE_ROWS)
+    kernel, fixed = _kernel(name, block_d, q.element_size(), rows <= DECODE_ROWS)
     adaptive = alpha != 0 and k_length > train_length
     integer = p is not None and not adaptive and p == int(p) and p <= MAX_INTEGER_P
     power = 1.0 if p is None else p
@@ -200,21 +212,18 @@ def padded(d: int) -> int:
 
 
 @functools.cache
-def _kernel(name: str, block_d: int, decode: bool):
-    """The kernel and its launch settings: tuned on a GPU, the first of CONFIGS when interpreting."""
+def _kernel(name: str, block_d: int, width: int, decode: bool):
+    """The kernel and its block sizes: tuned among CONFIGS on a GPU, fixed in the interpreter."""
     import triton
 
     from kernels import triton_lssar
 
     kernel = getattr(triton_lssar, f"{name}_kernel")
-    configs = [
-        (min(m, DECODE_ROWS) if decode else m, n, warps, stages)
-        for m, n, warps, stages in CONFIGS[name][64 if block_d <= 64 else 128]
-    ]
     if interpreting():
-        return kernel, {"BLOCK_M": configs[0][0], "BLOCK_N": configs[0][1]}
+        return kernel, INTERPRETED
+    configs = DECODE_CONFIGS[name] if decode else CONFIGS[name, 64 if block_d <= 64 else 128, width]
     choices = [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in dict.fromkeys(configs)
+        for m, n, warps, stages in configs
     ]
     return triton.autotune(choices, key=["length_class", "heads", "P"])(kernel), {}

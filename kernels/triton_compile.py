@@ -1,0 +1,171 @@
+"""python kernels/triton_compile.py [--first] [--head-dim 64] [--out results/triton_resources.json]
+
+Compile the Triton kernels for A100 (sm_80) and H100 (sm_90) without a GPU and list what ptxas says:
+registers a thread, bytes spilled, shared memory. Every configuration that `kernels/triton_op.py`
+may choose is compiled in bf16 with p = 15; the first of each also for LSSA, real p, fp16 and fp32.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import UserError, run
+from kernels.triton_op import CONFIGS, DECODE_CONFIGS
+
+ARCHITECTURES = (80, 90)
+TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Which powers: P of the kernel (0: real or adaptive), and whether rows are re-weighted at all.
+VARIANTS = {"p=15": (15, True), "real p": (0, True), "lssa": (1, False)}
+FLOAT_STATE = ("INV_K", "STATS", "DELTA")
+SCALARS = ("log_d", "p", "alpha", "train_length")
+
+
+def jobs(head_dim: int, first_only: bool) -> list[dict]:
+    """Every compilation of the table, as keyword arguments of `resources`."""
+    found = []
+    for (kernel, dim, width), configs in CONFIGS.items():
+        if dim != head_dim:
+            continue
+        job = {"kernel": kernel, "head_dim": dim}
+        main = {**job, "dtype": "bf16" if width == 2 else "fp32", "variant": "p=15"}
+        found += [{**main, "config": config} for config in configs[: 1 if first_only else None]]
+        if width == 2 and not first_only:
+            first = {**main, "config": configs[0]}
+            found += [{**first, "dtype": "fp16"}]
+            found += [{**first, "variant": variant} for variant in ("real p", "lssa")]
+            found += [{**main, "config": config} for config in DECODE_CONFIGS[kernel]]
+    return found
+
+
+def resources(
+    kernel: str,
+    head_dim: int,
+    dtype: str,
+    variant: str,
+    config: tuple[int, int, int, int],
+    architecture: int,
+) -> dict:
+    """Compile one kernel to a cubin; its registers, spilled bytes and shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from kernels import triton_lssar
+
+    rows, keys, warps, stages = config
+    source = _source(getattr(triton_lssar, f"{kernel}_kernel"), head_dim, dtype, variant, config)
+    target = GPUTarget("cuda", architecture, 32)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=target, options=options)
+    registers, spilled = _ptxas(compiled.asm["ptx"], architecture)
+    return {
+        "kernel": kernel,
+        "sm": architecture,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "variant": variant,
+        "rows": rows,
+        "keys": keys,
+        "warps": warps,
+        "stages": stages,
+        "registers": registers,
+        "spilled_bytes": spilled,
+        "shared_bytes": compiled.metadata.shared,
+        "cubin_bytes": len(compiled.asm["cubin"]),
+    }
+
+
+def _source(kernel, head_dim, dtype, variant, config):
+    """What the launcher would compile: contiguous heads, pointers and strides divisible by 16."""
+    from triton.compiler import ASTSource
+
+    power, reweight = VARIANTS[variant]
+    constants = {"P": power, "REWEIGHT": reweight, "SAVE": True, "d": head_dim}
+    constants |= {"BLOCK_D": head_dim, "BLOCK_M": config[0], "BLOCK_N": config[1]}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, attributes = {}, {}
+    aligned = [["tt.divisibility", 16]]
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in SCALARS:
+            signature[name] = "fp32"
+        elif name.endswith("_stride"):
+            signature[name] = ("i32",) * 3
+            attributes |= {(index, place): aligned for place in range(3)}
+        elif name.isupper():
+            signature[name] = "*fp32" if name in FLOAT_STATE else f"*{dtype}"
+            attributes[index,] = aligned
+        else:
+            signature[name] = "i32"
+            if name in ("q_length", "k_length", "plane"):
+                attributes[index,] = aligned
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    name = f"sm_{architecture}a" if architecture >= 90 else f"sm_{architecture}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [ptxas, "-v", f"-arch={name}", path, "-o", Path(folder) / "kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    return int(registers[1]), max(int(spills[1]), int(spills[2]))
+
+
+COLUMNS = "{:8} {:>3} {:>4} {:5} {:7} {:>9} {:>6} {:>7} {:>10} {:>8} {:>7}"
+
+
+def _print(row: dict) -> None:
+    tile = f"{row['rows']}x{row['keys']}"
+    columns = ("kernel", "sm", "head_dim", "dtype", "variant")
+    counts = ("warps", "stages", "registers", "spilled_bytes", "shared_bytes")
+    print(COLUMNS.format(*(row[c] for c in columns), tile, *(row[c] for c in counts)), flush=True)
+
+
+def main(argv: list[str]) -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 2)[2])
+    parser.add_argument("--first", action="store_true", help="only the first configuration of each")
+    parser.add_argument("--head-dim", type=int, action="append", choices=(64, 128))
+    parser.add_argument("--out", type=Path, help="also write the table to this JSON file")
+    args = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise UserError("TRITON_INTERPRET=1 is set: nothing would be compiled; unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("triton is not installed; pip install triton")
+
+    head = ("kernel", "sm", "D", "type", "power", "tile", "warps", "stages")
+    print(COLUMNS.format(*head, "registers", "spilled", "shared"))
+    rows = []
+    for architecture in ARCHITECTURES:
+        for head_dim in args.head_dim or (64, 128):
+            for job in jobs(head_dim, args.first):
+                rows.append(resources(**job, architecture=architecture))
+                _print(rows[-1])
+    if args.out:
+        table = {
+            "status": "compiled with ptxas, not run on hardware",
+            "command": "python kernels/triton_compile.py --out results/triton_resources.json",
+            "triton": importlib.metadata.version("triton"),
+            "kernels": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(table, indent=1) + "\n")
+        print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)
