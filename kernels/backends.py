@@ -44,7 +44,7 @@ class Backend:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, m, params: Tensor | None) -> Tensor:
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale == "s log N / sqrt(d)":
-        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device)
+        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=params.dtype)
         q = (q * (params.view(-1, 1, 1) * row_count.log().unsqueeze(-1))).to(q.dtype)
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

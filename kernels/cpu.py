@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
@@ -228,9 +227,10 @@ class _Direct(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        return *_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+        # With create_graph the operator is recorded, and refuses when it is differentiated.
+        run = torch.ops.lssar.cpu_backward if torch.is_grad_enabled() else _backward
+        return *run(dout, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:

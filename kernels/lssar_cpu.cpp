@@ -55,10 +55,15 @@ inline v8 where(i8 c, v8 a, v8 b) { return bits((bits(a) & c) | (bits(b) & ~c));
 
 #ifdef LSSAR_AVX2
 inline v8 maximum(v8 a, v8 b) { return _mm256_max_ps(a, b); }
+// the sums of four vectors, each ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+inline void sum4(const v8* x, float* to) {
+  __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
 inline float sum(v8 x) {
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+  __m256 y = _mm256_hadd_ps(x, x);
+  y = _mm256_hadd_ps(y, y);
+  return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
 struct Lanes {  // for every 8-bit mask, the set lanes first
   alignas(32) int32_t lane[256][8];
@@ -79,7 +84,10 @@ inline int compress(float* val, int32_t* idx, v8 x, v8 cut, int base) {
 #else
 inline v8 maximum(v8 a, v8 b) { return where(a > b, a, b); }
 inline float sum(v8 x) {
-  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+inline void sum4(const v8* x, float* to) {
+  for (int i = 0; i < 4; i++) to[i] = sum(x[i]);
 }
 inline int compress(float* val, int32_t* idx, v8 x, v8 cut, int base) {
   int n = 0;
@@ -263,13 +271,21 @@ inline void sparse_dot(int n, const uint16_t* at, const float* a, const float* r
     constexpr int R = decltype(regs)::value;
     v8 y[R];
     for (int i = 0; i < R; i++) y[i] = load(a + x + 8 * i);
-    for (int e = 0; e < n; e++) {
+    auto lanes = [&](int e) {
       const float* row = rows + at[e] / LIST * cols + x;
       v8 even = y[0] * load(row), odd = all(0.f);
       for (int i = 1; i < R; i++) (i & 1 ? odd : even) += y[i] * load(row + 8 * i);
-      float part = sum(even + odd);
-      to[at[e]] = x ? to[at[e]] + part : part;
+      return even + odd;
+    };
+    auto put = [&](int e, float part) { to[at[e]] = x ? to[at[e]] + part : part; };
+    int e = 0;
+    for (; e + 4 <= n; e += 4) {
+      v8 four[4] = {lanes(e), lanes(e + 1), lanes(e + 2), lanes(e + 3)};
+      float part[4];
+      sum4(four, part);
+      for (int i = 0; i < 4; i++) put(e + i, part[i]);
     }
+    for (; e < n; e++) put(e, sum(lanes(e)));
   });
 }
 
@@ -425,17 +441,21 @@ void score_direct(const Block& block, const float* q, float* strip) {
       strip[j / TILE * ROWS * TILE + r * TILE + j % TILE] = MASKED;
 }
 
-// sum f = sum max(s, 0) + log2 prod(1 + 2^-|s|): one exp an entry and one log a tile
-inline void tile_stats(const float* s, int width, double& total, float& top) {
-  v8 linear = all(0.f), product = all(1.f), high = all(MASKED);
-  for (int x = 0; x < width; x += 8) {
+// sum f = sum max(s, 0) + log2 prod(1 + 2^-|s|): one exp an entry and one log a tile. Two chains,
+// as a product waits for the one before.
+inline void tile_stats(const float* s, int width, double& total, float* top) {
+  v8 linear[2] = {}, product[2] = {all(1.f), all(1.f)}, high = load(top);
+  auto take = [&](int x, int chain) {
     v8 y = load(s + x);
-    linear += maximum(y, all(0.f));
-    product += product * exp2v(minus_abs(y));
+    linear[chain] += maximum(y, all(0.f));
+    product[chain] += product[chain] * exp2v(minus_abs(y));
     high = maximum(high, y);
-  }
-  total += sum(linear + log2v(product));
-  top = std::max(top, largest(high));
+  };
+  int x = 0;
+  for (; x + 8 < width; x += 16) take(x, 0), take(x + 8, 1);
+  if (x < width) take(x, 0);
+  total += sum(linear[0] + linear[1] + log2v(product[0] * product[1]));
+  store(top, high);
 }
 
 double accurate_total(const Block& block, int r, const float* strip) {
@@ -451,8 +471,9 @@ double accurate_total(const Block& block, int r, const float* strip) {
 
 // mu and M of every row; a row without contrast falls back to stage one.
 void row_statistics(Block& block, const float* strip, double* total, const float* top) {
-  alignas(32) float f_max[ROWS];
-  for (int r = 0; r < ROWS; r += 8) store(f_max + r, softplus(load(top + r)));
+  alignas(32) float f_max[ROWS] = {};
+  for (int r = 0; r < block.rows; r++) f_max[r] = largest(load(top + 8 * r));
+  for (int r = 0; r < ROWS; r += 8) store(f_max + r, softplus(load(f_max + r)));
   for (int r = 0; r < block.rows; r++) {
     // 1 + e loses up to 2^-25 an entry, which only matters where the mean is small
     if (total[r] < 0.25 * block.count[r]) total[r] = accurate_total(block, r, strip);
@@ -519,12 +540,9 @@ void forward_tile(Block& block, int64_t tile, float* s, const Lists& lists, cons
     }
     return;
   }
-  for (int r = 0; r < block.rows; r++) {
-    int n = lists.n[r];
-    float* w = lists.val + r * LIST;
-    l[r] += weigh(w, n, block, r);
-    sparse_sum(n, lists.idx + r * LIST, w, v, ldv, out + r * cols, cols);
-  }
+  for (int r = 0; r < block.rows; r++) l[r] += weigh(lists.val + r * LIST, lists.n[r], block, r);
+  for (int r = 0; r < block.rows; r++)
+    sparse_sum(lists.n[r], lists.idx + r * LIST, lists.val + r * LIST, v, ldv, out + r * cols, cols);
 }
 
 // q scaled to s = q . k_hat, rows [ROWS][cols]
@@ -560,10 +578,10 @@ struct ForwardScratch {
 
 void forward_block(Block& block, const ForwardScratch& at, const float* v, int64_t ldv) {
   const Head& head = block.head;
-  alignas(32) float top[ROWS];
+  alignas(32) float top[8 * ROWS];  // per row, the maximum in each lane
   double total[ROWS] = {}, l[ROWS] = {};
   int n[ROWS];
-  for (int r = 0; r < ROWS; r++) top[r] = MASKED;
+  for (float& x : top) x = MASKED;
   pack_queries(block, at.q);
   if (head.direct) score_direct(block, at.q, at.strip);
   for (int64_t tile = 0; tile < block.tiles(); tile++) {
@@ -571,7 +589,7 @@ void forward_block(Block& block, const ForwardScratch& at, const float* v, int64
     if (!head.direct) score_tile(block, tile, at.q, at.panels, s);
     if (!block.lssa())
       for (int r = 0; r < block.rows; r++)
-        tile_stats(s + r * TILE, block.width(r, tile), total[r], top[r]);
+        tile_stats(s + r * TILE, block.width(r, tile), total[r], top + 8 * r);
   }
   if (block.lssa())
     for (int r = 0; r < block.rows; r++) block.stage_one(r);

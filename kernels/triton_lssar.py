@@ -162,7 +162,7 @@ def forward_kernel(
     OUT = head_of(OUT, out_stride, pair, heads)
     target, mask = tile(OUT, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
     inv_l = 1.0 / l
-    tl.store(target, (acc * inv_l[:, None]).to(OUT.dtype.element_ty), mask=mask)
+    tl.store(target, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=mask)
     if SAVE:
         stats = STATS + pair.to(tl.int64) * q_length + rows
         inside = rows < q_length
@@ -185,6 +185,14 @@ def forward_kernel(
         GUIDE = head_of(GUIDE, out_stride, pair, heads)
         target, mask = tile(GUIDE, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
         tl.store(target, (guide / h[:, None]).to(GUIDE.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _row_dots(a, b):
+    """a_i . b_i as tl.dot sums it: where a row has one key, D then cancels dOut . v exactly."""
+    dots = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    rows = tl.arange(0, a.shape[0])
+    return tl.sum(tl.where(rows[:, None] == rows[None, :], dots, 0.0), 1)
 
 
 @triton.jit
@@ -243,14 +251,14 @@ def dq_kernel(
 
     do = load_rows(DO, first_row, do_stride, q_length, d, BLOCK_M, BLOCK_D)
     out = load_rows(OUT, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    delta = _row_dots(do, out)
     deltas = DELTA + pair.to(tl.int64) * q_length + rows
     tl.store(deltas, delta, mask=rows < q_length)
     dense = delta
     if REWEIGHT:
         GUIDE = head_of(GUIDE, out_stride, pair, heads)
         guide = load_rows(GUIDE, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
-        dense = tl.sum(do.to(tl.float32) * guide.to(tl.float32), 1) - delta
+        dense = _row_dots(do, guide) - delta
         dense *= load_vector(STATS + plane * DENSE, first_row, q_length, BLOCK_M)
         tl.store(deltas + plane, dense, mask=rows < q_length)
 

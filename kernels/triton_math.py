@@ -1,4 +1,4 @@
-"""What the three LSSAR kernels of `kernels/triton_lssar.py` share: tiles in, softplus, powers, norms.
+"""What the kernels of `kernels/triton_lssar.py` share: tiles, softplus, powers, norms.
 
 Everything is in units of ln 2: a score arrives multiplied by log2(e) and softplus leaves divided by
 ln 2. The weights do not change when a row of softplus values is scaled.
@@ -48,7 +48,7 @@ def power(z, exponent, INTEGER: tl.constexpr):
         square = z
         for bit in tl.static_range(0, 6):
             if (INTEGER >> bit) & 1:
-                if INTEGER & ((1 << bit) - 1):
+                if INTEGER & ((1 << bit) - 1):  # noqa: SIM108 - decided while compiling
                     r = r * square
                 else:
                     r = square
@@ -109,7 +109,7 @@ def load_rows(
 def load_vector(X, start, length, BLOCK: tl.constexpr, MASKED: tl.constexpr = True):
     """X[start : start + BLOCK], zeros past `length`."""
     places = start + tl.arange(0, BLOCK)
-    if MASKED:
+    if MASKED:  # noqa: SIM108 - decided while compiling
         x = tl.load(X + places, mask=places < length, other=0.0)
     else:
         x = tl.load(X + places)

@@ -14,14 +14,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from errors import UserError
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 128
 MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
 ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_lssar
 
-# (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes an
-# element. `python kernels/triton_compile.py` lists the resources of each; a head dim of 64 in bf16
-# and fp16 never spills a register.
+# (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
+# an element. `python kernels/triton_compile.py` lists the resources of each.
 CONFIGS = {
     ("forward", 64, 2): [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
     ("forward", 128, 2): [(64, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)],
@@ -43,8 +44,8 @@ DECODE_CONFIGS = {
     "dq": [(16, 32, 4, 2)],
     "dkv": [(16, 32, 4, 2)],
 }
-# The interpreter multiplies with BLAS, whose rounding depends on the tile: forward and dq must agree
-# on it, or E does not cancel the scores' gradient in near-uniform rows. A GPU sums in one order.
+# The interpreter multiplies with BLAS, whose rounding depends on the tile: forward and dq share one,
+# or E does not cancel the scores' gradient in near-uniform rows. A GPU sums in one order.
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -78,7 +79,7 @@ def lssar(
 ) -> Tensor:
     """Attention of q (B, H, Lq, d) to k, v (B, H, Lk, d), the last query at the last key.
 
-    p None is LSSA; alpha makes p grow with the row beyond train_length, as the paper's adaptive p_i.
+    p None is LSSA; with alpha, p grows with the row beyond train_length: the paper's adaptive p_i.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -91,16 +92,16 @@ def lssar(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must share a type, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise UserError(f"q, k, v must share a type, got {q.dtype}, {k.dtype}, {v.dtype}")
     rest = (*q.shape[:2], k.shape[2], q.shape[3])
     if k.shape != rest or v.shape != rest:
-        raise ValueError(
+        raise UserError(
             f"q {q.shape}, k {k.shape}, v {v.shape}: B, H, d must match, and Lk of k, v"
         )
     if k.shape[2] < q.shape[2]:
-        raise ValueError(f"{q.shape[2]} queries but only {k.shape[2]} keys")
+        raise UserError(f"{q.shape[2]} queries but only {k.shape[2]} keys")
     if p is not None and not p >= 1:
-        raise ValueError(f"p must be at least 1, got {p}")
+        raise UserError(f"p must be at least 1, got {p}")
 
 
 @torch.library.custom_op("lssa::triton_forward", mutates_args=())

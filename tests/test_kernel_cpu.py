@@ -49,8 +49,9 @@ def distance(got, expected):
 def assert_as_accurate_as_eager(tensors, *neighbours, slack=2e-7, names=NAMES, **options):
     """Errors against float64 are at most twice those of eager float32, and all is finite.
 
-    `neighbours`: the same input rounded differently. A handful of rows is a single draw of rounding
-    noise; eager's worst over a few such draws is what it can be expected to lose.
+    `neighbours`: the same input rounded differently. A handful of rows, or entries on the edge of
+    the relu at p = 1, are a single draw of rounding noise; eager's worst over a few such draws is
+    what it can be expected to lose.
     """
     dout = torch.randn_like(tensors[0])
     exact = results(eager, tensors, dout, torch.float64, **options)
@@ -60,6 +61,10 @@ def assert_as_accurate_as_eager(tensors, *neighbours, slack=2e-7, names=NAMES, *
         assert f.isfinite().all(), name
         if name in names:
             assert distance(f, e) <= 2 * max(distance(x, e) for x in p) + slack, name
+
+
+def rounded(*tensors):
+    return [[x * (1 + 2**-24 * torch.randn_like(x)) for x in tensors] for _ in range(4)]
 
 
 def draw(*shape, lk=None):
@@ -139,7 +144,8 @@ def hostile(kind):
     ],
 )
 def test_hostile_inputs_lose_no_more_than_eager(kind, p):
-    assert_as_accurate_as_eager(hostile(kind), p=p, slack=1e-6)
+    tensors = hostile(kind)
+    assert_as_accurate_as_eager(tensors, *rounded(*tensors), p=p, slack=1e-6)
 
 
 def test_rows_of_16k_keys():
@@ -187,8 +193,7 @@ def test_any_shape(b, h, lq, before, d, p, spread, alpha, seed):
     q, k, v = draw(b, h, lq, d, lk=lq + before)
     k = torch.randn(b, h, 1, d) + spread * k
     options = {"p": p, "alpha": alpha, "train_length": 77} if p else {"p": None}
-    rounded = [[x * (1 + 2**-24 * torch.randn_like(x)) for x in (q, k, v)] for _ in range(4)]
-    assert_as_accurate_as_eager((q, k, v), *rounded, slack=1e-6, **options)
+    assert_as_accurate_as_eager((q, k, v), *rounded(q, k, v), slack=1e-6, **options)
 
 
 def layouts(x):
@@ -373,10 +378,6 @@ def test_empty_batches_and_second_derivatives():
     assert empty.shape == (0, 2, 5, 8)
     q, k, v = (x.requires_grad_() for x in draw(1, 1, 6, 8))
     (dq,) = torch.autograd.grad(cpu.lssar(q, k, v, p=15).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
-    out, _ = torch.ops.lssar.cpu_forward(q, k, v, 15.0, 0.0, 1024)
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
 
