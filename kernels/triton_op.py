@@ -44,8 +44,8 @@ DECODE_CONFIGS = {
     "dq": [(16, 32, 4, 2)],
     "dkv": [(16, 32, 4, 2)],
 }
-# The interpreter multiplies with BLAS, whose rounding depends on the tile: forward and dq share one,
-# or E does not cancel the scores' gradient in near-uniform rows. A GPU sums in one order.
+# The interpreter multiplies with BLAS, whose rounding depends on the tile. Forward and dq share one,
+# or E would not cancel the scores' gradient in near-uniform rows; a GPU sums in one order.
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 

@@ -1,0 +1,95 @@
+"""The Triton kernels without a GPU: interpreted against float64, compiled for A100 and H100.
+
+Either way needs a process of its own: TRITON_INTERPRET is read when triton is first imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import triton_compile, triton_op
+
+ROOT = Path(__file__).resolve().parent.parent
+RESOURCES = ROOT / "results" / "triton_resources.json"
+
+
+def python(*arguments, interpret):
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("tests", ["random_input", "accuracy and not random_input", "not accuracy"])
+def test_interpreted_kernels_equal_float64(tests):
+    report = python(
+        "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning",
+        "-k", tests, "tests/triton_interpreted.py", interpret=True,
+    )  # fmt: skip
+    assert " passed" in report and "skipped" not in report
+
+
+def test_head_dim_64_compiles_for_a100_and_h100_without_a_spill(tmp_path):
+    out = tmp_path / "resources.json"
+    python("kernels/triton_compile.py", "--first", "--head-dim", 64, "--out", out, interpret=False)
+    rows = json.loads(out.read_text())["kernels"]
+    assert {(row["kernel"], row["sm"]) for row in rows if row["dtype"] == "bf16"} == {
+        (kernel, sm) for kernel in ("forward", "dq", "dkv") for sm in (80, 90)
+    }
+    assert all(row["spilled_bytes"] == 0 for row in rows)
+    assert all(row["cubin_bytes"] > 0 and row["shared_bytes"] <= 163 * 1024 for row in rows)
+    recorded = json.loads(RESOURCES.read_text())["kernels"]
+    assert all(row in recorded for row in rows)
+
+
+def test_recorded_resources_cover_every_shipped_configuration():
+    table = json.loads(RESOURCES.read_text())
+    assert "not run on hardware" in table["status"]
+    keys = ("kernel", "head_dim", "dtype", "variant", "rows", "keys", "warps", "stages", "sm")
+    recorded = {tuple(row[key] for key in keys) for row in table["kernels"]}
+    shipped = {
+        (job["kernel"], d, job["dtype"], job["variant"], *job["config"], sm)
+        for d in (64, 128)
+        for job in triton_compile.jobs(d, first_only=False)
+        for sm in triton_compile.ARCHITECTURES
+    }
+    assert recorded == shipped
+    spilling = [
+        row for row in table["kernels"]
+        if row["spilled_bytes"] and row["head_dim"] == 64 and row["variant"] == "p=15"
+    ]  # fmt: skip
+    assert not spilling
+
+
+def test_compiling_under_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="unset it"):
+        triton_compile.main([])
+
+
+def test_why_the_kernel_is_unavailable_is_one_line(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.zeros(1, 1, 2, 16)
+    assert "on cpu" in triton_op.unavailable(q)
+    assert "float64" in triton_op.unavailable(q.double())
+    assert "head dim 256" in triton_op.unavailable(torch.zeros(1, 1, 2, 256))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton_op.unavailable(q) is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert (
+        triton_op.unavailable()
+        == triton_op.unavailable(q)
+        == ("triton is not installed; pip install triton")
+    )
+
+
+def test_importing_the_operator_does_not_import_triton():
+    code = "import sys; from kernels import triton_op; assert 'triton' not in sys.modules"
+    python("-c", code, interpret=False)
