@@ -24,6 +24,9 @@
 #include <cstdlib>
 #include <numeric>
 #include <type_traits>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(LSSAR_PORTABLE)
 #include <immintrin.h>
@@ -336,7 +339,15 @@ struct Arena {  // one allocation, handed out in aligned pieces
   size_t used = 0;
   ~Arena() { std::free(base); }
   bool reserve(size_t floats) {
-    return (base = (float*)std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64)) != nullptr;
+    size_t bytes = (floats * 4 + 63) / 64 * 64, huge = (size_t)1 << 21;
+    bool large = bytes > 2 * huge;
+    if (large) bytes = (bytes + huge - 1) / huge * huge;
+    base = (float*)std::aligned_alloc(large ? huge : 64, bytes);
+#ifdef MADV_HUGEPAGE
+    // a row block sweeps over several MB; 4 KB pages would miss the TLB all the way
+    if (base && large) madvise(base, bytes, MADV_HUGEPAGE);
+#endif
+    return base != nullptr;
   }
   float* take(size_t floats) {
     float* p = base + used;

@@ -180,7 +180,7 @@ def test_vectors_of_norm_zero_are_finite(p):
 @given(
     b=st.integers(1, 2),
     h=st.integers(1, 3),
-    lq=st.integers(1, 120),
+    lq=st.integers(8, 120),
     before=st.integers(0, 250),
     d=st.integers(1, 80),
     p=st.one_of(st.none(), st.integers(1, 32), st.floats(1, 32)),
