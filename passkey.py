@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,13 +131,22 @@ class Answers:
         self.path = path
         self.known: dict[tuple, dict] = {}
         if path.exists():
-            with writing(path):
-                text = path.read_text(encoding="utf-8")
-                whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+            self._continue()
+
+    def _continue(self) -> None:
+        with writing(self.path):
+            found = self.path.read_bytes()
+            whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
+            try:
                 for line in whole.splitlines():
                     self._remember(json.loads(line))
-                if whole != text:
-                    path.write_text(whole, encoding="utf-8")
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{self.path} is damaged; delete it and the results beside it, or give another "
+                    "--out"
+                ) from None
+            if whole != found:
+                self.path.write_bytes(whole)
 
     def _remember(self, answer: dict) -> None:
         self.known[tuple(answer[k] for k in self.KEY)] = answer
@@ -300,7 +310,9 @@ def fill(
                 model, tokeniser, key | {"label": label}, arguments.trials, arguments.seed,
                 answers, device,
             )  # fmt: skip
-            results.add(key | score(found) | {"seconds": round(time.monotonic() - begun, 2)})
+            row = key | score(found) | {"seconds": round(time.monotonic() - begun, 2)}
+            results.add(row)
+            print(f"{label} at {length}: {100 * row['accuracy']:.0f} %", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def read_results(path: str | Path) -> dict:
             isinstance(found[key], kind)
             for key, kind in (("settings", dict), ("checkpoints", dict), ("rows", list))
         ) and all(
-            isinstance(row, dict) and row["checkpoint"] in found["checkpoints"] and "length" in row
+            row["checkpoint"] in found["checkpoints"] and all(key in row for key in ROW_KEY)
             for row in found["rows"]
         )
         found["kind"]

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 from eval_helpers import tiny_model, write_checkpoint
+from retriever import retriever
 
 import passkey
 from data.tokeniser import get_tokeniser
 from errors import UserError
-from evaluation import Checkpoint
 from passkey import ANSWER_TOKENS, FILLER, QUESTION, TASK, is_right, main, make_prompt, wilson
 
 BYTES, GPT2 = get_tokeniser("bytes"), get_tokeniser("gpt2")
 LENGTHS = (301, 420)
-KEY_IN_PROMPT = re.compile(r"\nThe pass key is (\d+)\. Remember it\. \1 is the pass key\.\n")
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -123,32 +122,6 @@ def test_wilson_interval(correct, trials, low, high):
 # --- models that can and cannot ------------------------------------------------------------------
 
 
-class Oracle:
-    """Reads the key in each prompt and says it, in the model's place."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def configure(self, **changes):
-        return self
-
-    def says(self, text: str) -> str:
-        return f" {KEY_IN_PROMPT.search(text).group(1)}. That was it"
-
-    def stream(self, prompt, max_new_tokens, *, temperature):
-        assert temperature == 0
-        answers = [BYTES.encode(self.says(BYTES.decode(row.tolist()))) for row in prompt]
-        for i in range(max_new_tokens):
-            yield torch.tensor([int(answer[i]) for answer in answers])
-
-
-class Forgetful(Oracle):
-    """Says a number, but of no prompt."""
-
-    def says(self, text):
-        return " 50001. That was it"
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     return write_checkpoint(tmp_path / "model", tiny_model(), tokeniser="bytes")
@@ -157,29 +130,24 @@ def checkpoint(tmp_path):
 def command(checkpoint, out: str, *options: str) -> list[str]:
     where = checkpoint.parent / out
     lengths = ",".join(map(str, LENGTHS))
-    start = [str(checkpoint), "--lengths", lengths, "--trials", "60", "--out", str(where)]
+    start = [str(checkpoint), "--lengths", lengths, "--trials", "3", "--out", str(where)]
     return [*start, "--device", "cpu", *options]
 
 
-def run_as(model_class, monkeypatch, checkpoint, out="x.json") -> dict:
-    monkeypatch.setattr(Checkpoint, "load", lambda self, device: model_class(self.config))
-    main(command(checkpoint, out))
-    return json.loads((checkpoint.parent / out).read_text())
-
-
-def test_an_oracle_scores_100_percent_at_every_length_and_depth(monkeypatch, checkpoint):
-    rows = run_as(Oracle, monkeypatch, checkpoint)["rows"]
-    assert [row["length"] for row in rows] == list(LENGTHS)
-    for row in rows:
-        assert (row["accuracy"], row["correct"], row["trials"]) == (1, 60, 60)
-        assert sum(part["trials"] for part in row["by_depth"]) == 60
+def test_a_transformer_that_retrieves_scores_100_percent_and_blindfolded_0(tmp_path):
+    """Hand-written weights; the key is more than 40 tokens from the end of every prompt."""
+    path = write_checkpoint(tmp_path / "retriever", retriever(), tokeniser="bytes")
+    main(command(path, "x.json", "--trials", "10", "--window", "40"))
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    can, cannot = rows[: len(LENGTHS)], rows[len(LENGTHS) :]
+    assert [row["length"] for row in can] == [row["length"] for row in cannot] == list(LENGTHS)
+    for row in can:
+        assert (row["variant"], row["accuracy"], row["correct"]) == ("as trained", 1, 10)
+        assert sum(part["trials"] for part in row["by_depth"]) == 10
         assert all(part["correct"] == part["trials"] for part in row["by_depth"])
-        assert row["wilson_low"] == pytest.approx(wilson(60, 60)[0])
-
-
-def test_a_model_that_cannot_retrieve_scores_0_percent(monkeypatch, checkpoint):
-    for row in run_as(Forgetful, monkeypatch, checkpoint)["rows"]:
-        assert (row["accuracy"], row["correct"]) == (0, 0)
+        assert row["wilson_low"] == pytest.approx(wilson(10, 10)[0])
+    for row in cannot:
+        assert (row["variant"], row["accuracy"], row["correct"]) == ("window=40", 0, 0)
 
 
 def test_a_random_transformer_scores_0_percent_and_every_answer_is_kept(checkpoint):
@@ -236,13 +204,22 @@ def test_an_interrupted_run_asks_only_what_is_missing(monkeypatch, checkpoint):
     assert answers.read_text() == whole
 
 
-def test_other_settings_are_not_mixed(monkeypatch, checkpoint):
-    run_as(Oracle, monkeypatch, checkpoint)
+def test_other_settings_are_not_mixed(checkpoint):
+    main(command(checkpoint, "x.json"))
     with pytest.raises(UserError, match="seed = 0, this is 1"):
         main(command(checkpoint, "x.json", "--seed", "1"))
     (checkpoint.parent / "x.json").unlink()
     with pytest.raises(UserError, match="answers of unknown settings"):
         main(command(checkpoint, "x.json"))
+
+
+def test_damaged_answers_are_named(checkpoint):
+    main(command(checkpoint, "x.json", "--lengths", "301"))
+    answers = checkpoint.parent / "x-answers.jsonl"
+    for damage in (b"{}\n", b"not json\n", b"\xff\xfe\n"):
+        answers.write_bytes(damage)
+        with pytest.raises(UserError, match="is damaged"):
+            main(command(checkpoint, "x.json"))
 
 
 @pytest.mark.parametrize(
