@@ -78,9 +78,15 @@ def head_statistics(weights: Tensor) -> list[dict]:
 
 
 def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
-    """Each token as text that can be seen: a leading blank as a low bar, a newline as an arrow."""
+    """Each token as text that can be seen: a blank as a low bar, a newline as an arrow."""
     shown = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"}
-    return ["".join(shown.get(c, c) for c in tokeniser.decode([t])) for t in tokens]
+
+    def visible(character: str) -> str:
+        if character in shown:
+            return shown[character]
+        return character if character.isprintable() else f"<{ord(character):x}>"
+
+    return ["".join(map(visible, tokeniser.decode([t]))) for t in tokens]
 
 
 def draw(weights: Tensor, statistics: list[dict], names: list[str], title: str):

@@ -114,16 +114,16 @@ class Variant:
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
-        beyond = length > train_length
-        if self.interpolated and beyond:
+        if self.interpolated and length > train_length:
             factor = trained.interpolation * length / train_length
             return ModelConfig.from_dict(trained.to_dict() | {"interpolation": factor})
         acts = {
+            None: False,
             "p": True,
-            "alpha": beyond,
-            "window": self.value is not None and self.value < length,
+            "alpha": length > trained.attention.train_length,
+            "window": length > (self.value or 0),
         }
-        if not acts.get(self.key, False):
+        if not acts[self.key]:
             return trained
         settings = trained.to_dict()
         settings["attention"] |= {self.key: self.value}

@@ -89,8 +89,10 @@ def _with_error(value: float | None, error: float | None, sign: str = "") -> str
 
 
 def figures(results: Results) -> list[Path]:
-    """Loss by length, and loss by position at the longest length, beside the results."""
+    """Loss by length, context gain by length, and loss by position at the longest length."""
     written = plots.save(loss_by_length(results), results.sibling(".png"))
+    if any(row["context_gain"] for row in results.rows):
+        written += plots.save(gain_by_length(results), results.sibling("-gain.png"))
     return written + plots.save(loss_by_position(results), results.sibling("-position.png"))
 
 
@@ -107,30 +109,52 @@ def styled_series(results: Results):
         yield series_label(names[identity], variant).replace("alpha", "α"), style, rows
 
 
+def new_figure(results: Results):
+    """One column wide, with room for the legend below."""
+    return plots.figure(height=2.1 + 0.16 * math.ceil(len(list(results.series())) / 2))
+
+
 def loss_by_length(results: Results):
-    rows_of_legend = math.ceil(len(list(results.series())) / 2)
-    figure, axes = plots.figure(height=2.1 + 0.16 * rows_of_legend)
+    figure, axes = new_figure(results)
     for label, style, rows in styled_series(results):
-        rows = [r for r in rows if r["loss"] is not None]
-        axes.errorbar(
-            [r["length"] for r in rows],
-            [r["loss"] for r in rows],
-            yerr=[r["standard_error"] or 0 for r in rows],
-            elinewidth=0.7,
-            label=label,
-            **style,
-        )
+        points = [(r["length"], r["loss"], r["standard_error"]) for r in rows]
+        draw_by_length(axes, points, label, style)
+    finish_by_length(figure, axes, results, "validation loss (nats a token)")
+    return figure
+
+
+def gain_by_length(results: Results):
+    figure, axes = new_figure(results)
+    for label, style, rows in styled_series(results):
+        points = [
+            (r["length"], r["context_gain"]["gain"], r["context_gain"]["standard_error"])
+            for r in rows
+            if r["context_gain"]
+        ]
+        draw_by_length(axes, points, label, style)
+    axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
+    finish_by_length(figure, axes, results, "full − near context (nats)")
+    return figure
+
+
+def draw_by_length(axes, points: list[tuple], label: str, style: dict) -> None:
+    """Lengths, values and standard errors as a line; what overflowed is left out."""
+    points = [(n, value, error or 0) for n, value, error in points if value is not None]
+    if points:
+        x, y, errors = zip(*points, strict=True)
+        axes.errorbar(x, y, yerr=errors, elinewidth=0.7, label=label, **style)
+
+
+def finish_by_length(figure, axes, results: Results, quantity: str) -> None:
     lengths = sorted({row["length"] for row in results.rows})
     plots.length_axis(axes, lengths, common_train_length(results))
-    axes.set(xlabel="evaluation length (tokens)", ylabel="validation loss (nats a token)")
+    axes.set(xlabel="evaluation length (tokens)", ylabel=quantity)
     plots.legend_below(figure, axes)
-    return figure
 
 
 def loss_by_position(results: Results):
     longest = max(row["length"] for row in results.rows)
-    rows_of_legend = math.ceil(len(list(results.series())) / 2)
-    figure, axes = plots.figure(height=2.1 + 0.16 * rows_of_legend)
+    figure, axes = new_figure(results)
     for label, style, rows in styled_series(results):
         row = rows[-1]
         if row["length"] != longest or _overflowed(row):

@@ -5,6 +5,7 @@ axes.plot(x, y, **plots.line(0), label="LSSAR")
 plots.save(figure, "results/x.png")  # and results/x.pdf
 """
 
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -64,8 +65,9 @@ def figure(
 
 def line(colour: int, dash: int = 0, *, marker: bool = True) -> dict:
     """Plot arguments: one colour and marker a model, one dash a variant of it."""
+    again = colour // len(COLOURS)  # when colours repeat, markers differ
     style = {"color": COLOURS[colour % len(COLOURS)], "linestyle": DASHES[dash % len(DASHES)]}
-    return style | ({"marker": MARKERS[colour % len(MARKERS)]} if marker else {})
+    return style | ({"marker": MARKERS[(colour + again) % len(MARKERS)]} if marker else {})
 
 
 def short_number(n: float) -> str:
@@ -117,7 +119,9 @@ def legend_below(figure, axes, columns: int = 2) -> None:
 def save(figure, path: str | Path) -> list[Path]:
     """Write PATH.png and PATH.pdf, the same bytes for the same figure, and forget the figure."""
     path, written = Path(path), []
-    with writing(path):
+    with writing(path), warnings.catch_warnings():
+        # A character that the font lacks is drawn as a box, which says it all.
+        warnings.filterwarnings("ignore", message="Glyph")
         for suffix, metadata in ((".png", {"Software": None}), (".pdf", {"CreationDate": None})):
             target = path.with_suffix(suffix)
             figure.savefig(target, metadata=metadata)

@@ -56,6 +56,7 @@ def test_a_row_that_attends_to_nothing_has_finite_numbers():
 def test_tokens_are_shown_as_something_visible():
     bytes_, gpt2 = get_tokeniser("bytes"), get_tokeniser("gpt2")
     assert token_names(bytes_, bytes_.encode("a b\n$").tolist()) == ["a", "␣", "b", "↵", r"\$"]
+    assert token_names(bytes_, [0, 13, 256]) == ["<0>", "<d>", "<|endoftext|>"]
     names = token_names(gpt2, gpt2.encode(CAPTION_TEXT).tolist())
     assert names[:3] == ["Working", "␣from", "␣home"]
 

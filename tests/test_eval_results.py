@@ -1,12 +1,13 @@
 """Results files: strict JSON, replaced whole, refused when they are something else."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from eval_helpers import tiny_model, write_checkpoint
 
 from errors import UserError
-from evaluation import labels, open_checkpoints, table
+from evaluation import Variant, labels, open_checkpoints, table
 from results_io import Results, finite, read_results
 
 KEY = {"checkpoint": "a", "variant": "as trained", "length": 8}
@@ -95,6 +96,21 @@ def test_the_identity_of_a_checkpoint_is_its_content(tmp_path):
     other = write_checkpoint(tmp_path / "other", tiny_model(seed=1), run="r")
     ids = [open_checkpoints([str(p)])[0].identity for p in (one, moved, other)]
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_variants_act_only_where_they_change_something():
+    trained = tiny_model("lssar", train_length=32).config
+    alpha, window = Variant("a", "alpha", 0.5), Variant("w", "window", 20)
+    interpolated = Variant("PI", interpolated=True)
+    # Fine-tuned at 64 with positions halved: p_i grows from the mechanism's own training length.
+    tuned = replace(trained, interpolation=2.0)
+    assert alpha.config(tuned, 64, 32) is tuned
+    assert alpha.config(tuned, 64, 33).attention == replace(tuned.attention, alpha=0.5)
+    assert window.config(tuned, 64, 20) is tuned
+    assert window.config(tuned, 64, 21).attention.window == 20
+    assert interpolated.config(tuned, 64, 64) is tuned
+    assert interpolated.config(tuned, 64, 256).interpolation == 8
+    assert Variant().config(tuned, 64, 256) is tuned
 
 
 def test_tables_align():
