@@ -43,7 +43,7 @@ typedef int32_t i8u __attribute__((vector_size(32), aligned(4), may_alias));
 constexpr int MR = 6;      // microkernel: MR x 16 outputs in 12 registers
 constexpr int PANEL = 16;  // keys side by side in a transposed panel
 constexpr int TILE = 192;  // keys a tile: a multiple of PANEL and MR; one log per TILE / 8 factors
-constexpr int ROWS = 48;   // queries a block: a multiple of 8 and MR
+constexpr int ROWS = 72;   // queries a block: a multiple of 8 and MR
 constexpr int LIST = 208;  // entries a row's list can hold: at least TILE + 8
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
 constexpr float MASKED = -126.f;  // |s| <= log2(e) log(256) log(2^23) < 126: nothing real is lower
@@ -257,12 +257,15 @@ inline void sparse_sum(int n, const int32_t* idx, const float* w, const float* v
   by_columns(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
     v8 acc[R];
+#pragma GCC unroll 8
     for (int i = 0; i < R; i++) acc[i] = load(out + x + 8 * i);
     for (int e = 0; e < n; e++) {
       const float* row = v + idx[e] * ldv + x;
       v8 y = all(w[e]);
+#pragma GCC unroll 8
       for (int i = 0; i < R; i++) acc[i] += y * load(row + 8 * i);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < R; i++) store(out + x + 8 * i, acc[i]);
   });
 }
@@ -273,10 +276,12 @@ inline void sparse_dot(int n, const uint16_t* at, const float* a, const float* r
   by_columns(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
     v8 y[R];
+#pragma GCC unroll 8
     for (int i = 0; i < R; i++) y[i] = load(a + x + 8 * i);
     auto lanes = [&](int e) {
       const float* row = rows + at[e] / LIST * cols + x;
       v8 even = y[0] * load(row), odd = all(0.f);
+#pragma GCC unroll 8
       for (int i = 1; i < R; i++) (i & 1 ? odd : even) += y[i] * load(row + 8 * i);
       return even + odd;
     };
@@ -298,12 +303,15 @@ inline void sparse_gather(int n, const uint16_t* at, const float* w, const float
   by_columns(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
     v8 acc[R];
+#pragma GCC unroll 8
     for (int i = 0; i < R; i++) acc[i] = load(out + x + 8 * i);
     for (int e = 0; e < n; e++) {
       const float* row = rows + at[e] / LIST * cols + x;
       v8 y = all(w[at[e]]);
+#pragma GCC unroll 8
       for (int i = 0; i < R; i++) acc[i] += y * load(row + 8 * i);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < R; i++) store(out + x + 8 * i, acc[i]);
   });
 }
