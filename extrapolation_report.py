@@ -133,7 +133,7 @@ def gain_by_length(results: Results):
         ]
         draw_by_length(axes, points, label, style)
     axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
-    finish_by_length(figure, axes, results, "full − near context (nats)")
+    finish_by_length(figure, axes, results, "context gain (nats): full − near")
     return figure
 
 
