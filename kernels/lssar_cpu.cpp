@@ -523,6 +523,7 @@ struct Lists {  // per row of a tile: the entries that count, then their values
 // Lists of the entries above each row's cut; returns whether the tile is better taken densely.
 bool select(const Block& block, int64_t tile, const float* s, const Lists& to) {
   int kept = 0, present = 0;
+  if (block.lssa() && block.rows > 1) return true;  // every entry counts
   for (int r = 0; r < block.rows; r++) {
     int n = 0, width = block.width(r, tile);
     v8 cut = all(block.cut[r]);
