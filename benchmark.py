@@ -6,7 +6,8 @@ from errors import UserError, did_you_mean, run
 
 # Name -> module whose `main(argv)` is the benchmark; imported only when asked for.
 BENCHMARKS = {
-    "tokenise": "data.benchmark_tokenise",
+    "tokenise": "benchmarks.tokenise",
+    "train": "benchmarks.train",
 }
 
 

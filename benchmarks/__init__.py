@@ -1,0 +1,1 @@
+"""The benchmarks behind `python benchmark.py NAME`."""

@@ -1,0 +1,163 @@
+"""python benchmark.py train --preset 124m --attention softmax,lssar: cost of a training step.
+
+One step is forward, backward, clip and AdamW on random tokens. All contestants take turns within
+one process, so that a noisy machine is noisy for all; times are medians, memory is the peak of a
+process of its own above what it had before the model. `--nanogpt DIR` adds the step of a nanoGPT
+checkout, at the same shape and with its own optimiser settings.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from errors import UserError
+from model import GPT, PRESETS, preset
+
+Step = Callable[[], None]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="nano", choices=tuple(PRESETS))
+    parser.add_argument("--attention", default="softmax,lssar", help="mechanisms, by commas")
+    parser.add_argument("--backend", default="auto", help="of attention.BACKENDS")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--nanogpt", type=Path, help="a nanoGPT checkout to measure beside")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args(argv)
+    names = options.attention.split(",") + (["nanoGPT"] if options.nanogpt else [])
+
+    seconds = measure_times(names, options)
+    memory = {name: measure_memory(name, options) for name in tqdm(names, desc="memory")}
+    tokens = options.batch * options.length
+    rows = {
+        name: {
+            "milliseconds": 1000 * seconds[name],
+            "tokens_per_s": tokens / seconds[name],
+            "time_ratio": seconds[name] / seconds[names[0]],
+            "peak_MB": memory[name],
+        }
+        for name in names
+    }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    setting = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    setting |= {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    print(
+        f"{options.preset}, batch {options.batch} x {options.length} tokens, {device}, "
+        f"{torch.get_num_threads()} threads, median of {options.rounds}"
+    )
+    print(f"{'':14}{'ms / step':>12}{'tokens/s':>12}{'time ratio':>12}{'peak MB':>12}")
+    for name, row in rows.items():
+        print(f"{name:14}" + "".join(f"{value:12,.2f}" for value in row.values()))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"setting": setting, "steps": rows}, indent=1) + "\n")
+    return 0
+
+
+def measure_times(names: list[str], options) -> dict[str, float]:
+    """Median seconds of a step, the contestants taking turns."""
+    steps = {name: make_step(name, options) for name in names}
+    for step in steps.values():
+        step()  # warm-up: compilation, caches, optimiser state
+    seconds = {name: [] for name in names}
+    for _ in tqdm(range(options.rounds), desc="rounds"):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def measure_memory(name: str, options) -> float:
+    """Peak megabytes of two steps in a fresh process, above what it had before the model."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_megabytes, (name, options, torch.get_num_threads()))
+
+
+def _peak_megabytes(name: str, options, threads: int) -> float:
+    torch.set_num_threads(threads)
+    before = _resident_peak()
+    step = make_step(name, options)
+    step()
+    step()
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    return (_resident_peak() - before) / 1e6
+
+
+def _resident_peak() -> float:
+    """Bytes. getrusage's maximum is inherited from the parent on Linux, VmHWM is not."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return float(line.split()[1]) * 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def make_step(name: str, options) -> Step:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    if name == "nanoGPT":
+        loss_of, parameters, optimiser = _nanogpt(options, device)
+    else:
+        model = GPT(preset(options.preset, name)).to(device).use_backend(options.backend)
+        if options.compile:
+            model.compile()
+        loss_of, parameters = model, list(model.parameters())
+        optimiser = torch.optim.AdamW(model.parameter_groups(0.1), betas=(0.9, 0.95), fused=True)
+    vocabulary = PRESETS[options.preset]["vocab_size"]
+    tokens = torch.randint(vocabulary, (options.batch, options.length + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=options.bf16):
+            loss = loss_of(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _nanogpt(options, device: str):
+    """Loss function, parameters and optimiser of a nanoGPT checkout at the preset's shape."""
+    file = options.nanogpt / "model.py"
+    if not file.is_file():
+        raise UserError(f"--nanogpt {options.nanogpt}: no model.py there; give a nanoGPT checkout")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shape = PRESETS[options.preset]
+    model = module.GPT(
+        module.GPTConfig(
+            block_size=options.length,
+            vocab_size=shape["vocab_rows"],
+            n_layer=shape["layers"],
+            n_head=shape["heads"],
+            n_embd=shape["width"],
+            dropout=0.0,
+            bias=True,
+        )
+    ).to(device)
+    optimiser = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
+    compiled = torch.compile(model) if options.compile else model
+    return (lambda x, y: compiled(x, y)[1]), list(model.parameters()), optimiser
