@@ -194,7 +194,17 @@ def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None) -> Tenso
     x = _scores(q, k, m, row_count, params)
     a = _normalise(_activate(x, visible, m), m, row_count, params)
     a = _post_step(a, m, row_count, visible)
-    return sharpen(a, m, row_count) if m.sharpened else a
+    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count)) if m.sharpened else a
+
+
+@torch.no_grad()
+def _score_bound(q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor) -> Tensor:
+    """The largest score each row could have; its rounding is a few eps of that."""
+    d = q.shape[-1]
+    if m.scale == "log d log N":
+        return math.log(d) * row_count.log()
+    longest = k.norm(dim=-1).cummax(-1).values[..., k.shape[-2] - q.shape[-2] :]
+    return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
 
 
 def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:
@@ -249,12 +259,15 @@ def _post_step(a: Tensor, m: Mechanism, row_count: Tensor, visible: Tensor) -> T
     return _l1(a, signed=True) if m.post == "recentre, l1" else a
 
 
-def sharpen(stage_one: Tensor, m: Mechanism, row_count: Tensor) -> Tensor:
+def sharpen(
+    stage_one: Tensor, m: Mechanism, row_count: Tensor, score_bound: Tensor | float = 0.0
+) -> Tensor:
     """l1(relu(N A - 1[N > 3])^p), the re-weighting of stage-one rows A.
 
     Scaling a row changes nothing, so the safe form raises y / max(y) in [0, 1] to the power. A row
     whose largest excess over its mean is rounding noise (all keys alike) has nothing to sharpen:
-    it stays the stage-one row.
+    it stays the stage-one row. Scores up to `score_bound` are off by that many eps, and phi far
+    below zero passes all of it on to the weights.
     """
     p = m.exponents(row_count)
     shift = (row_count > UNSHIFTED_ROWS).to(row_count.dtype)
@@ -264,7 +277,8 @@ def sharpen(stage_one: Tensor, m: Mechanism, row_count: Tensor) -> Tensor:
     y = F.relu(stage_one - shift / row_count)
     # l1 removes the maximum again, so no gradient needs to pass through it.
     y_max = y.detach().amax(-1, keepdim=True)
-    noise = 8 * torch.finfo(y.dtype).eps * stage_one.detach().amax(-1, keepdim=True)
+    eps = (8 + 2 * score_bound) * torch.finfo(y.dtype).eps
+    noise = eps * stage_one.detach().amax(-1, keepdim=True)
     uniform = y_max <= noise
     z = (y / y_max.masked_fill(uniform, 1)) ** p
     w = z / z.sum(-1, keepdim=True).masked_fill(uniform, 1)

@@ -120,7 +120,8 @@ class Config:
     def mechanism(self) -> Mechanism:
         settings = asdict(self.attention)
         del settings["backend"]
-        settings["train_length"] = settings["train_length"] or self.train.length
+        if settings["train_length"] is None:
+            settings["train_length"] = self.train.length
         return get_mechanism(settings.pop("name"), **settings)
 
     def model_config(self) -> ModelConfig:
@@ -143,7 +144,8 @@ class Config:
             )
         share = sequences // world_size
         if share % t.micro_batch:
-            fitting = max(m for m in range(1, min(share, t.micro_batch) + 1) if share % m == 0)
+            divisors = (m for m in range(1, share + 1) if share % m == 0)
+            fitting = min(divisors, key=lambda m: abs(m - t.micro_batch))
             raise UserError(
                 f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences a "
                 f"process takes ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
@@ -156,9 +158,9 @@ class Config:
         lines = []
         for section, values in asdict(self).items():
             lines.append(f"[{section}]")
-            # JSON's strings, numbers and booleans are TOML's too.
+            # JSON's strings, numbers and booleans are TOML's too, but for a DEL that TOML escapes.
             lines += [
-                f"{k} = {json.dumps(v, ensure_ascii=False)}"
+                f"{k} = {json.dumps(v, ensure_ascii=False)}".replace("\x7f", "\\u007f")
                 for k, v in values.items()
                 if v is not None
             ]
@@ -245,9 +247,13 @@ def _parse_override(text: str) -> tuple[str, str, object]:
     if not (text.startswith("--") and equals and dot and section and key):
         raise UserError(f"cannot read the argument {text!r}; overrides are --section.key=value")
     try:
-        return section, key, tomllib.loads(f"v = {value}")["v"]
+        parsed = tomllib.loads(f"v = {value}")["v"]
     except (tomllib.TOMLDecodeError, KeyError):
         return section, key, value  # a bare word is a string
+    # A run may be called 2024-01-31 or 1e3: what is text in the end is taken as typed.
+    hint = typing.get_type_hints(_SECTIONS.get(section, object)).get(key)
+    text = hint in (str, str | None) and not isinstance(parsed, str)
+    return section, key, value if text else parsed
 
 
 _SECTIONS = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)}
@@ -319,11 +325,17 @@ def _check(config: Config, origin: dict, path: Path) -> None:
     )
     name = config.log.name
     require(Path(name).name == name, "log", "name", "must be a plain name without slashes")
-    try:
-        config.model_config()
-        config.batch_plan(world_size=1)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    checks = {
+        "attention": config.mechanism,
+        "model": config.model_config,
+        "train": config.batch_plan,
+    }
+    for section, check in checks.items():
+        try:
+            check()
+        except UserError as error:
+            where = dict.fromkeys(o for (s, _), o in origin.items() if s == section)
+            raise UserError(f"{', '.join(where) or path}: {error}") from None
 
 
 _POSITIVE = (

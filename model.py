@@ -62,6 +62,11 @@ class ModelConfig:
         values = dict(values)
         if unknown := set(values) - {f.name for f in fields(cls)}:
             raise UserError(f"model config has the unknown key {sorted(unknown)[0]!r}")
+        if not isinstance(values.get("attention"), dict):
+            raise UserError(
+                f"model config: attention = {values.get('attention')!r} is of a wrong type; "
+                'it must be {"name": ..., settings}'
+            )
         try:
             settings = dict(values.pop("attention"))
             return cls(**values, attention=get_mechanism(settings.pop("name"), **settings))
@@ -111,19 +116,43 @@ class KVCache:
 def rope_tables(
     start: int, length: int, head_dim: int, interpolation: float, device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (length, head_dim / 2) for positions start .. start + length - 1."""
+    """cos and sin (length, 1, 1, head_dim / 2) for positions start .. start + length - 1."""
     # Angles reach 16,384 radians: float32 would lose three digits of them.
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
     position = torch.arange(start, start + length, device=device, dtype=dtype) / interpolation
     pair = torch.arange(0, head_dim, 2, device=device, dtype=dtype)
     angle = torch.outer(position, 10000.0 ** (-pair / head_dim))
+    angle = angle.view(length, 1, 1, -1)  # against q and k as they leave the projection
     return angle.cos().float(), angle.sin().float()
 
 
+class _Rotate(torch.autograd.Function):
+    """RoPE in four passes over memory each way; autograd's own chain of it takes a dozen."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    turned = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
+    turned[..., :half].copy_(a).mul_(cos).addcmul_(b, sin, value=-1)
+    turned[..., half:].copy_(b).mul_(cos).addcmul_(a, sin)
+    return turned.to(x.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on (B, H, L, d): dimension i is turned together with dimension i + d/2."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """RoPE on (..., d): dimension i is turned together with dimension i + d/2."""
+    return _Rotate.apply(x, cos, sin)
 
 
 class Attention(nn.Module):
@@ -147,9 +176,9 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # (B, H, L, d)
-        return rotate(q, *rope), rotate(k, *rope), v
+        qk, v = self.qkv(x).view(batch, length, 3, self.heads, -1).split((2, 1), dim=2)
+        q, k = rotate(qk, *rope).transpose(1, 3).unbind(2)  # (B, H, L, d)
+        return q, k, v.squeeze(2).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -163,7 +192,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rope, cache)
-        hidden = F.gelu(self.mlp_in(self.norm_mlp(x)), approximate="tanh")
+        hidden = F.gelu(self.mlp_in(self.norm_mlp(x)))
         return x + self.mlp_out(hidden)
 
 
@@ -300,6 +329,12 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """One token a row from logits (B, V); temperature 0 is the argmax."""
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature = {temperature} must be 0 (greedy) or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k = {top_k} must be at least 1; leave it out to keep all tokens")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p = {top_p} must be in (0, 1]; leave it out to keep all tokens")
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
