@@ -60,11 +60,15 @@ def _cpu_features() -> str:
 def _cache_dir() -> Path:
     if chosen := os.environ.get("LSSAR_CACHE"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lssar"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "lssar"
+    try:
+        return Path.home() / ".cache" / "lssar"
+    except RuntimeError:
+        raise Unavailable("no home folder for the built kernel; set LSSAR_CACHE") from None
 
 
-def _last_line(text: str) -> str:
+def _first_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
     return lines[0] if lines else "no message"
 
@@ -98,7 +102,7 @@ def build(*extra: str) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     raise Unavailable(
-        f"{shlex.join(compiler)} cannot build the kernel: {_last_line(result.stderr)}"
+        f"{shlex.join(compiler)} cannot build the kernel: {_first_error(result.stderr)}"
     )
 
 

@@ -237,6 +237,45 @@ def test_threads_change_no_bit_of_the_output_and_dq():
     assert max(map(distance, two, one)) < 1e-6
 
 
+@pytest.mark.parametrize("threads, shape", [(3, (1, 1, 1000, 8)), (7, (5, 1, 500, 16))])
+def test_any_division_among_threads_gives_the_same_result(threads, shape):
+    tensors = draw(*shape)
+    one = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    torch.set_num_threads(threads)
+    try:
+        many = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+    assert max(map(distance, many, one)) < 1e-6
+
+
+def test_training_follows_the_eager_loss_curve():
+    tokens = torch.randint(20, (4, 65))
+
+    def curve(attention):
+        torch.manual_seed(1)
+        modules = [torch.nn.Embedding(20, 32), torch.nn.Embedding(64, 32)]
+        modules += [torch.nn.Linear(32, 96), torch.nn.Linear(32, 20)]
+        embed, position, project, head = modules
+        optimiser = torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=1e-3)
+        losses = []
+        for _ in range(50):
+            x = project(embed(tokens[:, :-1]) + position.weight)
+            q, k, v = x.view(4, 64, 2, 48).transpose(1, 2).chunk(3, -1)
+            out = attention(q, k, v, p=15).transpose(1, 2).flatten(2)
+            loss = F.cross_entropy(head(out).flatten(0, 1), tokens[:, 1:].flatten())
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return torch.tensor(losses)
+
+    fused = curve(cpu.lssar)
+    assert fused[-1] < 0.8 * fused[0]
+    torch.testing.assert_close(fused, curve(eager), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype):
     q, k, v = (x.to(dtype) for x in draw(1, 2, 60, 32))
