@@ -40,11 +40,11 @@ CONFIGS = {
 # A few query rows at the end of a long cache: the smallest row block that tl.dot has.
 DECODE_ROWS = 16
 DECODE_CONFIGS = {
-    "forward": [(16, 32, 4, 3), (16, 64, 4, 2)],
+    "forward": [(16, 32, 4, 3), (16, 32, 4, 2)],
     "dq": [(16, 32, 4, 2)],
     "dkv": [(16, 32, 4, 2)],
 }
-# The interpreter multiplies with BLAS, whose rounding depends on the tile. Forward and dq share one,
+# The interpreter multiplies with BLAS, whose rounding depends on the tile. Forward and dq share it,
 # or E would not cancel the scores' gradient in near-uniform rows; a GPU sums in one order.
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 

@@ -72,7 +72,7 @@ def inputs(kind, rows, keys, d, batch=1, heads=2):
 
 
 def check(kind, rows, keys, d, p, **settings):
-    tensors, grad = inputs(kind, rows, keys, d, heads=4 if rows < 8 else 2)
+    tensors, grad = inputs(kind, rows, keys, d, heads=2 if rows > 8 else 32 if keys < 8 else 4)
     exact = run(lambda *t: eager(*t, p, **settings), tensors, grad, torch.float64)
     lost = errors(run(lambda *t: eager(*t, p, **settings), tensors, grad, torch.float32), exact)
     kernel = run(lambda *t: triton_op.lssar(*t, p=p, **settings), tensors, grad, torch.float32)
@@ -82,9 +82,7 @@ def check(kind, rows, keys, d, p, **settings):
 
 
 @pytest.mark.parametrize("p", POWERS)
-@pytest.mark.parametrize(
-    ("rows", "keys", "d"), [(111, 111, 64), (63, 63, 20), (5, 70, 128)], ids=str
-)
+@pytest.mark.parametrize(("rows", "keys", "d"), [(111, 111, 64), (63, 63, 20), (5, 70, 128)])
 def test_accuracy_on_random_input_is_eagers(rows, keys, d, p):
     check("random", rows, keys, d, p)
 
@@ -103,7 +101,10 @@ def test_accuracy_in_the_first_rows(length, p):
 
 @pytest.mark.parametrize("p", [None, 1, 15])
 def test_accuracy_in_rows_of_16k_keys(p):
-    check("random", 2, 16384, 64, p)
+    (q, k, v), _ = inputs("random", 3, 16384, 64, heads=1)
+    exact = eager(q.double(), k.double(), v.double(), p)
+    ours, theirs = errors([triton_op.lssar(q, k, v, p=p), eager(q, k, v, p)], [exact, exact])
+    assert ours <= 2 * theirs + 2e-7, f"{ours:.1e}, eager fp32 loses {theirs:.1e}"
 
 
 def test_accuracy_with_adaptive_p():
@@ -173,9 +174,14 @@ def test_strided_heads_equal_contiguous_ones():
 def test_nothing_of_size_l_squared_is_saved():
     def saved(length):
         sizes = []
+
+        def pack(x):
+            sizes.append(x.numel())
+            return x
+
         (q, k, v), _ = inputs("random", length, length, 16, heads=1)
         q.requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), None):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             triton_op.lssar(q, k, v, p=15)
         return sum(sizes)
 
@@ -184,9 +190,9 @@ def test_nothing_of_size_l_squared_is_saved():
 
 def test_operators_pass_opcheck():
     (q, k, v), _ = inputs("random", 5, 9, 16, heads=1)
+    torch.library.opcheck(torch.ops.lssa.triton_forward, (q, k, v, None, 0.0, 1024, False))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.lssa.triton_forward, (*leaves, 3.0, 0.0, 1024, True))
-    torch.library.opcheck(torch.ops.lssa.triton_forward, (q, k, v, None, 0.0, 1024, False))
 
 
 def test_compiled_checkpointed_and_autocast_calls_equal_the_plain_one():
