@@ -11,9 +11,10 @@
 //
 // LSSA, and a row whose keys are all alike (M below fp32 resolution), are the case p = 1, mu = 0.
 //
-// Sparsity: entries with z^(p-1) < 2^-24 / N_i are left out of out, dW, dV. As the largest z is 1,
-// what is dropped is below 2^-24 of the row's sum, in the weights and in their gradient alike.
-// ds stays dense through E. A tile where most entries count is multiplied densely instead.
+// Sparsity: the forward leaves out entries with z^p < 2^-24 / N_i, the backward those with
+// z^(p-1) < 2^-24 / N_i. As the largest z is 1, what is dropped is below 2^-24 of the row's sum of
+// z^p, and of z^(p-1). ds stays dense through E. A tile where most entries count is multiplied
+// densely instead.
 //
 // A block of ROWS queries keeps its scores for all keys ("strip": [tile][row][key], ROWS x Lk), so
 // q k^T is computed once in each direction. Blocks never depend on the number of threads: out and
@@ -413,10 +414,10 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
   bool lssa() const { return head.power.p == 0; }
   void stage_one(int r) { mu[r] = 0.f, m[r] = 1.f, p[r] = 1.f; }
 
-  // The score below which z^(p-1) < 2^-24 / N, rounded down: s = log2(2^f - 1), f = mu + M z.
-  void cuts() {
+  // The score below which z^(p-less) < 2^-24 / N, rounded down: s = log2(2^f - 1), f = mu + M z.
+  void cuts(float less) {
     for (int r = 0; r < ROWS; r += 8) {
-      v8 exponent = (log2v(load(count + r)) + all(24.f)) / (load(p + r) - all(1.f));
+      v8 exponent = (log2v(load(count + r)) + all(24.f)) / (load(p + r) - all(less));
       v8 z = exp2v(maximum(-exponent, all(-126.f)));
       v8 f = load(mu + r) + z * load(m + r);
       v8 tiny = log2v(maximum(f, all(1e-37f))) - all(0.53f);  // 2^f - 1 = f ln 2
@@ -615,7 +616,7 @@ void forward_block(Block& block, const ForwardScratch& at, const float* v, int64
     for (int r = 0; r < block.rows; r++) block.stage_one(r);
   else
     row_statistics(block, at.strip, total, top);
-  block.cuts();
+  block.cuts(0.f);
   for (int64_t i = 0; i < block.rows * head.cols; i++) at.out[i] = 0.f;
   for (int64_t tile = 0; tile < block.tiles(); tile++)
     forward_tile(block, tile, at.strip + tile * ROWS * TILE, {at.val, at.idx, n}, v, ldv, at.out, l);
@@ -805,7 +806,7 @@ void backward_block(Block& block, const BackwardScratch& at) {
     sparse_dot(1, &place, at.dq, at.dout, at.dw, (int)head.cols);
     g.d[r] = at.dw[place];
   }
-  block.cuts();
+  block.cuts(1.f);
   for (int64_t i = 0; i < block.rows * head.cols; i++) at.dq[i] = 0.f;
   auto lists = [&](int64_t tile) {
     return Lists{at.val + tile * ROWS * LIST, at.idx + tile * ROWS * LIST, at.n + tile * ROWS};
