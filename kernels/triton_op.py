@@ -40,7 +40,7 @@ CONFIGS = {
 # A few query rows at the end of a long cache: the smallest row block that tl.dot has.
 DECODE_ROWS = 16
 DECODE_CONFIGS = {
-    "forward": [(16, 32, 4, 3), (16, 32, 4, 2)],
+    "forward": [(16, 32, 4, 3)],
     "dq": [(16, 32, 4, 2)],
     "dkv": [(16, 32, 4, 2)],
 }
