@@ -200,8 +200,8 @@ inline float norm(const float* x, int64_t d) {
 
 // C[m][0..8V) += sum_k A(m, k) B[k][0..8V), A(m, k) = A[k][m] when T, else A[m][k]
 template <int M, int V, bool T>
-__attribute__((noinline)) void micro(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                  int64_t ldc, bool add) {
+__attribute__((noinline)) void micro(int64_t depth, const float* a, int64_t lda, const float* b,
+                                     int64_t ldb, float* c, int64_t ldc, bool add) {
   v8 acc[M][V] = {};
   for (int64_t k = 0; k < depth; k++, a += T ? lda : 1, b += ldb) {
     v8 y[V];
@@ -235,8 +235,8 @@ inline void static_switch(int n, F&& f) {  // calls f(integral_constant n), 1 <=
 
 // micro over `cols` (a multiple of 8) columns of B and C, m <= MR rows
 template <bool T>
-inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
-                      float* c, int64_t ldc, int cols, bool add) {
+inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const float* b,
+                      int64_t ldb, float* c, int64_t ldc, int cols, bool add) {
   static_switch<MR>(m, [&](auto mr) {
     int x = 0;
     for (; x + 16 <= cols; x += 16)
@@ -245,7 +245,8 @@ inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const f
   });
 }
 
-// The three sparse products of a list of (key, weight); columns in slices of up to 8 registers.
+// The sparse products, columns in slices of up to 8 registers. Loops over R ask to be unrolled:
+// otherwise filling an array of registers becomes a call to memcpy.
 template <class F>
 inline void by_columns(int cols, F&& f) {
   for (int x = 0; x < cols; x += 64)
@@ -537,7 +538,9 @@ bool select(const Block& block, int64_t tile, const float* s, const Lists& to) {
     kept += n;
     present += width;
   }
-  return kept > 0.55 * present && block.rows > 1;  // where the two cost the same, as measured
+  // About where the two cost the same; a small tile has nothing to gain, and its short rows keep
+  // the exactly zero gradient of a single entry.
+  return present >= 2048 && kept > 0.55 * present;
 }
 
 inline void clear_after(float* row, int width) {  // zeros in columns [width, TILE)
@@ -563,7 +566,8 @@ void forward_tile(Block& block, int64_t tile, float* s, const Lists& lists, cons
   }
   for (int r = 0; r < block.rows; r++) l[r] += weigh(lists.val + r * LIST, lists.n[r], block, r);
   for (int r = 0; r < block.rows; r++)
-    sparse_sum(lists.n[r], lists.idx + r * LIST, lists.val + r * LIST, v, ldv, out + r * cols, cols);
+    sparse_sum(lists.n[r], lists.idx + r * LIST, lists.val + r * LIST, v, ldv, out + r * cols,
+               cols);
 }
 
 // q scaled to s = q . k_hat, rows [ROWS][cols]
@@ -619,7 +623,8 @@ void forward_block(Block& block, const ForwardScratch& at, const float* v, int64
   block.cuts(0.f);
   for (int64_t i = 0; i < block.rows * head.cols; i++) at.out[i] = 0.f;
   for (int64_t tile = 0; tile < block.tiles(); tile++)
-    forward_tile(block, tile, at.strip + tile * ROWS * TILE, {at.val, at.idx, n}, v, ldv, at.out, l);
+    forward_tile(block, tile, at.strip + tile * ROWS * TILE, {at.val, at.idx, n}, v, ldv, at.out,
+                 l);
   for (int r = 0; r < block.rows; r++) {
     float* to = head.row(head.call.out, block.first + r);
     float inverse = (float)(1 / l[r]);
@@ -664,7 +669,8 @@ struct BackwardScratch {
     inverse = arena.take(keys), panels = arena.take(keys * h.d), k = arena.take(wide);
     v = arena.take(wide), v_panels = arena.take(keys * h.d), strip = arena.take(keys * ROWS);
     q = arena.take(ROWS * h.cols), dout = arena.take(ROWS * h.cols), dq = arena.take(ROWS * h.cols);
-    dw = arena.take(ROWS * LIST), w = arena.take(ROWS * LIST), dk = arena.take(wide), dv = arena.take(wide);
+    dw = arena.take(ROWS * LIST), w = arena.take(ROWS * LIST);
+    dk = arena.take(wide), dv = arena.take(wide);
     val = arena.take(h.tiles * ROWS * LIST), idx = (int32_t*)arena.take(h.tiles * ROWS * LIST);
     n = (int32_t*)arena.take(h.tiles * ROWS);
     v_packed = (bool*)arena.take(h.tiles), dense = (bool*)arena.take(h.tiles);
