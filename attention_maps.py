@@ -21,7 +21,7 @@ import plots
 from attention import UNSHIFTED_ROWS, attention_weights
 from data.tokeniser import Tokeniser
 from errors import UserError, run
-from evaluation import Checkpoint, Parser, labels, open_checkpoints, table
+from evaluation import Checkpoint, EvaluationParser, labels, open_checkpoints, table
 from model import GPT
 from results_io import Results
 
@@ -125,7 +125,7 @@ def draw(weights: Tensor, statistics: list[dict], names: list[str], title: str):
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__)
+    parser = EvaluationParser(__doc__)
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
     parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
     parser.add_argument("--text", default=CAPTION_TEXT)

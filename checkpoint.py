@@ -11,7 +11,6 @@ here can run code.
 """
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
+from files import sync, write_text
 from model import GPT, ModelConfig
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
@@ -146,8 +146,8 @@ class Store:
             save_model(temporary, model, info)
             torch.save(trainer, temporary / TRAINER)
             for file in temporary.iterdir():
-                _fsync(file)
-            _fsync(temporary)
+                sync(file)
+            sync(temporary)
             if final.exists():
                 shutil.rmtree(final)  # a damaged one of the same step, which resume passed over
             temporary.rename(final)
@@ -157,10 +157,10 @@ class Store:
                 f"cannot write checkpoint {final}: {error.strerror or error}; free the disk or "
                 "choose another --log.directory; the previous checkpoint is intact"
             ) from None
-        _fsync(self.directory)
-        self._point("latest", final)
+        sync(self.directory)
+        write_text(self.directory / "latest", final.name + "\n")
         if best:
-            self._point("best", final)
+            write_text(self.directory / "best", final.name + "\n")
         for old in self.candidates()[keep:]:
             if old != self._pointer("best"):
                 shutil.rmtree(old)
@@ -174,13 +174,6 @@ class Store:
             else:
                 leftover.unlink()
 
-    def _point(self, name: str, target: Path) -> None:
-        temporary = self.directory / f".{name}.tmp"
-        temporary.write_text(target.name + "\n")
-        _fsync(temporary)
-        temporary.replace(self.directory / name)
-        _fsync(self.directory)
-
 
 def read_trainer(directory: Path) -> dict:
     """Optimiser, step and RNG states; reading cannot run code."""
@@ -189,11 +182,3 @@ def read_trainer(directory: Path) -> dict:
     except Exception as error:  # torch raises many kinds for a damaged file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{directory / TRAINER} is missing or damaged ({first})") from None
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

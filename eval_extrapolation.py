@@ -39,7 +39,7 @@ from errors import UserError, run
 from evaluation import (
     BATCH_TOKENS,
     Checkpoint,
-    Parser,
+    EvaluationParser,
     Variant,
     add_variant_arguments,
     arithmetic,
@@ -213,8 +213,8 @@ def main(argv: list[str]) -> None:
         distributed.finish()
 
 
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
     parser.add_run_arguments()
     parser.add_argument("--data", required=True, help="folder of token shards")
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])

@@ -21,7 +21,7 @@ from attention import Mechanism
 from checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
 from data.shards import sha256_of
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
-from errors import UserError
+from errors import Parser, UserError
 from model import GPT, ModelConfig
 
 AS_TRAINED = "as trained"
@@ -130,7 +130,7 @@ class Variant:
         return ModelConfig.from_dict(settings)
 
 
-def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
+def add_variant_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("evaluated in addition, without retraining, one at a time")
     group.add_argument("--p", type=numbers, default=[], help="other sharpening exponents: 3,25")
     group.add_argument("--alpha", type=numbers, default=[], help="adaptive p_i: 0.1,0.2")
@@ -164,13 +164,11 @@ def configure(model: GPT, config: ModelConfig) -> GPT:
 # --- the command line ----------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    """Mistakes become one line, like every other mistake."""
+class EvaluationParser(Parser):
+    """The arguments that every evaluation script has."""
 
-    def __init__(self, documentation: str):
-        super().__init__(
-            description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    def __init__(self, description: str):
+        super().__init__(description)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
     def add_run_arguments(self) -> None:
@@ -183,9 +181,6 @@ class Parser(argparse.ArgumentParser):
             choices=("auto", "bf16", "fp32"),
             help="auto: bf16 on a GPU, fp32 elsewhere",
         )
-
-    def error(self, message: str):
-        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def lengths(text: str) -> list[int]:

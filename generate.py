@@ -17,7 +17,7 @@ import torch
 import distributed
 from data.tokeniser import REPLACEMENT, Tokeniser
 from errors import UserError, run
-from evaluation import Parser, open_checkpoints
+from evaluation import EvaluationParser, open_checkpoints
 from model import GPT
 
 # A character has at most four bytes and a token at least one, so what is still missing its end
@@ -80,8 +80,8 @@ def main(argv: list[str]) -> None:
     sys.stdout.write("\n")
 
 
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
     parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
     parser.add_argument("--prompt", default="", help="default: the beginning of a document")
     parser.add_argument("--tokens", type=int, default=200)

@@ -30,12 +30,11 @@ import torch
 import distributed
 import passkey_report as report
 from data.tokeniser import Tokeniser, get_tokeniser
-from data.writer import writing
 from errors import UserError, run
 from evaluation import (
     BATCH_TOKENS,
     Checkpoint,
-    Parser,
+    EvaluationParser,
     Variant,
     add_variant_arguments,
     arithmetic,
@@ -47,6 +46,7 @@ from evaluation import (
     series_label,
     variants,
 )
+from files import writing
 from model import GPT
 from results_io import Results
 
@@ -254,8 +254,8 @@ def main(argv: list[str]) -> None:
         print(f"figure: {figure}")
 
 
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
     parser.add_run_arguments()
     parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
     parser.add_argument("--trials", type=int, default=100)

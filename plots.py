@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from data.writer import writing
+from files import writing
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of a two-column paper, and its full width
 

@@ -9,14 +9,13 @@ Numbers that are not finite become null, as JSON has no others.
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from data.writer import write_json, writing
 from errors import UserError
+from files import finite, write_json, writing
 
 ROW_KEY = ("checkpoint", "variant", "length")
 
@@ -97,14 +96,3 @@ def read_results(path: str | Path) -> dict:
     if not well_formed:
         raise UserError(f"{path} is not a results file of these scripts; give another --out")
     return found
-
-
-def finite(value):
-    """The value with every float that JSON cannot hold replaced by None."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

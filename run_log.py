@@ -17,6 +17,7 @@ from tqdm import tqdm
 from config import Config
 from distributed import World
 from errors import UserError
+from files import finite, write_json, write_text
 
 METRICS = "metrics.jsonl"
 
@@ -71,10 +72,10 @@ class RunLog:
             "processes": self.world.size,
             "device": device_name(self.world.device),
         }
-        self._write("config.toml", self.config.to_toml())
-        self._write("run.json", json.dumps(about, indent=1) + "\n")
+        write_text(self.path / "config.toml", self.config.to_toml())
+        write_json(self.path / "run.json", about)
         metrics = [m for m in read_metrics(self.path) if m["step"] <= step]
-        self._write(METRICS, "".join(json.dumps(m) + "\n" for m in metrics))
+        write_text(self.path / METRICS, "".join(json.dumps(m) + "\n" for m in metrics))
         self._metrics = (self.path / METRICS).open("a")
         self._wandb = start_wandb(self.config, self.path)
         for line in summary:
@@ -82,11 +83,6 @@ class RunLog:
         if sys.stderr.isatty():
             total = self.config.train.steps
             self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
-
-    def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text)
-        temporary.replace(self.path / name)
 
     def say(self, text: str) -> None:
         if self.is_main:
@@ -122,7 +118,7 @@ class RunLog:
             self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
 
     def _record(self, **values) -> None:
-        self._metrics.write(json.dumps(values) + "\n")
+        self._metrics.write(json.dumps(finite(values)) + "\n")
         self._metrics.flush()
         if self._wandb is not None:
             with contextlib.suppress(Exception):  # a lost connection must not stop a run
@@ -196,19 +192,14 @@ def _has_wandb_key() -> bool:
 
 
 def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
-    """Training and validation loss against the step."""
-    import matplotlib
+    """Training and validation loss against the step, as PNG and PDF."""
+    import plots  # matplotlib takes a second, and only the end of a run needs it
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
+    figure, axes = plots.figure(width=plots.PAGE / 1.5, height=3.0)
+    for i, (key, label) in enumerate((("loss", "training"), ("val_loss", "validation"))):
         points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=3)
+            axes.plot(*zip(*points, strict=True), **plots.line(i, marker=i == 1), label=label)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    axes.legend()
+    plots.save(figure, file)

@@ -10,7 +10,6 @@ Exit codes: 0 finished, 2 a mistake in the input, 3 stopped by non-finite steps,
 SIGTERM or SIGINT after saving (start again with --resume).
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -30,7 +29,7 @@ from data.loader import TrainLoader, validation_windows
 from data.shards import open_split
 from data.tokeniser import get_tokeniser
 from distributed import World
-from errors import UserError, run
+from errors import Parser, UserError, run
 from estimate import dry_run, peak_flops, summary
 from model import GPT
 from run_log import RunLog
@@ -39,11 +38,7 @@ EXIT_DIVERGED, EXIT_PREEMPTED = 3, 75
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("config", help="a file of configs/")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dry-run", action="store_true")

@@ -6,7 +6,6 @@ with tiktoken alone, and our pipeline as it runs, with splintr where that is ins
 time is user + system time of all processes, their start included. All must give the same tokens.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import itertools
@@ -21,7 +20,7 @@ import numpy as np
 
 from data.pipeline import Chunk, chunks, encoded
 from data.tokeniser import get_tokeniser
-from errors import UserError
+from errors import Parser, UserError
 
 DOCUMENT_CHARS = 3_000
 
@@ -93,7 +92,7 @@ def measure(run: Callable[[], Iterator[np.ndarray]]) -> tuple[int, float, float,
 
 
 def main(argv: list[str]) -> int | None:
-    parser = argparse.ArgumentParser("benchmark.py tokenise", description=__doc__)
+    parser = Parser(__doc__, prog="benchmark.py tokenise")
     parser.add_argument("--megabytes", type=float, default=30.0)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args(argv)

@@ -38,7 +38,7 @@ from data.sources import (
 )
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, is_complete, locked, recorded_settings
-from errors import UserError, did_you_mean, run
+from errors import Parser, UserError, did_you_mean, run
 
 COMMANDS = (*HUB, "text", "stdlib", "download", "verify")
 # What a kill can cost; each record syncs the disk.
@@ -164,14 +164,8 @@ def token_count(text: str) -> int:
     return count
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    description = argparse.RawDescriptionHelpFormatter
-    parser = Parser("prepare.py", description=__doc__, formatter_class=description)
+def make_parser() -> Parser:
+    parser = Parser(__doc__, prog="prepare.py")
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")

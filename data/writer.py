@@ -29,44 +29,7 @@ from data.shards import (
 )
 from data.tokeniser import Tokeniser
 from errors import UserError
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError while writing `path` into one line for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: put that "
-            "right and run the same command again"
-        ) from None
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Replace `path` atomically and durably."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+from files import sync, temporary_of, write_json, writing
 
 
 def write_manifest(
@@ -174,7 +137,7 @@ class ShardWriter:
             self._close()
             digest = sha256_of(self._temporary)
             self._temporary.replace(self._path)
-            sync_directory(self.directory)
+            sync(self.directory)
         self.shards.append(Shard(self._path.name, self.split, self.partial, digest))
         self.partial = 0
 
@@ -250,12 +213,13 @@ class ShardWriter:
         keep = {shard.name for shard in self.shards} | (
             {self._temporary.name} if self._file else set()
         )
+        records = {temporary_of(Path(name)).name for name in (PROGRESS, MANIFEST)}
         with writing(self.directory):
             for entry in os.scandir(self.directory):
                 name = entry.name.removesuffix(".tmp")
                 match = SHARD_NAME.fullmatch(name)
                 ours = match and match["prefix"] == self.prefix
-                if entry.name not in keep and (ours or entry.name == f"{PROGRESS}.tmp"):
+                if entry.name not in keep and (ours or entry.name in records):
                     Path(entry.path).unlink()
 
     def finish(self) -> None:
@@ -265,7 +229,7 @@ class ShardWriter:
         write_manifest(self.directory, self.tokeniser, self.shards, self.documents, self.settings)
         with writing(self.directory):
             (self.directory / PROGRESS).unlink(missing_ok=True)
-            sync_directory(self.directory)
+            sync(self.directory)
 
     def _close(self) -> None:
         if self._file is not None:
