@@ -6,29 +6,21 @@ process of its own above what it had before the model. `--nanogpt DIR` adds the 
 checkout, at the same shape and with its own optimiser settings.
 """
 
-import argparse
 import importlib.util
-import json
-import multiprocessing
-import resource
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from errors import UserError
+from benchmarks import measure
+from benchmarks.measure import Step
+from errors import Parser, UserError
+from files import write_json
 from model import GPT, PRESETS, preset
-
-Step = Callable[[], None]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--preset", default="nano", choices=tuple(PRESETS))
     parser.add_argument("--attention", default="softmax,lssar", help="mechanisms, by commas")
     parser.add_argument("--backend", default="auto", help="of attention.BACKENDS")
@@ -42,8 +34,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     names = options.attention.split(",") + (["nanoGPT"] if options.nanogpt else [])
 
-    seconds = measure_times(names, options)
-    memory = {name: measure_memory(name, options) for name in tqdm(names, desc="memory")}
+    device = measure.best_device()
+    steps = {name: make_step(name, options) for name in names}
+    seconds = measure.median_seconds(steps, device=device, rounds=options.rounds)
+    memory = {
+        name: measure.peak_megabytes(make_steps, name, options, device=device)[0]
+        for name in tqdm(names, desc="memory")
+    }
     tokens = options.batch * options.length
     rows = {
         name: {
@@ -54,9 +51,8 @@ def main(argv: list[str]) -> int:
         }
         for name in names
     }
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     setting = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    setting |= {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    setting |= measure.machine(device)
     print(
         f"{options.preset}, batch {options.batch} x {options.length} tokens, {device}, "
         f"{torch.get_num_threads()} threads, median of {options.rounds}"
@@ -66,54 +62,16 @@ def main(argv: list[str]) -> int:
         print(f"{name:14}" + "".join(f"{value:12,.2f}" for value in row.values()))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"setting": setting, "steps": rows}, indent=1) + "\n")
+        write_json(options.out, {"setting": setting, "steps": rows})
     return 0
 
 
-def measure_times(names: list[str], options) -> dict[str, float]:
-    """Median seconds of a step, the contestants taking turns."""
-    steps = {name: make_step(name, options) for name in names}
-    for step in steps.values():
-        step()  # warm-up: compilation, caches, optimiser state
-    seconds = {name: [] for name in names}
-    for _ in tqdm(range(options.rounds), desc="rounds"):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def measure_memory(name: str, options) -> float:
-    """Peak megabytes of two steps in a fresh process, above what it had before the model."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak_megabytes, (name, options, torch.get_num_threads()))
-
-
-def _peak_megabytes(name: str, options, threads: int) -> float:
-    torch.set_num_threads(threads)
-    before = _resident_peak()
-    step = make_step(name, options)
-    step()
-    step()
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e6
-    return (_resident_peak() - before) / 1e6
-
-
-def _resident_peak() -> float:
-    """Bytes. getrusage's maximum is inherited from the parent on Linux, VmHWM is not."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return float(line.split()[1]) * 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+def make_steps(name: str, options) -> list[Step]:
+    return [make_step(name, options)]
 
 
 def make_step(name: str, options) -> Step:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = measure.best_device()
     torch.manual_seed(0)
     if name == "nanoGPT":
         loss_of, parameters, optimiser = _nanogpt(options, device)

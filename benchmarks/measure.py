@@ -1,0 +1,162 @@
+"""What every benchmark shares: contestants take turns in one process, each has its own for memory.
+
+A noisy machine is then noisy for all contestants alike, and no allocator's leftovers of one are
+counted for another.
+"""
+
+import argparse
+import multiprocessing
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+Step = Callable[[], object]
+LEAST_ROUNDS = 3
+
+
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine(device: str) -> dict:
+    """What a number depends on besides the code: for the head of a results file."""
+    return {
+        "device": device,
+        "name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def positive(text: str) -> int:
+    """For an option that counts something."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def median_seconds(
+    steps: dict[Hashable, Step], *, device: str, rounds: int, budget: float = float("inf")
+) -> dict[Hashable, float]:
+    """The median time of each step. One that has used up `budget` seconds takes no further turn."""
+    for step in tqdm(steps.values(), desc="warm-up", leave=False, disable=None):
+        step()  # compilation, autotuning, caches, optimiser state
+    seconds: dict[Hashable, list[float]] = {name: [] for name in steps}
+    for number in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
+        for name, step in steps.items():
+            if number < LEAST_ROUNDS or sum(seconds[name]) < budget:
+                seconds[name].append(seconds_of(step, device))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def seconds_of(step: Step, device: str) -> float:
+    """One call, on a GPU from the first to the last of its kernels."""
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Crashed(RuntimeError):
+    """The process of one contestant ended without an answer."""
+
+
+def in_new_process(function: Callable, *arguments):
+    """`function(*arguments)` in a fresh process with as many threads as this one."""
+    # Forked from a server that has only imported things: no thread, no GPU, no tensor in it yet.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__, "benchmarks.attention", "benchmarks.cost"])
+    with ProcessPoolExecutor(1, context, torch.set_num_threads, (torch.get_num_threads(),)) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise Crashed("its process was killed, as a rule for want of memory") from None
+
+
+def peak_megabytes(
+    make_steps: Callable[..., list[Step]], *arguments, device: str, warm_up: tuple | None = None
+) -> list[float]:
+    """The peak after each of the steps that `make_steps(*arguments)` makes, in a fresh process.
+
+    Counted from before they are made, so with inputs and weights, but not what making them took.
+    A peak never falls: give the steps in the order of what they need. `warm_up`: other arguments,
+    whose steps run first and uncounted, so that libraries are loaded.
+    """
+    return in_new_process(_peaks, make_steps, arguments, device, warm_up)
+
+
+def _peaks(make_steps, arguments, device: str, warm_up) -> list[float]:
+    if warm_up is not None:
+        for step in make_steps(*warm_up):
+            step()
+    _begin_peak(device)
+    before = _peak(device)
+    steps = make_steps(*arguments)
+    _begin_peak(device)
+    peaks = []
+    for step in steps:
+        step()
+        step()
+        peaks.append((_peak(device) - before) / 1e6)
+    return peaks
+
+
+def _begin_peak(device: str) -> None:
+    """Forget the peak so far, where the system can: imports have one of their own."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+def _peak(device: str) -> float:
+    """Bytes. getrusage's maximum is inherited from the parent on Linux, VmHWM is not."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated())
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return float(line.split()[1]) * 1024
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+
+
+def free_bytes(device: str) -> float:
+    """What a new contestant could take; infinite where the system does not tell."""
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    return 1024 * float(next(found, "inf"))
