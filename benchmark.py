@@ -7,6 +7,7 @@ from errors import UserError, did_you_mean, run
 # Name -> module whose `main(argv)` is the benchmark; imported only when asked for.
 BENCHMARKS = {
     "attention": "benchmarks.attention",
+    "gpu-check": "benchmarks.gpu_check",
     "tokenise": "benchmarks.tokenise",
     "train": "benchmarks.train",
 }

@@ -25,14 +25,13 @@ from tqdm import tqdm
 
 from attention import BACKENDS, MECHANISMS, Call, Mechanism, attend, get_mechanism
 from benchmarks import attention_report, cost, measure
-from benchmarks.measure import Step, positive
+from benchmarks.measure import DTYPES, Step, positive
 from errors import Parser, UserError, did_you_mean
 from evaluation import Checkpoint, lengths, open_checkpoints
 from files import finite, write_json
 from model import rope_tables
 
 PAPER = "paper"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("forward", "forward+backward")
 # Matrices of B x H x L x L that the eager forms hold at their peak, measured; in float32.
 EAGER_MAPS = 10

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 Step = Callable[[], object]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_ROUNDS = 3
 
 
