@@ -10,6 +10,8 @@ from torch import Tensor
 
 from errors import UserError
 
+TIMEOUT = timedelta(minutes=10)
+
 
 @dataclass(frozen=True)
 class World:
@@ -57,9 +59,17 @@ def start(device: str = "auto") -> World:
         torch.cuda.set_device(chosen)
         torch.set_float32_matmul_precision("high")  # TF32
     if size > 1 and not dist.is_initialized():
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # torchrun may keep its store over a restart: dead workers' addresses are in there.
+        store = dist.PrefixStore(f"attempt-{restarts()}", store)
         backend = "nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, chosen)
+
+
+def restarts() -> int:
+    """How often torchrun has restarted the workers."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _device(name: str, local_rank: int) -> torch.device:
@@ -79,6 +89,12 @@ def _device(name: str, local_rank: int) -> torch.device:
             )
         return torch.device("cuda", local_rank)
     return torch.device(name)
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process went away."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def finish() -> None:

@@ -6,13 +6,12 @@ Trains one model. `python train.py CONFIG` runs the same on one GPU, a Mac or a 
     --dry-run [--world-size 8]    print sizes, batch arithmetic, memory and hours; train nothing
     --device cpu|cuda|mps         default: the best there is
 
-Exit codes: 0 finished, 2 a mistake in the input, 3 stopped by non-finite steps, 75 stopped by
-SIGTERM or SIGINT after saving (start again with --resume).
+Exit codes: 0 finished, 2 a mistake in the input, 3 stopped by non-finite steps, 4 another rank
+died, 75 stopped by SIGTERM or SIGINT after saving (start again with --resume).
 """
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import time
@@ -34,7 +33,7 @@ from estimate import dry_run, peak_flops, summary
 from model import GPT
 from run_log import RunLog
 
-EXIT_DIVERGED, EXIT_PREEMPTED = 3, 75
+EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
 
 def main(argv: list[str]) -> int:
@@ -49,16 +48,25 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         print("\n".join(dry_run(config, arguments.world_size)))
         return 0
-    # torchrun restarts failed workers with the command line they had.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     world = distributed.start(arguments.device)
+    # torchrun restarts failed workers with the command line they had.
+    resume = arguments.resume or distributed.restarts() > 0
     try:
         with RunLog(config, world) as log, StopSignal() as stop:
-            return train(Run(config, world, log, resume=arguments.resume or restarted), stop)
+            return train(Run(config, world, log, resume), stop)
     except Diverged as error:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_DIVERGED
+    except RuntimeError as error:
+        if world.size == 1 or not distributed.lost_contact(error):
+            raise
+        print(
+            f"error: rank {world.rank} lost contact with another rank, which has died or hangs; "
+            f"its own messages tell why; go on with --resume ({str(error).splitlines()[0]})",
+            file=sys.stderr,
+        )
+        return EXIT_LOST_CONTACT
     finally:
         distributed.finish()
 

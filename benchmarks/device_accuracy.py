@@ -18,9 +18,9 @@ from benchmarks.measure import DTYPES
 from kernels import triton_op
 
 PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
-# Beyond twice eager: half a unit of the type, in which products may be rounded once more. Float32
-# has sums in other orders only.
-SLACK = {"fp32": 2e-6, "bf16": 2**-8, "fp16": 2**-11}
+# Beyond twice eager: a unit of a 16-bit type, as kernels round the weights and the scores' gradient
+# to it before they multiply. Float32 has sums in other orders only.
+SLACK = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}
 NAMES = ("out", "dq", "dk", "dv")
 
 # (batch, heads, query rows, keys, head dim)

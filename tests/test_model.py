@@ -108,15 +108,15 @@ def test_rotated_scores_depend_on_the_distance_only():
 
 def test_rope_is_accurate_at_16k():
     """Against complex float64 rotation, dimension i paired with i + d/2."""
-    x = torch.randn(1, 1, 3, 64)
+    x = torch.randn(1, 3, 1, 1, 64)
     tables = rope_tables(16382, 3, 64, 1.0, "cpu")
-    assert tables[0].shape == (3, 32)
+    assert tables[0].shape == (3, 1, 1, 32)
     pairs = torch.complex(x[..., :32].double(), x[..., 32:].double())
     for row in range(3):
         for i in range(32):
             angle = (16382 + row) * 10000.0 ** (-2 * i / 64)
-            turned = complex(pairs[0, 0, row, i]) * complex(math.cos(angle), math.sin(angle))
-            got = rotate(x, *tables)[0, 0, row]
+            turned = complex(pairs[0, row, 0, 0, i]) * complex(math.cos(angle), math.sin(angle))
+            got = rotate(x, *tables)[0, row, 0, 0]
             assert got[i].item() == pytest.approx(turned.real, abs=1e-6)
             assert got[i + 32].item() == pytest.approx(turned.imag, abs=1e-6)
 
