@@ -140,16 +140,15 @@ class Config:
         if sequences % world_size:
             raise UserError(
                 f"{sequences} sequences a step (batch_tokens {t.batch_tokens} / length {t.length}) "
-                f"cannot be shared by {world_size} processes; use a number that divides {sequences}"
+                f"cannot be shared by {world_size} processes; nearest number that can: "
+                f"{_nearest_divisor(sequences, world_size)}"
             )
         share = sequences // world_size
         if share % t.micro_batch:
-            divisors = (m for m in range(1, share + 1) if share % m == 0)
-            fitting = min(divisors, key=lambda m: abs(m - t.micro_batch))
             raise UserError(
                 f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences a "
                 f"process takes ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
-                f"nearest that does: {fitting}"
+                f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
             )
         return BatchPlan(sequences, world_size, share // t.micro_batch, t.micro_batch)
 
@@ -180,6 +179,11 @@ class Config:
         ]
 
 
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = (d for d in range(1, number + 1) if number % d == 0)
+    return min(divisors, key=lambda d: abs(d - wanted))
+
+
 # What a resumed run may change: how often it reports and saves, and how the batch is cut.
 _FREE_ON_RESUME = {
     *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
@@ -187,7 +191,7 @@ _FREE_ON_RESUME = {
 }
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1) -> Config:
     """Read `path` and its bases, apply `--section.key=value` overrides, check everything."""
     path = Path(path)
     values, origin = _read(path, seen=())
@@ -198,7 +202,7 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     config = _build(values, origin, path)
     if not config.log.name:
         config = replace(config, log=replace(config.log, name=path.stem))
-    _check(config, origin, path)
+    _check(config, origin, path, world_size)
     return config
 
 
@@ -290,7 +294,7 @@ def _typed(value, hint, where: str):
     raise UserError(f"{where}: is of type {type(value).__name__}, must be {names}")
 
 
-def _check(config: Config, origin: dict, path: Path) -> None:
+def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
     """Values that have the right type and still cannot be."""
 
     def require(holds: bool, section: str, key: str, rule: str):
@@ -328,7 +332,7 @@ def _check(config: Config, origin: dict, path: Path) -> None:
     checks = {
         "attention": config.mechanism,
         "model": config.model_config,
-        "train": config.batch_plan,
+        "train": lambda: config.batch_plan(world_size),
     }
     for section, check in checks.items():
         try:

@@ -51,9 +51,14 @@ class World:
             self.sum(torch.zeros(1))
 
 
+def world_size() -> int:
+    """The number of processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def start(device: str = "auto") -> World:
     """Join the process group that torchrun set up, or be a world of one."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = int(os.environ.get("RANK", 0)), world_size()
     chosen = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -8,7 +8,6 @@ import torch
 from attention import Call, choose_backend
 from config import BatchPlan, Config
 from data.shards import open_split
-from errors import UserError
 from model import GPT
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
@@ -121,14 +120,20 @@ def summary(config: Config, plan: BatchPlan, device: torch.device) -> list[str]:
         f"activations {e.activation_bytes / GIB:,.2f}, attention maps "
         f"{e.attention_bytes / GIB:,.2f}, head {e.logits_bytes / GIB:,.2f}",
         f"work       {e.flops:.2e} FLOPs = {e.gpu_hours:,.2f} {ASSUMED_DEVICE}-hours "
-        f"at {ASSUMED_MFU:.0%} MFU",
+        f"at {ASSUMED_MFU:.0%} MFU" + _hours_here(e, plan.world_size, device),
     ]
+
+
+def _hours_here(e: Estimate, processes: int, device: torch.device) -> str:
+    peak = peak_flops(device) if torch.cuda.is_available() else None
+    if peak is None:
+        return ""
+    hours = e.flops / (peak * ASSUMED_MFU * processes) / 3600
+    return f", {hours:,.2f} hours on the {processes} GPUs here"
 
 
 def dry_run(config: Config, world_size: int) -> list[str]:
     """The summary for GPUs that need not be here, and the state of the data."""
-    if world_size < 1:
-        raise UserError(f"--world-size {world_size} must be at least 1")
     lines = summary(config, config.batch_plan(world_size), torch.device("cuda"))
     directory = Path(config.data.directory)
     if not directory.exists():

@@ -41,13 +41,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("config", help="a file of configs/")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--world-size", type=int, default=1, help="for --dry-run")
+    parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)
-    config = load_config(arguments.config, overrides)
     if arguments.dry_run:
+        config = load_config(arguments.config, overrides, arguments.world_size)
         print("\n".join(dry_run(config, arguments.world_size)))
         return 0
+    config = load_config(arguments.config, overrides, distributed.world_size())
     world = distributed.start(arguments.device)
     # torchrun restarts failed workers with the command line they had.
     resume = arguments.resume or distributed.restarts() > 0
@@ -69,6 +70,12 @@ def main(argv: list[str]) -> int:
         return EXIT_LOST_CONTACT
     finally:
         distributed.finish()
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--world-size {text} must be a whole number of at least 1")
+    return int(text)
 
 
 def train(run: "Run", stop: "StopSignal") -> int:

@@ -23,15 +23,16 @@ PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
 SLACK = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}
 NAMES = ("out", "dq", "dk", "dv")
 
-# (batch, heads, query rows, keys, head dim)
+# (batch, heads, query rows, keys, head dim). Few rows need many heads: a row whose gradient nearly
+# cancels has any relative error in 16 bits, and must not be all there is to judge.
 SHAPES = {
     "square": (2, 3, 256, 256, 64),
     "odd": (1, 3, 203, 203, 40),
     "wide heads": (1, 2, 193, 193, 128),
-    "one token": (2, 2, 1, 501, 64),
-    "few tokens": (1, 2, 5, 333, 64),
+    "one token": (2, 32, 1, 501, 64),
+    "few tokens": (1, 16, 5, 333, 64),
     "a chunk": (1, 2, 70, 257, 64),
-    "shortest": (2, 2, 3, 3, 16),
+    "shortest": (2, 32, 3, 3, 16),
 }
 MECHANISMS = {
     "softmax": {},
