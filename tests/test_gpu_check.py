@@ -1,0 +1,152 @@
+"""benchmark.py gpu-check on the CPU: all of it in small, and that a fault in a backend is found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmark
+from attention import BACKENDS
+from benchmarks import gpu_check
+from benchmarks.device_accuracy import FAIL, PASS, SKIPPED, Case, cases, judge
+from kernels.backends import Backend
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    out = tmp_path_factory.mktemp("check") / "check.json"
+    code = benchmark.main(["gpu-check", "--device", "cpu", "--quick", "--out", str(out)])
+    return code, json.loads(out.read_text())
+
+
+def test_everything_passes_on_the_cpu(report):
+    code, result = report
+    failed = [c for c in result["checks"] if c["status"] == FAIL]
+    assert not failed
+    assert code == 0
+    assert result["counts"][PASS] == sum(c["status"] == PASS for c in result["checks"])
+
+
+def test_every_part_was_checked_or_skipped_with_a_reason(report):
+    checks = {c["name"]: c for c in report[1]["checks"]}
+    for backend in BACKENDS:
+        assert any(name.startswith(f"{backend}: ") for name in checks)
+    assert all(c["detail"] for c in checks.values())
+    assert "GPU" in checks["triton: lssar"]["detail"]
+    for dtype in ("fp32", "bf16", "fp16"):
+        assert checks[f"rowblock: lssar {dtype}"]["status"] == PASS
+    for part in ("bf16 autocast", "decoding", "compiled"):
+        assert checks[f"model: lssar, {part}"]["status"] == PASS
+
+
+def test_ddp_over_gloo_gives_the_losses_of_one_process(report):
+    checks = {c["name"]: c for c in report[1]["checks"]}
+    alone = checks["torchrun: train.py on one device"]["losses"]
+    both = checks["torchrun: DDP on two over gloo"]["losses"]
+    assert len(alone) == len(both) == 6
+    assert both == pytest.approx(alone, abs=1e-4)
+    assert alone[-1] < alone[0]
+
+
+def test_the_benchmarks_numbers_are_in_the_report(report):
+    (entry,) = (c for c in report[1]["checks"] if c["name"] == "benchmark: attention")
+    assert {r["length"] for r in entry["result"]["rows"]} == {64, 128}
+
+
+def test_full_check_covers_types_shapes_and_compilation_of_every_backend():
+    for backend in BACKENDS:
+        found = list(cases(backend, "cuda", quick=False))
+        assert {(c.dtype, c.compiled) for c in found} == {
+            (dtype, compiled) for dtype in ("fp32", "bf16", "fp16") for compiled in (False, True)
+        }
+        plain = next(c for c in found if not c.compiled)
+        assert {"odd", "one token", "few tokens", "wide heads"} <= set(plain.shapes(quick=False))
+
+
+# --- faults are found ----------------------------------------------------------------------------
+
+
+CASE = Case("rowblock", "lssar", "fp32", compiled=False, device="cpu")
+
+
+def slightly_wrong(q, k, v, m, params):
+    return 1.0001 * BACKENDS["eager"].run(q, k, v, m, params)
+
+
+def wrong_gradient(q, k, v, m, params):
+    return BACKENDS["eager"].run(q, k.detach() + 0 * k, v, m, params)
+
+
+def not_a_number(q, k, v, m, params):
+    return BACKENDS["eager"].run(q, k, v, m, params) * torch.nan
+
+
+def raises(q, k, v, m, params):
+    raise RuntimeError("an illegal memory access\nand more")
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (slightly_wrong, "allowed"),
+        (wrong_gradient, "dk at odd"),
+        (not_a_number, "nan"),
+        (raises, "RuntimeError: an illegal memory access"),
+    ],
+)
+def test_a_wrong_backend_fails(monkeypatch, fault, said):
+    assert judge(CASE, ("odd",))["status"] == PASS
+    monkeypatch.setitem(BACKENDS, "rowblock", Backend(fault))
+    found = judge(CASE, ("odd",))
+    assert found["status"] == FAIL
+    assert said in found["detail"]
+    assert "\n" not in found["detail"]
+
+
+def test_a_16_bit_fault_of_two_per_cent_fails(monkeypatch):
+    def off(q, k, v, m, params):
+        return 1.02 * BACKENDS["eager"].run(q, k, v, m, params)
+
+    monkeypatch.setitem(BACKENDS, "rowblock", Backend(off))
+    for dtype in ("bf16", "fp16"):
+        assert judge(Case("rowblock", "lssar", dtype, False, "cpu"), ("odd",))["status"] == FAIL
+
+
+def crash():
+    os._exit(9)
+
+
+def fine():
+    return [gpu_check.row("x", PASS, "fine"), gpu_check.row("y", SKIPPED, "no need")]
+
+
+def test_a_group_that_dies_is_a_failure_and_the_next_one_still_runs(tmp_path, capsys):
+    report = gpu_check.Report(tmp_path / "new" / "x.json", "cpu")
+    report.group("first:", crash)
+    report.group("second:", fine)
+    saved = json.loads(report.path.read_text())
+    assert [c["status"] for c in saved["checks"]] == [FAIL, PASS, SKIPPED]
+    assert saved["counts"] == {PASS: 1, FAIL: 1, SKIPPED: 1}
+    assert "killed" in saved["checks"][0]["detail"]
+    assert "1 pass, 1 FAIL, 1 skipped" in report.text()
+
+
+def test_the_triton_kernel_passes_in_the_interpreter():
+    code = (
+        "from benchmarks.device_accuracy import *\n"
+        "for dtype in ('fp32', 'fp16'):\n"
+        "    case = Case('triton', 'lssar', dtype, False, 'cpu')\n"
+        "    found = judge(case, ('shortest', 'a chunk'))\n"
+        "    assert case.refuses() is None and found['status'] == PASS, found\n"
+        "assert 'bf16' in Case('triton', 'lssar', 'bf16', False, 'cpu').refuses()\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
