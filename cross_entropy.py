@@ -49,10 +49,11 @@ def _logits(hidden: Tensor, weight: Tensor, classes: int) -> Tensor:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's loss, zero for IGNORE, and its log-sum-exp."""
-    normaliser = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(-1)).squeeze(-1)
-    return (normaliser - chosen).masked_fill(targets == IGNORE, 0), normaliser
+    """Each row's loss, zero for IGNORE, and the log-probabilities."""
+    log_probability = logits.log_softmax(-1)
+    ignored = targets == IGNORE
+    index = targets.masked_fill(ignored, 0).unsqueeze(-1)
+    return -log_probability.gather(-1, index).squeeze(-1).masked_fill(ignored, 0), log_probability
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -71,17 +72,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             table = weight.to(dtype)
             for rows in _chunks(hidden, weight):
                 h = hidden[rows].to(dtype)
-                logits = _logits(h, table, classes)
-                losses, normaliser = _losses(logits, targets[rows])
+                losses, log_probability = _losses(_logits(h, table, classes), targets[rows])
                 total += losses.sum()
                 if training:
-                    # d loss / d logits = (softmax - onehot) / count, made in place of the logits.
-                    delta = logits.sub_(normaliser.unsqueeze(-1)).exp_()
+                    # d loss / d logits = (softmax - onehot) / count, made in place.
+                    delta = log_probability.exp_()
                     index = targets[rows].masked_fill(~counted[rows], 0).unsqueeze(-1)
                     delta.scatter_add_(-1, index, delta.new_full(index.shape, -1.0))
                     delta = delta.mul_((counted[rows] / count).unsqueeze(-1)).to(dtype)
                     grad_hidden[rows] = delta @ table[:classes]
-                    grad_weight[:classes] += delta.T @ h
+                    if dtype == grad_weight.dtype:
+                        grad_weight[:classes].addmm_(delta.T, h)
+                    else:
+                        grad_weight[:classes] += delta.T @ h
         if training:
             ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count

@@ -126,8 +126,16 @@ def rope_tables(
     return angle.cos().float(), angle.sin().float()
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on (..., d): dimension i is turned together with dimension i + d/2."""
+    if torch.compiler.is_compiling():  # which fuses the plain form
+        a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return _Rotate.apply(x, cos, sin)
+
+
 class _Rotate(torch.autograd.Function):
-    """RoPE in four passes over memory each way; autograd's own chain of it takes a dozen."""
+    """Four passes over memory each way; autograd's own chain of the plain form takes a dozen."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -145,14 +153,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     turned = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
-    turned[..., :half].copy_(a).mul_(cos).addcmul_(b, sin, value=-1)
-    turned[..., half:].copy_(b).mul_(cos).addcmul_(a, sin)
+    torch.mul(a, cos, out=turned[..., :half]).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=turned[..., half:]).addcmul_(a, sin)
     return turned.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on (..., d): dimension i is turned together with dimension i + d/2."""
-    return _Rotate.apply(x, cos, sin)
 
 
 class Attention(nn.Module):
