@@ -4,6 +4,8 @@ import math
 import statistics
 from pathlib import Path
 
+from matplotlib.ticker import LogLocator, NullFormatter
+
 import plots
 from attention import MECHANISMS
 from evaluation import table
@@ -85,7 +87,7 @@ def _numbers(row: dict) -> list[str]:
 
 
 def draw(result: dict, path: Path) -> list[Path]:
-    """Time and memory against length, logarithmic both ways; the slope of n^2 as a guide."""
+    """Time and memory against length, logarithmic both ways."""
     figure, panels = plots.figure(1, len(PANELS), width=plots.PAGE, height=2.9)
     found = series(result["rows"])
     backends = list(dict.fromkeys(backend for _, backend in found))
@@ -100,7 +102,9 @@ def draw(result: dict, path: Path) -> list[Path]:
             )
         plots.length_axis(axes, lengths)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title(title)
         axes.set_xlabel("length")
     plots.legend_below(figure, panels[0], columns=4)
