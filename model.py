@@ -127,35 +127,14 @@ def rope_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on (..., d): dimension i is turned together with dimension i + d/2."""
-    if torch.compiler.is_compiling():  # which fuses the plain form
-        a, b = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-    return _Rotate.apply(x, cos, sin)
-
-
-class _Rotate(torch.autograd.Function):
-    """Four passes over memory each way; autograd's own chain of the plain form takes a dozen."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    turned = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
-    torch.mul(a, cos, out=turned[..., :half]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=turned[..., half:]).addcmul_(a, sin)
-    return turned.to(x.dtype)
+    """RoPE on (..., d): each pair of dimensions 2i, 2i + 1 is turned by its angle."""
+    pairs = x.to(torch.promote_types(x.dtype, cos.dtype)).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # which fuses the plain form, and knows no complex numbers
+        a, b = pairs.unbind(-1)
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    return turned.flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
