@@ -87,6 +87,8 @@ def _device(name: str, local_rank: int) -> torch.device:
             name = "cpu"
     if name == "cuda":
         count = torch.cuda.device_count()
+        if count == 0:
+            raise UserError("--device cuda: no GPU found; use --device cpu, or leave it out")
         if local_rank >= count:
             raise UserError(
                 f"process {local_rank} of this machine has no GPU: {count} found; "

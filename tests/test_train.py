@@ -196,6 +196,8 @@ def test_torchrun_restarts_after_a_rank_dies_and_goes_on_from_the_checkpoint(cor
     rest = process.stderr.read()
     assert process.wait() == 0, rest
     assert "finished 200 steps" in rest
+    assert 'train.py", line' not in rest  # the surviving rank says what happened in one line
+    assert "lost contact with another rank" in rest or "stopped by SIGTERM" in rest
     steps = [m[0] for m in losses(tmp_path / "nano-lssar") if m[1] is not None]
     assert steps == list(range(5, 201, 5))
 
@@ -350,6 +352,10 @@ def test_every_config_has_a_dry_run(path, capsys):
         (["--attention.name=lsar"], "did you mean 'lssar'"),
         (["--train.init_from=/nowhere"], "/nowhere"),
         (["--resum"], "--section.key=value"),
+        pytest.param(
+            *(["--device", "cuda"], "no GPU found"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["--log.directory=/proc/none"], "/proc/none"),
     ],
 )
