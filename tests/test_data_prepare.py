@@ -206,7 +206,11 @@ def test_missing_and_unusable_inputs_are_one_line_each(tmp_path):
         ("e.jsonl", b'{"text": "\xff"}', r"e\.jsonl is not UTF-8"),
         ("f.jsonl", b"[" * 100_000, r"f\.jsonl, line at byte 0: not JSON"),
         ("a.jsonl.gz", b"no gzip", r"cannot read .*a\.jsonl\.gz"),
-        ("b.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], r"b\.jsonl\.gz is damaged"),
+        (
+            "b.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
+            r"b\.jsonl\.gz is damaged",
+        ),
     ],
 )
 def test_damaged_text_is_one_line(tmp_path, name, data, match):
