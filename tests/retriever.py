@@ -69,16 +69,17 @@ def look_back(attention) -> None:
     for head in range(CONTEXT):
         q, k, v = parts(attention, head)
         angle = (head + 1) * speed
-        attention.qkv.bias[k] = torch.cat((fast, 0 * fast))
-        attention.qkv.bias[q] = 7e5 * torch.cat((fast * angle.cos(), -fast * angle.sin()))
+        # A pair of dimensions is a vector in the plane that RoPE turns.
+        attention.qkv.bias[k] = torch.stack((fast, 0 * fast), dim=-1).flatten()
+        towards = torch.stack((fast * angle.cos(), -fast * angle.sin()), dim=-1)
+        attention.qkv.bias[q] = 7e5 * towards.flatten()
         copy(attention, head, v, CLASS, before(head + 1))
 
 
 def match(attention) -> None:
     q, k, v = parts(attention, 0)
-    # The slowest pairs of dimensions hardly turn over the whole prompt.
-    half = HEAD_DIM // 2
-    slow = [*range(half - 41, half), *range(HEAD_DIM - 41, HEAD_DIM)]
+    # The slowest pairs of dimensions, the last, hardly turn over the whole prompt.
+    slow = range(HEAD_DIM - 82, HEAD_DIM)
     for r in range(CONTEXT):
         for i in range(16):
             place = slow[16 * r + i]
