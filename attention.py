@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, did_you_mean
-from kernels.backends import CPU, SDPA, TRITON, Backend, Call
+from kernels.backends import CPU, SDPA, TRITON, Backend, Call, chosen, fastest
 from kernels.rowblock import attend_by_row_blocks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -310,7 +310,7 @@ def attend(
     _check_shapes(q, k, v)
     m = _resolve(mechanism, keys=k.shape[2])
     params = _parameters(m, params, q)
-    return _backend(backend, m, q, k).run(q, k, v, m, params)
+    return chosen(BACKENDS, backend, m, q, k).run(q, k, v, m, params)
 
 
 def _resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
@@ -374,34 +374,7 @@ BACKENDS: dict[str, Backend] = {
     "eager": Backend(_eager),
 }
 
-# Below this many attention weights, holding them is cheaper than computing them twice. A compiled
-# graph fuses the eager form, and cannot hold the row-block loop.
-EAGER_ENTRIES = 2**22
-EAGER_ENTRIES_COMPILED = 2**28
-
 
 def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str:
     """The fastest backend that can take the call; `everywhere`: as if all were installed."""
-    limit = EAGER_ENTRIES_COMPILED if call.compiled else EAGER_ENTRIES
-    for name, backend in BACKENDS.items():
-        if name == "triton" and call.device != "cuda":  # the interpreter is for tests
-            continue
-        if name == "rowblock" and call.entries <= limit:
-            continue
-        if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
-            return name
-    raise AssertionError("eager takes every call")
-
-
-def _backend(name: str, m: Mechanism, q: Tensor, k: Tensor) -> Backend:
-    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    call = Call(q.device.type, q.dtype, entries, q.shape[3], torch.compiler.is_compiling())
-    if name == "auto":
-        return BACKENDS[choose_backend(m, call)]
-    if name not in BACKENDS:
-        raise UserError(
-            f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *BACKENDS])}"
-        )
-    if reason := BACKENDS[name].refuses(m, call) or BACKENDS[name].missing():
-        raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
-    return BACKENDS[name]
+    return fastest(BACKENDS, m, call, everywhere)

@@ -1,6 +1,6 @@
 """The ways to compute one attention call, and what each of them can take.
 
-`attention.py` lists them in order of preference and chooses; a mechanism is described there.
+`attention.py` lists them in order of preference; a mechanism is described there.
 """
 
 import functools
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,42 @@ class Backend:
     run: Callable[..., Tensor]
     refuses: Callable[..., str | None] = _none  # (mechanism, call): why not; None: it can
     missing: Callable[[], str | None] = _none  # why not on this machine; None: it is here
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+# Below this many attention weights, holding them is cheaper than computing them twice. A compiled
+# graph fuses the eager form, and cannot hold the row-block loop.
+EAGER_ENTRIES = 2**22
+EAGER_ENTRIES_COMPILED = 2**28
+
+
+def fastest(backends: dict[str, Backend], m, call: Call, everywhere: bool = False) -> str:
+    """The first of `backends` that can take the call; `everywhere`: as if all were installed."""
+    limit = EAGER_ENTRIES_COMPILED if call.compiled else EAGER_ENTRIES
+    for name, backend in backends.items():
+        if name == "triton" and call.device != "cuda":  # the interpreter is for tests
+            continue
+        if name == "rowblock" and call.entries <= limit:
+            continue
+        if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
+            return name
+    raise AssertionError("eager takes every call")
+
+
+def chosen(backends: dict[str, Backend], name: str, m, q: Tensor, k: Tensor) -> Backend:
+    """The backend a caller named, or the fastest one for "auto"."""
+    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    call = Call(q.device.type, q.dtype, entries, q.shape[3], torch.compiler.is_compiling())
+    if name == "auto":
+        return backends[fastest(backends, m, call)]
+    if name not in backends:
+        raise UserError(
+            f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *backends])}"
+        )
+    if reason := backends[name].refuses(m, call) or backends[name].missing():
+        raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
+    return backends[name]
 
 
 # --- PyTorch's flash attention -------------------------------------------------------------------
