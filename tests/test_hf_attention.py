@@ -1,0 +1,219 @@
+"""Every mechanism inside transformers' models: weights, padding, caches, gradients, refusals."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
+
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from attention import MECHANISMS, attention_weights, get_mechanism
+from errors import UserError
+from integrations.hf import add_head_scales, attention_forward, register
+
+VOCABULARY = 31
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GROUPED = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 20, "head_dim": 6}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED),
+    "gpt2": GPT2Config(**SHAPE),
+}
+
+
+def build(kind: str, attention: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind], attn_implementation=attention)
+    with torch.no_grad():  # sharp enough that the mechanism matters
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    return model.eval()
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length))
+
+
+def padded(sequences: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
+    ones = [torch.ones_like(s) for s in sequences]
+    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
+    """What goes into and comes out of each layer, against `attention_weights` on repeated heads."""
+    calls = []
+
+    def watched(module, q, k, v, mask, **options):
+        assert mask is None
+        out = attention_forward(MECHANISMS[mechanism], module, q, k, v, mask, **options)
+        calls.append((q, k, v, out[0]))
+        return out
+
+    model = build(kind, mechanism)
+    monkeypatch.setitem(AttentionInterface._global_mapping, mechanism, watched)
+    with torch.no_grad():
+        model(tokens(2, 9), use_cache=False)
+    assert len(calls) == 2
+    for q, k, v, out in calls:
+        assert (k.shape[1] == 2) == (kind != "gpt2")
+        head = torch.arange(4) // (4 // k.shape[1])  # query head h reads key head h // groups
+        weights = attention_weights(q.double(), k[:, head].double(), mechanism)
+        expected = (weights @ v[:, head].double()).transpose(1, 2).float()
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-4)
+
+
+def test_softmax_by_this_way_is_transformers_own():
+    ids = tokens(3, 8)
+    for kind in CONFIGS:
+        ours, theirs = build(kind, "softmax"), build(kind, "eager")
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+        batch, mask = padded([ids[0], ids[1, :5], ids[2, :2]], "left")
+        got, expected = (m(batch, attention_mask=mask).logits for m in (ours, theirs))
+        torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_padded_batch_equals_the_sequences_alone(kind, side):
+    model = build(kind, "lssar")
+    sequences = [tokens(1, n)[0] for n in (9, 4, 1, 7)]
+    ids, mask = padded(sequences, side)
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=place).logits
+        for row, sequence in enumerate(sequences):
+            expected = model(sequence[None]).logits[0]
+            torch.testing.assert_close(
+                logits[row, mask[row].bool()], expected, rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("mechanism", ["lssar", "ssmax", "sigmoid-logn-l1-reweighted"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_cached_generation_of_a_left_padded_batch_equals_each_prompt_uncached(
+    kind, mechanism, cache
+):
+    model = build(kind, mechanism)
+    prompts = [tokens(1, n)[0] for n in (6, 2, 5)]
+    ids, mask = padded(prompts, "left")
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    batch = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
+    for row, prompt in enumerate(prompts):
+        alone = prompt[None]
+        for _ in range(7):
+            with torch.no_grad():
+                best = model(alone, use_cache=False).logits[:, -1].argmax(-1)
+            alone = torch.cat((alone, best[:, None]), dim=1)
+        assert batch[row, 6:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_prompt_read_in_two_parts_equals_the_prompt_read_at_once(kind):
+    model, ids = build(kind, "lssar"), tokens(2, 9)
+    with torch.no_grad():
+        first = model(ids[:, :4], use_cache=True)
+        second = model(ids[:, 4:], past_key_values=first.past_key_values)
+        whole = model(ids).logits
+    got = torch.cat((first.logits, second.logits), dim=1)
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_gradients_reach_every_weight_and_training_lowers_the_loss(kind):
+    model = build(kind, "lssar").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids, mask = padded([tokens(1, n)[0] for n in (8, 5)], "right")
+    labels = ids.masked_fill(mask == 0, -100)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(ids, attention_mask=mask, labels=labels).loss
+        optimiser.zero_grad()
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        assert all(g is not None and g.isfinite().all() for g in gradients.values())
+        assert all(
+            g.count_nonzero() for n, g in gradients.items() if "q_proj.w" in n or "c_attn.w" in n
+        )
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_the_scalar_of_a_head_is_learnt_where_it_is_asked_for():
+    model = add_head_scales(build("llama", "ssmax"))
+    scales = [p for n, p in model.named_parameters() if n.endswith("head_scale")]
+    assert [p.tolist() for p in scales] == [pytest.approx([0.43] * 4)] * 2
+    plain, ids = build("llama", "ssmax"), tokens(1, 7)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.count_nonzero() for p in scales)
+    with pytest.raises(UserError, match="no learnable scalar a head; these have: ssmax, relu-shen"):
+        add_head_scales(build("llama", "lssar"))
+
+
+def test_another_exponent_gets_a_name_of_its_own():
+    register("lssar-p3", get_mechanism("lssar", p=3))
+    ids = tokens(1, 9)
+    assert not torch.allclose(
+        build("llama", "lssar-p3")(ids).logits, build("llama", "lssar")(ids).logits
+    )
+
+
+def test_a_scale_other_than_the_usual_one_is_applied():
+    config = GPT2Config(**SHAPE, scale_attn_by_inverse_layer_idx=True)
+    models = []
+    for attention in ("softmax", "eager"):
+        torch.manual_seed(0)
+        models.append(
+            AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        )
+    ids = tokens(2, 7)
+    torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_mechanism_cannot_do_is_refused():
+    ids = tokens(2, 6)
+    sliding = AutoModelForCausalLM.from_config(
+        MistralConfig(**GROUPED, sliding_window=3), attn_implementation="lssar"
+    )
+    with pytest.raises(UserError, match=r"'lssar' .* cannot take a sliding or chunked window of 3"):
+        sliding(ids)
+    with pytest.raises(UserError, match=r"dropout of 0.1 on the weights; set it to 0"):
+        build("gpt2", "lssar").train()(ids)
+    model = build("llama", "lssar")
+    with pytest.raises(UserError, match=r"a mask of shape \(2, 1, 6, 6\); give the padding mask"):
+        model(ids, attention_mask=torch.ones(2, 1, 6, 6, dtype=bool))
+    with pytest.raises(UserError, match="packed sequences"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    module = model.model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 5, 6), torch.randn(1, 2, 5, 6)
+    for name, what in (("softcap", "soft-capped scores"), ("s_aux", "learned sinks")):
+        with pytest.raises(UserError, match=what):
+            attention_forward(MECHANISMS["lssar"], module, q, k, k, None, **{name: 1.0})
+    with pytest.raises(UserError, match="not causal"):
+        attention_forward(MECHANISMS["lssar"], module, q, k, k, None, is_causal=False)
