@@ -1,0 +1,1 @@
+"""The parts of `python report.py`: reading, judging, drawing."""
