@@ -1,0 +1,1 @@
+"""The jobs, tables and claims behind `python reproduce.py`."""

@@ -1,0 +1,198 @@
+"""Which jobs the tables need, in what order, and what they will take."""
+
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from checkpoint import find, read_description
+from config import Config, load_config
+from data.shards import MANIFEST
+from estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
+from evaluation import AS_TRAINED, open_checkpoints
+from reproduction.experiments import ALPHAS, Run, Scale, Table, all_runs, run_seeds
+from reproduction.jobs import Job, is_done, python, torchrun
+from results_io import read_results
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where everything of one scale is, and with what it is made."""
+
+    scale: Scale
+    seeds: tuple[int, ...] | None = None
+    processes: int = 1
+    runs: Path = Path("runs")
+    results: Path = Path("results")
+
+    def run_directory(self, key: str, seed: int) -> Path:
+        return self.runs / self.scale.name / f"{key}-s{seed}"
+
+    def evaluation(self, kind: str, key: str, seed: int) -> Path:
+        return self.results / self.scale.name / kind / f"{key}-s{seed}.json"
+
+    def table(self, name: str) -> Path:
+        return self.results / self.scale.name / f"{name}.json"
+
+    def seeds_of(self, key: str) -> tuple[int, ...]:
+        return run_seeds(self.scale, key, self.seeds)
+
+    def config(self, run: Run, seed: int) -> Config:
+        return load_config(
+            f"configs/{run.config}.toml", self.overrides(run, seed), world_size=self.processes
+        )
+
+    def overrides(self, run: Run, seed: int) -> list[str]:
+        directory = self.run_directory(run.key, seed)
+        weights = [f"--train.init_from={self.run_directory(run.init_from, seed)}"]
+        return [
+            *run.overrides,
+            *(weights if run.init_from else []),
+            f"--train.seed={seed}",
+            f"--log.directory={directory.parent}",
+            f"--log.name={directory.name}",
+        ]
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
+    """Corpora, runs and evaluations, each once, whatever number of tables use it."""
+    found: dict[str, Job] = {}
+    runs = all_runs(space.scale.name)
+    for table in tables:
+        for row in table.rows:
+            for column in table.columns:
+                run = runs[row.run.format(factor=f"{column.factor:g}")]
+                for seed in space.seeds_of(run.key):
+                    evaluate = {"accuracy": passkey_job}.get(column.metric, extrapolation_job)
+                    for job in (*training_jobs(run, seed, runs, space), evaluate(run, seed, space)):
+                        found.setdefault(job.name, job)
+    return list(found.values())
+
+
+def training_jobs(run: Run, seed: int, runs: dict[str, Run], space: Workspace) -> list[Job]:
+    """The corpus, the run whose weights it starts from, and the run itself."""
+    config = space.config(run, seed)
+    before = training_jobs(runs[run.init_from], seed, runs, space) if run.init_from else []
+    corpus = corpus_job(config.data.directory, space.scale)
+    job = Job(
+        f"train {run.key}-s{seed}",
+        torchrun(
+            *(space.processes, "train.py", f"configs/{run.config}.toml"),
+            *(*space.overrides(run, seed), "--resume"),
+        ),
+        partial(is_trained, config),
+        (corpus.name, *(j.name for j in before)),
+    )
+    return [corpus, *before, job]
+
+
+def corpus_job(directory: str, scale: Scale) -> Job:
+    return Job(
+        f"prepare {Path(directory).name}",
+        python("data/prepare.py", *scale.corpora[directory].arguments, "--out", directory),
+        lambda: (Path(directory) / MANIFEST).exists(),
+    )
+
+
+def is_trained(config: Config) -> bool:
+    _, info = read_description(find(config.run_directory))
+    return info.step >= config.train.steps
+
+
+def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
+    scale, directory = space.scale, space.run_directory(run.key, seed)
+    lengths = [scale.length(f) for f in (1, 2, 4, 8, 16)]
+    variants = [f"window={scale.train_length}"] if run.windows else []
+    extra = ["--window", str(scale.train_length)] if run.windows else []
+    if run.alphas:
+        variants += [f"alpha={a:g}" for a in ALPHAS]
+        extra += ["--alpha", ",".join(f"{a:g}" for a in ALPHAS)]
+    out = space.evaluation("extrapolation", run.key, seed)
+    command = torchrun(
+        *(space.processes, "eval_extrapolation.py", str(directory)),
+        *("--data", space.config(run, seed).data.directory),
+        *("--lengths", ",".join(map(str, lengths)), "--tokens", str(scale.eval_tokens)),
+        *(["--spread"] if scale.spread else []),
+        *(*extra, "--out", str(out)),
+    )
+    return evaluation_job("evaluate", run, seed, command, out, directory, variants, lengths)
+
+
+def passkey_job(run: Run, seed: int, space: Workspace) -> Job:
+    directory = space.run_directory(run.key, seed)
+    lengths = [space.scale.passkey_length(f) for f in (1, 1.5, 2, 4, 8)]
+    window = str(space.scale.passkey_length(1))
+    out = space.evaluation("passkey", run.key, seed)
+    command = python(
+        *("passkey.py", str(directory), "--lengths", ",".join(map(str, lengths))),
+        *("--window", window, "--out", str(out)),
+    )
+    return evaluation_job(
+        "passkey", run, seed, command, out, directory, [f"window={window}"], lengths
+    )
+
+
+def evaluation_job(
+    kind: str, run: Run, seed: int, command, out: Path, directory: Path, variants, lengths
+) -> Job:
+    wanted = {(v, n) for v in (AS_TRAINED, *variants) for n in lengths}
+
+    def is_evaluated() -> bool:
+        if not out.exists():
+            return False
+        identity = open_checkpoints([str(directory)])[0].identity
+        rows = read_results(out)["rows"]
+        return wanted <= {(r["variant"], r["length"]) for r in rows if r["checkpoint"] == identity}
+
+    name = f"{run.key}-s{seed}"
+    return Job(f"{kind} {name}", command, is_evaluated, (f"train {name}",))
+
+
+# --- what it will take ---------------------------------------------------------------------------
+
+
+def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
+    """Runs, tokens, hours and disk of what is still to be trained, before anything starts."""
+    scale = space.scale
+    trainings = [job for job in jobs if job.name.startswith("train ")]
+    costs = {job.name: None if is_done(job) else cost_of(job.name, space) for job in trainings}
+    left = [cost for cost in costs.values() if cost is not None]
+    tokens, hours, disk = (sum(column) for column in zip(*left, strict=True)) if left else (0, 0, 0)
+    unit = (
+        f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU, {hours / space.processes:,.1f} hours on "
+        f"{space.processes} GPUs"
+        if scale.tokens_per_second is None
+        else f"hours on two CPU cores at {scale.tokens_per_second:,.0f} tokens/s"
+    )
+    return "\n".join(
+        [
+            f"tables      {', '.join(names)}",
+            f"runs        {len(costs)}, of which {len(left)} are still to be trained",
+            *(
+                f"  {name.removeprefix('train '):24s} "
+                + ("done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h")
+                for name, cost in costs.items()
+            ),
+            f"tokens      {tokens:,}",
+            f"time        {hours:,.1f} {unit}; evaluation not counted",
+            f"disk        {disk / GIB:,.1f} GiB of checkpoints, "
+            f"{sum(c.bytes for c in scale.corpora.values()) / GIB:,.2f} GiB of shards; "
+            f"{shutil.disk_usage('.').free / GIB:,.0f} GiB are free",
+        ]
+    )
+
+
+def cost_of(training: str, space: Workspace) -> tuple[int, float, float]:
+    """Tokens, hours (of a GPU, or of this CPU) and bytes of one run, named by its job."""
+    key, _, seed = training.removeprefix("train ").rpartition("-s")
+    config = space.config(all_runs(space.scale.name)[key], int(seed))
+    speed = space.scale.tokens_per_second
+    e = estimate(config, planned_backend(config, "cpu" if speed else "cuda"))
+    hours = e.tokens / speed / 3600 if speed else e.gpu_hours
+    # Weights and AdamW's moments, in the newest checkpoints and the best.
+    return e.tokens, hours, 12.0 * e.parameters * (config.checkpoint.keep + 1)

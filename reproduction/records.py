@@ -1,0 +1,49 @@
+"""What every finished run was: for the report, and for whoever doubts a number."""
+
+import json
+import statistics
+from dataclasses import asdict
+
+from reproduction.experiments import Run, all_runs
+from reproduction.plan import Workspace
+from run_log import read_metrics
+
+
+def runs_record(space: Workspace) -> dict:
+    found = {}
+    for key, run in all_runs(space.scale.name).items():
+        for seed in space.seeds_of(key):
+            record = run_record(run, seed, space)
+            if record is not None:
+                found[f"{key}-s{seed}"] = record
+    return {"kind": "runs", "scale": space.scale.name, "runs": found}
+
+
+def run_record(run: Run, seed: int, space: Workspace) -> dict | None:
+    """None for a run that has not begun."""
+    directory = space.run_directory(run.key, seed)
+    try:
+        about = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    metrics, config = read_metrics(directory), space.config(run, seed)
+    losses = [m["val_loss"] for m in metrics if "val_loss" in m]
+    speeds = [m["tokens_per_s"] for m in metrics if "tokens_per_s" in m]
+    tokens = config.train.steps * config.train.batch_tokens
+    finished = bool(metrics) and metrics[-1]["step"] >= config.train.steps
+    sections = asdict(config)
+    del sections["log"]
+    return {
+        "config": {
+            section: {key: value for key, value in values.items() if value is not None}
+            for section, values in sections.items()
+        },
+        "commit": about["revision"],
+        "seed": seed,
+        "tokens": tokens,
+        "seconds": round(tokens / statistics.harmonic_mean(speeds), 1) if speeds else None,
+        "loss": losses[-1] if losses else None,
+        "torch": about["torch"],
+        "device": about["device"],
+        "status": "done" if finished else "unfinished",
+    }

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Figure fig:adaptive_p: LSSAR p=15 evaluated with an exponent that grows beyond the training length.
+# SCALE=nano (default): two CPU cores, no network. SCALE=paper: 8 x A100 80GB.
+# Options as of reproduce.py; --plan prints the cost and starts nothing.
+# Hours: nano 5 minutes; paper 2.2 on 8 GPUs (1 run).
+# The paper at 16K: 3.45, with alpha = 0.1 3.31.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh requirements.txt
+exec python reproduce.py adaptive_p --scale "${SCALE:-nano}" "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Figure fig:attcompare: the exponent p = 1, 3, 5, 10, 15, 20 for softmax and LSSA.
+# SCALE=nano (default): two CPU cores, no network. SCALE=paper: 8 x A100 80GB.
+# Options as of reproduce.py; --plan prints the cost and starts nothing.
+# Hours: nano 40 minutes; paper 29 on 8 GPUs (13 runs, one of them softmax p=15 with x**15 written out).
+# The paper at 1K: softmax p=3 3.1879, p=15 5.3878; LSSA p=3 3.1782, p=15 3.1905; the rest is drawn only.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh requirements.txt
+exec python reproduce.py p_sweep --scale "${SCALE:-nano}" "$@"
