@@ -28,6 +28,9 @@ class ModelSection:
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
+    channels: int | None = None  # these three: see model.ModelConfig; None: a text model's
+    positions: int | None = None
+    outputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ class Config:
     def model_config(self) -> ModelConfig:
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
         return preset(changes.pop("preset"), self.mechanism(), **changes)
+
+    def data_ends(self) -> dict[str, int]:
+        """What the data must be for this model: the arguments of `data.records.open_data`."""
+        m = self.model_config()
+        return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
 
     def batch_plan(self, world_size: int = 1) -> BatchPlan:
         """The accumulation that makes exactly train.batch_tokens, or an error with the numbers."""
@@ -320,6 +328,8 @@ def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
         value = getattr(getattr(config, section), key)
         require(value in options, section, key, f"unknown; {did_you_mean(value, options)}")
     t, e = config.train, config.eval
+    places = config.model.positions or t.length
+    require(t.length <= places, "train", "length", f"is above model.positions = {places}")
     require(t.warmup <= t.steps, "train", "warmup", f"is longer than train.steps = {t.steps}")
     require(0 <= t.beta1 < 1, "train", "beta1", "must be in [0, 1)")
     require(0 <= t.beta2 < 1, "train", "beta2", "must be in [0, 1)")

@@ -7,7 +7,7 @@ import torch
 
 from attention import Call, choose_backend
 from config import BatchPlan, Config
-from data.shards import open_split
+from data.records import open_data
 from model import GPT
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
@@ -77,7 +77,9 @@ def estimate(config: Config, backend: str) -> Estimate:
         flops=model.flops_per_token(t.length) * t.steps * t.batch_tokens,
         state_bytes=16 * parameters,
         activation_bytes=activations,
-        logits_bytes=min(rows * m.vocab_rows, 2**28) * (4 + half) + 4 * m.vocab_rows * m.width,
+        logits_bytes=0
+        if m.outputs
+        else min(rows * m.vocab_rows, 2**28) * (4 + half) + 4 * m.channels * m.vocab_rows * m.width,
         attention_bytes=4
         * _kept_maps(config, backend)
         * m.layers
@@ -138,8 +140,8 @@ def dry_run(config: Config, world_size: int) -> list[str]:
     directory = Path(config.data.directory)
     if not directory.exists():
         return [*lines, f"data       {directory} is not there yet"]
-    vocab_size = config.model_config().vocab_size
-    sets = {s: open_split(directory, s, vocab_size=vocab_size) for s in ("train", "val")}
+    ends = config.data_ends()
+    sets = {split: open_data(directory, split, **ends) for split in ("train", "val")}
     tokens = {split: tokens.total_tokens for split, tokens in sets.items()}
     epochs = config.train.steps * config.train.batch_tokens / tokens["train"]
     return [

@@ -25,7 +25,7 @@ import distributed
 from checkpoint import CheckpointInfo, Store, load_model, read_trainer
 from config import Config, load_config, parse_config
 from data.loader import TrainLoader, validation_windows
-from data.shards import open_split
+from data.records import open_data
 from data.tokeniser import get_tokeniser
 from distributed import World
 from errors import Parser, UserError, run
@@ -128,9 +128,9 @@ class Run:
     def __init__(self, config: Config, world: World, log: RunLog, resume: bool):
         self.config, self.world, self.log, t = config, world, log, config.train
         self.plan = config.batch_plan(world.size)
-        vocab_size = config.model_config().vocab_size
-        self.train_set = open_split(config.data.directory, "train", vocab_size=vocab_size)
-        self.val_set = open_split(config.data.directory, "val", vocab_size=vocab_size)
+        ends = config.data_ends()
+        self.train_set = open_data(config.data.directory, "train", **ends)
+        self.val_set = open_data(config.data.directory, "val", **ends)
         self.loader = TrainLoader(
             self.train_set,
             global_batch=self.plan.sequences,
@@ -241,7 +241,7 @@ class Run:
         ):
             with self.autocast:
                 mean = self.model(inputs.to(self.world.device), targets.to(self.world.device))
-            count = targets.numel()
+            count = int(targets.isfinite().sum())  # a number that is not there is NaN
             total += torch.tensor([mean.item() * count, count], dtype=torch.float64)
         summed, tokens = self.world.sum(total).tolist()
         self.progress.val_loss = summed / tokens
@@ -332,6 +332,8 @@ def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Prog
 
 def take_weights(model: GPT, source: GPT, path: str) -> None:
     mine, theirs = model.state_dict(), source.state_dict()
+    if model.config.outputs:  # a regression head begins anew
+        theirs |= {name: t for name, t in mine.items() if name.startswith("head.")}
     for name in sorted(mine.keys() | theirs.keys()):
         if name not in mine or name not in theirs or mine[name].shape != theirs[name].shape:
             raise UserError(

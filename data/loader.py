@@ -7,6 +7,7 @@ whole run are numbered: number g of epoch g // W is window permute(g % W), a per
 s * global_batch ... (s + 1) * global_batch - 1, whoever reads them: how many processes share a
 step and in how many micro-batches changes nothing but who sees what.
 
+A set of records (data/records.py) has its records for windows, and what else is said here holds.
 `shuffle=False` walks the windows in order instead, as llm.c does, and the seed has no say.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.records import Records
 from data.shards import TokenSet, check_ids
 from errors import UserError
 
@@ -50,12 +52,39 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(32))
 
 
+class Windows:
+    """A token stream as windows of `length` inputs and the tokens that follow them."""
+
+    def __init__(self, tokens: TokenSet, length: int):
+        self.tokens, self.length, self.stride = tokens, length, length
+        self.count = (tokens.total_tokens - 1) // length
+
+    def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
+        """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
+        tokens, span = self.tokens, self.length + 1
+        batch = torch.empty((len(offsets), span), dtype=torch.int64, pin_memory=pin)
+        for row, offset in zip(batch.numpy(), offsets, strict=True):
+            row[:] = tokens.slice(int(offset), span)
+        if tokens.vocab_size is not None and int(batch.max()) >= tokens.vocab_size:
+            row, column = divmod(int(batch.argmax()), span)
+            where = tokens.locate(int(offsets[row]) + column)
+            check_ids(batch.numpy(), tokens.vocab_size, where)
+        return batch
+
+    def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def windows_of(tokens: TokenSet | Records, length: int) -> Windows | Records:
+    return tokens.of_length(length) if isinstance(tokens, Records) else Windows(tokens, length)
+
+
 class TrainLoader:
     """This rank's micro-batches of any step."""
 
     def __init__(
         self,
-        tokens: TokenSet,
+        tokens: TokenSet | Records,
         *,
         global_batch: int,
         length: int,
@@ -74,15 +103,14 @@ class TrainLoader:
                 f"processes in micro-batches of {micro_batch}: it must be a multiple of "
                 f"{micro_batch * world_size}"
             )
-        self.tokens = tokens
-        self.windows = (tokens.total_tokens - 1) // length
+        self.source = windows_of(tokens, length)
+        self.windows = self.source.count
         if self.windows < 1:
             raise UserError(
                 f"{tokens.directory} has {tokens.total_tokens} training tokens, too few for one "
                 f"sequence of length {length} and its targets"
             )
         self.global_batch = global_batch
-        self.length = length
         self.seed = seed
         self.shuffle = shuffle
         self.micro_batch = micro_batch
@@ -102,13 +130,13 @@ class TrainLoader:
             for epoch in np.unique(epochs):
                 chosen = epochs == epoch
                 indices[chosen] = permute(indices[chosen], self.windows, self.seed, int(epoch))
-        return indices * self.length
+        return indices * self.source.stride
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets), each (micro_batch, length) int64, for every accumulation step."""
         for part in range(self.accumulation):
             batch = self._take(step, part).to(self.device, non_blocking=True)
-            yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+            yield self.source.split(batch)
 
     def _take(self, step: int, part: int) -> Tensor:
         """The micro-batch, from the reading thread when it has it; sets the thread to the next."""
@@ -125,23 +153,11 @@ class TrainLoader:
     def _read(self, step: int, part: int) -> Tensor:
         first = (part * self.world_size + self.rank) * self.micro_batch
         offsets = self.offsets(step)[first : first + self.micro_batch]
-        return read_windows(self.tokens, offsets, self.length, pin=self.device.type == "cuda")
-
-
-def read_windows(tokens: TokenSet, offsets: np.ndarray, length: int, pin: bool = False) -> Tensor:
-    """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
-    batch = torch.empty((len(offsets), length + 1), dtype=torch.int64, pin_memory=pin)
-    for row, offset in zip(batch.numpy(), offsets, strict=True):
-        row[:] = tokens.slice(int(offset), length + 1)
-    if tokens.vocab_size is not None and int(batch.max()) >= tokens.vocab_size:
-        row, column = divmod(int(batch.argmax()), length + 1)
-        where = tokens.locate(int(offsets[row]) + column)
-        check_ids(batch.numpy(), tokens.vocab_size, where)
-    return batch
+        return self.source.read(offsets, pin=self.device.type == "cuda")
 
 
 def validation_windows(
-    tokens: TokenSet,
+    tokens: TokenSet | Records,
     *,
     length: int,
     total_tokens: int,
@@ -162,7 +178,8 @@ def validation_windows(
             f"{total_tokens} validation tokens in segments of {segment} cannot be cut into windows "
             f"of {length}: each must be a multiple of the next"
         )
-    if tokens.total_tokens < total_tokens + 1:
+    source = windows_of(tokens, length)
+    if source.count * length < total_tokens:
         raise UserError(
             f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for "
             f"{total_tokens} targets; ask for fewer or prepare a larger validation set"
@@ -170,12 +187,13 @@ def validation_windows(
     count = total_tokens // segment
     starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)
     windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
-    return _read_in_batches(tokens, windows[rank::world_size], length, batch)
+    if isinstance(tokens, Records):
+        windows = np.arange(total_tokens // length) * source.stride
+    return _read_in_batches(source, windows[rank::world_size], batch)
 
 
 def _read_in_batches(
-    tokens: TokenSet, windows: np.ndarray, length: int, batch: int
+    source: Windows | Records, offsets: np.ndarray, batch: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(windows), batch):
-        part = read_windows(tokens, windows[first : first + batch], length)
-        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+    for first in range(0, len(offsets), batch):
+        yield source.split(source.read(offsets[first : first + batch]))

@@ -1,0 +1,108 @@
+"""Sets of records: sequences of one length that do not continue each other, perhaps with labels.
+
+A record has `points` positions of `channels` tokens, position by position. The records lie in
+ordinary shards (data/shards.py), whole; beside them
+
+    records.json        {"points": 1000, "channels": 2, "outputs": 0, "settings": {...}}
+    labels_train.npy    where outputs > 0: float32 (records, points - 1, outputs), NaN for "none"
+
+A model reads all positions of a record but the last. It predicts each one's successor, or where
+there are labels, the numbers that belong to it.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.shards import TokenSet, check_ids, open_split, reading
+from errors import UserError
+
+DESCRIPTION = "records.json"
+
+
+class Records:
+    """One split of a set, as the loader reads it."""
+
+    def __init__(self, tokens: TokenSet, points: int, channels: int, labels: np.ndarray | None):
+        self.tokens, self.points, self.channels, self.labels = tokens, points, channels, labels
+        self.directory, self.tokeniser = tokens.directory, None
+        self.stride = points * channels
+        self.count, rest = divmod(tokens.total_tokens, self.stride)
+        if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
+            raise UserError(
+                f"{self.directory} is damaged: {tokens.total_tokens} tokens are not records of "
+                f"{self.stride} with a label each; simulate it again"
+            )
+        self.total_tokens = self.count * (points - 1)  # positions that a model reads
+
+    def of_length(self, length: int) -> "Records":
+        if length != self.points - 1:
+            raise UserError(
+                f"{self.directory} has records of {self.points} points, which are read at length "
+                f"{self.points - 1}, not {length}; set train.length to that"
+            )
+        return self
+
+    def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
+        """(records, points, channels) int64; with labels (records, points - 1, channels + outputs)
+        float32, which holds both: tokens are small numbers."""
+        batch = torch.empty(
+            (len(offsets), self.points, self.channels), dtype=torch.int64, pin_memory=pin
+        )
+        for row, offset in zip(batch.numpy(), offsets, strict=True):
+            row[:] = self.tokens.slice(int(offset), self.stride).reshape(row.shape)
+        check_ids(batch.numpy(), self.tokens.vocab_size, self.directory)
+        if self.labels is None:
+            return batch
+        labels = torch.from_numpy(self.labels[offsets // self.stride])
+        both = torch.cat((batch[:, :-1].float(), labels), dim=-1)
+        return both.pin_memory() if pin else both
+
+    def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (records, points - 1, channels) and their targets, of the same leading shape."""
+        if self.labels is None:
+            return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        return batch[..., : self.channels].long(), batch[..., self.channels :].contiguous()
+
+
+def open_data(
+    directory: str | Path, split: str, *, vocab_size: int, channels: int, outputs: int
+) -> TokenSet | Records:
+    """What a model with these ends reads: a text model a stream of tokens, others records."""
+    directory = Path(directory)
+    if channels == 1 and not outputs:
+        return open_split(directory, split, vocab_size=vocab_size)
+    about = describe(directory)
+    for key, wanted in {"channels": channels, "outputs": outputs}.items():
+        if about[key] != wanted:
+            raise UserError(
+                f"{directory} has {about[key]} {key} a position, the model {wanted}; "
+                f"set model.{key} = {about[key]} or choose other data"
+            )
+    tokens = open_split(directory, split, vocab_size=vocab_size)
+    labels = None
+    if outputs:
+        path = directory / f"labels_{split}.npy"
+        with reading(path):
+            labels = np.load(path, mmap_mode="r", allow_pickle=False)
+    return Records(tokens, about["points"], channels, labels)
+
+
+def describe(directory: Path) -> dict:
+    """The set's records.json."""
+    path = directory / DESCRIPTION
+    if not path.exists():
+        raise UserError(
+            f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records; make one with: "
+            "python physics/simulate.py --help"
+        )
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if not all(type(about[key]) is int for key in ("points", "channels", "outputs")):
+            raise ValueError("a size that is no number")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); simulate it again") from None
+    return about
