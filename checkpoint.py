@@ -7,7 +7,8 @@
 
 A checkpoint is written under a temporary name, fsync'd, and renamed; only then does `latest` point
 to it. Weights are safetensors and JSON; the trainer's state is read with weights_only, so nothing
-here can run code.
+here can run code. model.json has the sha256 of the other files and of itself: damage is noticed
+before anything is computed with it.
 """
 
 import json
@@ -19,8 +20,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data.shards import sha256_of
 from errors import UserError
-from files import sync, write_text
+from files import seal, sync, unseal, write_text
 from model import GPT, ModelConfig
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
@@ -36,25 +38,45 @@ class CheckpointInfo:
     tokeniser: str | None = None
     val_loss: float | None = None
 
+    def __post_init__(self):
+        whole = all(type(n) is int for n in (self.step, self.train_length))
+        text = isinstance(self.run, str) and isinstance(self.tokeniser, str | None)
+        if not (whole and text and isinstance(self.val_loss, float | int | None)):
+            raise UserError(f"a field is of a wrong type: {asdict(self)}")
+        if self.step < 0 or self.train_length < 1:
+            raise UserError(f"impossible: step {self.step}, train_length {self.train_length}")
+
 
 # --- models: what evaluation and users need ------------------------------------------------------
 
 
 def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
-    """Write weights and description into an existing directory."""
+    """Write weights and description, which vouches for every file there, into a directory."""
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     save_file(weights, directory / WEIGHTS)
-    description = {"format": 1, "model": model.config.to_dict(), "info": asdict(info)}
-    (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+    description = {
+        "format": 1,
+        "model": model.config.to_dict(),
+        "info": asdict(info),
+        "files": {f.name: sha256_of(f) for f in sorted(directory.iterdir()) if f.suffix != ".json"},
+    }
+    text = json.dumps(seal(description), indent=1) + "\n"
+    (directory / DESCRIPTION).write_text(text, encoding="utf-8")
 
 
 def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     """The model of a run directory (its latest checkpoint) or of one checkpoint directory."""
     directory = find(path)
-    config, info = read_description(directory)
+    config, info, recorded = _description(directory)
+    _refuse_damage(directory / WEIGHTS, recorded)
+    weights = _read_weights(directory / WEIGHTS)
+    if config.layers > len(weights):  # before so many layers are made
+        raise UserError(
+            f"{directory / WEIGHTS} has {len(weights)} tensors, {DESCRIPTION} {config.layers} "
+            "layers; the two files do not belong together"
+        )
     with torch.device("meta"):
         model = GPT(config)
-    weights = _read_weights(directory / WEIGHTS)
     expected = {name: t.shape for name, t in model.state_dict().items()}
     for name in sorted(expected.keys() | weights.keys()):
         have, want = weights.get(name), expected.get(name)
@@ -91,19 +113,32 @@ def find(path: str | Path) -> Path:
 
 
 def read_description(directory: Path) -> tuple[ModelConfig, CheckpointInfo]:
+    return _description(directory)[:2]
+
+
+def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str, str]]:
+    """The model's config, what the checkpoint says of itself, and its files' sha256."""
     file = directory / DESCRIPTION
     try:
-        description = json.loads(file.read_text(encoding="utf-8"))
+        description = unseal(json.loads(file.read_text(encoding="utf-8")))
         info = CheckpointInfo(**description["info"])
-        return ModelConfig.from_dict(description["model"]), info
+        recorded = dict(description.get("files", {}))
+        return ModelConfig.from_dict(description["model"]), info, recorded
     except FileNotFoundError:
         raise UserError(
             f"{directory} is not a whole checkpoint: {DESCRIPTION} is missing"
         ) from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
+
+
+def _refuse_damage(file: Path, recorded: dict[str, str]) -> None:
+    if file.name in recorded and sha256_of(file) != recorded[file.name]:
+        raise UserError(
+            f"{file} is damaged: its sha256 is not the one in {DESCRIPTION}; use another checkpoint"
+        )
 
 
 def _read_weights(file: Path) -> dict[str, torch.Tensor]:
@@ -143,19 +178,19 @@ class Store:
         self.remove_leftovers()
         try:
             temporary.mkdir()
+            _write_trainer(temporary / TRAINER, trainer)
             save_model(temporary, model, info)
-            torch.save(trainer, temporary / TRAINER)
             for file in temporary.iterdir():
                 sync(file)
             sync(temporary)
             if final.exists():
-                shutil.rmtree(final)  # a damaged one of the same step, which resume passed over
+                self._remove(final)  # of the same step, which resume passed over
             temporary.rename(final)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise UserError(
-                f"cannot write checkpoint {final}: {error.strerror or error}; free the disk or "
-                "choose another --log.directory; the previous checkpoint is intact"
+                f"cannot write checkpoint {final}: {getattr(error, 'strerror', None) or error}; "
+                "free the disk or choose another --log.directory; the previous checkpoint is intact"
             ) from None
         sync(self.directory)
         write_text(self.directory / "latest", final.name + "\n")
@@ -163,8 +198,15 @@ class Store:
             write_text(self.directory / "best", final.name + "\n")
         for old in self.candidates()[keep:]:
             if old != self._pointer("best"):
-                shutil.rmtree(old)
+                self._remove(old)
         return final
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Under a temporary name first: a kill in the middle must not leave half a checkpoint."""
+        doomed = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
 
     def remove_leftovers(self) -> None:
         """Temporary files of a run that was killed while writing."""
@@ -175,8 +217,17 @@ class Store:
                 leftover.unlink()
 
 
+def _write_trainer(file: Path, trainer: dict) -> None:
+    try:
+        with file.open("wb") as opened:
+            torch.save(trainer, opened)
+    except RuntimeError as error:  # torch's own words for a full disk hide the reason
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def read_trainer(directory: Path) -> dict:
     """Optimiser, step and RNG states; reading cannot run code."""
+    _refuse_damage(directory / TRAINER, _description(directory)[2])
     try:
         return torch.load(directory / TRAINER, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file

@@ -1,9 +1,12 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +55,50 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: dict) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def digest(value) -> str:
+    """sha256 of a JSON value as it reads back, whatever the order of its keys."""
+    as_read = json.loads(json.dumps(value))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def seal(value: dict) -> dict:
+    """The value with a checksum of all of it, for `unseal` to compare."""
+    return value | {"sha256": digest(value)}
+
+
+def unseal(value: dict) -> dict:
+    """The value without its checksum; ValueError where they differ.
+
+    A value without one, written by hand or by another program, is taken as it is.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where an object belongs")
+    body = {key: part for key, part in value.items() if key != "sha256"}
+    if "sha256" in value and value["sha256"] != digest(body):
+        raise ValueError("the contents do not have the recorded checksum")
+    return body
+
+
+CHECKED_LINE = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
+
+
+def checked_line(value: dict) -> str:
+    """One line of JSON with a checksum of itself, for files that grow line by line."""
+    text = json.dumps(finite(value), ensure_ascii=False)[:-1]
+    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def read_line(line: str) -> dict:
+    """The value of a checked line, or of plain JSON; ValueError where it is damaged."""
+    match = CHECKED_LINE.fullmatch(line)
+    if match and zlib.crc32(match[1].encode()) != int(match[2], 16):
+        raise ValueError("the line does not have the recorded checksum")
+    value = json.loads(f"{match[1]}}}" if match else line)
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where an object belongs")
+    return value
 
 
 def finite(value):

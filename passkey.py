@@ -13,7 +13,6 @@ its 95 % Wilson interval. `--alpha`, `--p`, `--window` and `--position-interpola
 eval_extrapolation.py.
 """
 
-import json
 import math
 import os
 import re
@@ -46,7 +45,7 @@ from evaluation import (
     series_label,
     variants,
 )
-from files import writing
+from files import checked_line, read_line, writing
 from model import GPT
 from results_io import Results
 
@@ -138,9 +137,9 @@ class Answers:
             found = self.path.read_bytes()
             whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
             try:
-                for line in whole.splitlines():
-                    self._remember(json.loads(line))
-            except (ValueError, KeyError, TypeError):
+                for line in whole.decode().split("\n")[:-1]:
+                    self._remember(read_line(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise UserError(
                     f"{self.path} is damaged; delete it and the results beside it, or give another "
                     "--out"
@@ -156,7 +155,7 @@ class Answers:
 
     def append(self, answers: list[dict]) -> None:
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
+            file.writelines(map(checked_line, answers))
             file.flush()
             os.fsync(file.fileno())
         for answer in answers:

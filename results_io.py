@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError
-from files import finite, write_json, writing
+from files import finite, seal, unseal, write_json, writing
 
 ROW_KEY = ("checkpoint", "variant", "length")
 
@@ -60,7 +60,7 @@ class Results:
 
     def save(self) -> None:
         keys = ("kind", "settings", "about", "checkpoints", "rows")
-        write_json(self.path, {key: getattr(self, key) for key in keys} | self.extra)
+        write_json(self.path, seal({key: getattr(self, key) for key in keys} | self.extra))
 
     def series(self) -> Iterator[tuple[str, str, list[dict]]]:
         """(checkpoint, variant, rows by length), in the order in which they were first measured."""
@@ -80,7 +80,7 @@ def read_results(path: str | Path) -> dict:
     """A results file, its structure checked."""
     path = Path(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = unseal(json.loads(path.read_text(encoding="utf-8")))
         well_formed = all(
             isinstance(found[key], kind)
             for key, kind in (("settings", dict), ("checkpoints", dict), ("rows", list))
@@ -94,5 +94,7 @@ def read_results(path: str | Path) -> dict:
     except (ValueError, KeyError, TypeError, RecursionError):
         well_formed = False
     if not well_formed:
-        raise UserError(f"{path} is not a results file of these scripts; give another --out")
+        raise UserError(
+            f"{path} is damaged or is not a results file of these scripts; give another --out"
+        )
     return found

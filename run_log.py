@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import netrc
 import os
 import subprocess
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from config import Config
 from distributed import World
 from errors import UserError
-from files import finite, write_json, write_text
+from files import checked_line, read_line, write_json, write_text, writing
 
 METRICS = "metrics.jsonl"
 
@@ -75,8 +74,10 @@ class RunLog:
         write_text(self.path / "config.toml", self.config.to_toml())
         write_json(self.path / "run.json", about)
         metrics = [m for m in read_metrics(self.path) if m["step"] <= step]
-        write_text(self.path / METRICS, "".join(json.dumps(m) + "\n" for m in metrics))
-        self._metrics = (self.path / METRICS).open("a")
+        write_text(self.path / METRICS, "".join(map(checked_line, metrics)))
+        # Unbuffered: a failed write must fail where it is made, not again when it is closed.
+        with writing(self.path / METRICS):
+            self._metrics = (self.path / METRICS).open("ab", buffering=0)
         self._wandb = start_wandb(self.config, self.path)
         for line in summary:
             self.say(line)
@@ -118,8 +119,10 @@ class RunLog:
             self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
 
     def _record(self, **values) -> None:
-        self._metrics.write(json.dumps(finite(values)) + "\n")
-        self._metrics.flush()
+        line = checked_line(values).encode()
+        with writing(self.path / METRICS):
+            while line:
+                line = line[self._metrics.write(line) :]
         if self._wandb is not None:
             with contextlib.suppress(Exception):  # a lost connection must not stop a run
                 self._wandb.log(values, step=values["step"])
@@ -152,14 +155,22 @@ def git_revision() -> str:
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The measurements of a run; a line that a kill cut short is dropped."""
+    """The measurements of a run; damaged lines are named and left out.
+
+    What stands behind the last newline was cut short by a kill, and is left out without a word.
+    """
     file, measured = run_directory / METRICS, []
-    if file.exists():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                value = json.loads(line)
-                if isinstance(value, dict) and isinstance(value.get("step"), int):
-                    measured.append(value)
+    if not file.exists():
+        return measured
+    *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = read_line(line)
+            if type(value["step"]) is not int:
+                raise ValueError(f"step {value['step']!r}")
+            measured.append(value)
+        except (ValueError, KeyError, RecursionError) as error:
+            print(f"warning: {file}, line {number} is damaged: {error}", file=sys.stderr)
     return measured
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from data.tokeniser import TOKENISERS, Tokeniser
 from errors import UserError
+from files import unseal
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
@@ -239,7 +240,7 @@ def read_manifest(directory: Path) -> dict:
     with reading(path):
         text = path.read_bytes()
     try:
-        manifest = json.loads(text)
+        manifest = unseal(json.loads(text))
         shards = [Shard(**entry) for entry in manifest["shards"]]
         for shard in shards:
             match = SHARD_NAME.fullmatch(shard.name)

@@ -7,7 +7,6 @@ much of everything is safely on disk, and the position in the source that belong
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from data.shards import (
 )
 from data.tokeniser import Tokeniser
 from errors import UserError
-from files import sync, temporary_of, write_json, writing
+from files import digest, seal, sync, temporary_of, write_json, writing
 
 
 def write_manifest(
@@ -53,7 +52,7 @@ def write_manifest(
         "shards": [asdict(shard) for shard in shards],
         "settings": settings,
     }
-    write_json(directory / MANIFEST, manifest)
+    write_json(directory / MANIFEST, seal(manifest))
 
 
 @contextlib.contextmanager
@@ -135,10 +134,10 @@ class ShardWriter:
             self._write(header_bytes(self.partial))
             os.fsync(self._file.fileno())
             self._close()
-            digest = sha256_of(self._temporary)
+            checksum = sha256_of(self._temporary)
             self._temporary.replace(self._path)
             sync(self.directory)
-        self.shards.append(Shard(self._path.name, self.split, self.partial, digest))
+        self.shards.append(Shard(self._path.name, self.split, self.partial, checksum))
         self.partial = 0
 
     def end_validation(self) -> None:
@@ -160,7 +159,7 @@ class ShardWriter:
             "source_state": source_state,
             "skip": skip,
         }
-        write_json(self.directory / PROGRESS, {"sha256": _digest(body), "progress": body})
+        write_json(self.directory / PROGRESS, {"sha256": digest(body), "progress": body})
 
     def resume(self) -> tuple[object, int]:
         """Continue from `progress.json` if there is one: the source state, tokens to skip."""
@@ -243,10 +242,6 @@ class ShardWriter:
         self._close()
 
 
-def _digest(value: dict) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def read_progress(directory: Path) -> dict | None:
     """The record of an unfinished preparation; None when there is none."""
     path = directory / PROGRESS
@@ -256,7 +251,7 @@ def read_progress(directory: Path) -> dict | None:
         text = path.read_bytes()
     try:
         record = json.loads(text)
-        if _digest(record["progress"]) != record["sha256"]:
+        if digest(record["progress"]) != record["sha256"]:
             raise ValueError("checksum")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
