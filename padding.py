@@ -40,6 +40,6 @@ def attend_padded(
     return out.transpose(1, 2)
 
 
-def positions(mask: Tensor, length: int) -> Tensor:
+def token_positions(mask: Tensor, length: int) -> Tensor:
     """The place of each of the last `length` tokens in its own sequence, (B, length), from 0."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)[:, mask.shape[1] - length :]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention import MECHANISMS, attend, attention_weights
-from padding import attend_padded, positions
+from padding import attend_padded, token_positions
 
 HEADS, DIM, WIDTH = 2, 6, 11
 LEFT = [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * WIDTH, [0] * 10 + [1]]
@@ -72,5 +72,5 @@ def test_gradients_are_those_of_the_sequences_alone():
 
 def test_positions_count_tokens_only():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 1], [1, 1, 1, 1, 1]], dtype=bool)
-    assert positions(mask, 5)[mask].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]
-    assert positions(mask, 1).tolist() == [[2], [2], [4]]
+    assert token_positions(mask, 5)[mask].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert token_positions(mask, 1).tolist() == [[2], [2], [4]]
