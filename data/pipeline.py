@@ -102,7 +102,7 @@ def _encode_in_worker(tokeniser: str, fast: bool, pieces: list[Piece]) -> tuple[
     return _encoder_of_this_process(tokeniser, fast)(pieces)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """Ctrl-C is the parent's to handle, and a worker whose parent was killed must not linger."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -122,7 +122,7 @@ def encoded(
     get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
     # Spawned, not forked: threads of pyarrow and the hub's client are running here by now.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
     try:
         submit = functools.partial(pool.submit, _encode_in_worker, tokeniser, fast)
         for chunk, future in _in_order(stream, submit, limit=2 * workers + 1):

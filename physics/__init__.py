@@ -1,0 +1,1 @@
+"""Does a model of orbits find Newton's law: simulation, force prediction, symbolic regression."""

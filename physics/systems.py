@@ -1,0 +1,148 @@
+"""Random planetary systems, the eight planets, and their orbits as tokens.
+
+The distributions are those of Vafa et al. (2025), fitted there to the known exoplanets. Systems are
+drawn in blocks: number i depends on the seed, the kind of set and i alone, not on how many there
+are, in which shard they lie or which process makes them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from physics.kepler import Orbits
+
+EXTENT = 50.0  # AU: coordinates in [-EXTENT, EXTENT], beyond it the outermost bin
+TIME_STEPS = (0.0189, 0.486)  # years: a week, and half a year
+MAX_PLANETS = 10
+CHANNELS = 2  # x and y
+STATE = ("x", "y", "vx", "vy", "m1", "m2")  # planet minus star, its mass, the star's
+BLOCK = 1000  # sequences drawn from one random stream
+KINDS = ("train", "val", "forces")  # random streams of their own
+
+# Mass (of the Sun's), semi-major axis (AU), eccentricity.
+PLANETS = {
+    "Mercury": (1.652e-07, 0.387, 0.205),
+    "Venus": (2.447e-06, 0.723, 0.007),
+    "Earth": (3.003e-06, 1.000, 0.017),
+    "Mars": (3.213e-07, 1.524, 0.093),
+    "Jupiter": (9.544e-04, 5.203, 0.048),
+    "Saturn": (2.857e-04, 9.537, 0.054),
+    "Uranus": (4.354e-05, 19.189, 0.047),
+    "Neptune": (5.165e-05, 30.069, 0.009),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How coordinates become tokens: `bins` a coordinate, then a token a time step, one unused."""
+
+    bins: int = 7000
+
+    @property
+    def vocab_size(self) -> int:
+        return self.bins + len(TIME_STEPS) + 1
+
+    def tokens(self, coordinates: np.ndarray) -> np.ndarray:
+        index = np.floor((coordinates + EXTENT) * (self.bins / (2 * EXTENT)))
+        return np.clip(index, 0, self.bins - 1).astype(np.uint16)
+
+    def coordinates(self, tokens: np.ndarray) -> np.ndarray:
+        """The middle of each bin."""
+        return (tokens + 0.5) * (2 * EXTENT / self.bins) - EXTENT
+
+
+@dataclass(frozen=True)
+class Systems:
+    """A batch of stars with the same number of planets."""
+
+    orbits: Orbits  # fields (systems, planets)
+    centre: np.ndarray  # of mass, (systems, 2)
+    time_step: np.ndarray  # index into TIME_STEPS, (systems,)
+
+    def points(self, count: int, grid: Grid) -> np.ndarray:
+        """(systems, count, 2) uint16: the time step, then at each time every planet, the star."""
+        relative, _ = self._relative(count)
+        share = np.zeros_like(self.orbits.star)  # of the motion about the centre that is the star's
+        if share.shape[1] == 1:  # with more planets the star stands still
+            share = self.orbits.planet / (self.orbits.planet + self.orbits.star)
+        centre, share = self.centre[:, None, None], share[..., None, None]
+        bodies = np.concatenate(
+            (centre + (1 - share) * relative, centre - (share * relative)[:, :1]), axis=1
+        )
+        walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
+        first = np.broadcast_to((grid.bins + self.time_step)[:, None, None], (len(walk), 1, 2))
+        return np.concatenate((first.astype(np.uint16), grid.tokens(walk)), axis=1)
+
+    def states(self, count: int) -> np.ndarray:
+        """(systems, (count - 1) // 2, 6), as STATE says, of an only planet: points 1, 3, 5, ..."""
+        position, velocity = self._relative(count)
+        masses = np.stack((self.orbits.planet, self.orbits.star), axis=-1)[:, :, None]
+        masses = np.broadcast_to(masses, (*position.shape[:-1], 2))
+        return np.concatenate((position, velocity, masses), axis=-1)[:, 0, : (count - 1) // 2]
+
+    def _relative(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        times = np.arange(-(-(count - 1) // (self.orbits.axis.shape[1] + 1)))
+        return self.orbits.at(np.array(TIME_STEPS)[self.time_step][:, None, None] * times)
+
+
+def random_systems(
+    seed: int, kind: str, first: int, count: int, planets: int | None = None
+) -> Iterator[tuple[np.ndarray, Systems]]:
+    """Systems `first` ... `first + count - 1` of a kind, in groups of one number of planets.
+
+    Yields (which of them, systems); `planets` fixes the number.
+    """
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        number, drawn = _draw_block(seed, kind, block, planets)
+        index = np.arange(block * BLOCK, (block + 1) * BLOCK) - first
+        wanted = (index >= 0) & (index < count)
+        for n in np.unique(number[wanted]):
+            chosen = wanted & (number == n)
+            yield index[chosen], _take(drawn, chosen, int(n))
+
+
+def _draw_block(seed: int, kind: str, block: int, planets: int | None):
+    """The number of planets of BLOCK systems, and those systems with MAX_PLANETS each."""
+    rng = np.random.default_rng([seed, KINDS.index(kind), block])
+    number = rng.integers(1, MAX_PLANETS + 1, BLOCK)
+    each = (BLOCK, MAX_PLANETS)
+    star = np.clip(rng.lognormal(0, 0.2005, BLOCK) * 1.6272 - 0.6794, 0.1, 5.0)
+    systems = Systems(
+        Orbits(
+            axis=rng.uniform(0.3, 32.0, each),
+            eccentricity=rng.beta(0.867, 3.03, each),
+            periapsis=rng.uniform(0, 2 * np.pi, each),
+            phase=rng.uniform(0, 2 * np.pi, each),
+            planet=np.clip(rng.gamma(0.3202, 1.1056e-3, each) + 6.01e-8, 1e-9, 1e-3),
+            star=np.repeat(star[:, None], MAX_PLANETS, axis=1),
+        ),
+        centre=rng.standard_normal((BLOCK, 2)),
+        time_step=rng.integers(0, len(TIME_STEPS), BLOCK),
+    )
+    return (number if planets is None else np.full(BLOCK, planets)), systems
+
+
+def _take(systems: Systems, chosen: np.ndarray, planets: int) -> Systems:
+    values = {f.name: getattr(systems.orbits, f.name)[chosen, :planets] for f in fields(Orbits)}
+    return Systems(Orbits(**values), systems.centre[chosen], systems.time_step[chosen])
+
+
+def random_points(
+    seed: int, kind: str, first: int, count: int, points: int, grid: Grid
+) -> np.ndarray:
+    """(count, points, 2) uint16 of those systems."""
+    out = np.empty((count, points, CHANNELS), dtype=np.uint16)
+    for index, systems in random_systems(seed, kind, first, count):
+        out[index] = systems.points(points, grid)
+    return out
+
+
+def solar_system() -> Systems:
+    """The eight planets, each alone with the Sun, in half-year steps from the periapsis."""
+    mass, axis, eccentricity = (
+        np.array(column)[:, None] for column in zip(*PLANETS.values(), strict=True)
+    )
+    zero = np.zeros_like(mass)
+    orbits = Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0)
+    return Systems(orbits, np.zeros((len(PLANETS), 2)), np.ones(len(PLANETS), dtype=int))
