@@ -11,11 +11,9 @@ from reporting.markup import Html, join, tag
 from reporting.records import Row, Table
 
 WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 46, 18, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 46, 24, 14, 46
 COLOURS = 7  # classes s0..s6 of page.css
 
-# The comparison that the paper is about; other rows would hide it.
-HEADLINE_ROWS = ("softmax", "ssmax", "lssa", "lssar-p3", "lssar-p15")
 MOST_LINES = 7
 LARGEST = 1e12  # what is beyond is no result, and would flatten all others
 
@@ -45,33 +43,38 @@ class Series:
 
 
 def headline_rows(table: Table) -> list[Row]:
-    chosen = [row for row in table.rows if row.key in HEADLINE_ROWS]
-    chosen = chosen if len(chosen) > 1 else [row for row in table.rows if not row.control]
-    controls = [row for row in table.rows if row.control and row not in chosen]
-    chosen = [row for row in chosen + controls if measured_points(row)]
-    return chosen[:MOST_LINES]
+    """Rows with the most seeds: what the table is about; more lines would hide each other."""
+    drawn = [row for row in table.rows if len(measured_points(table, row)) > 1]
+    seeds = {row.key: max(cell.n for cell in row.measured if cell) for row in drawn}
+    return [row for row in drawn if seeds[row.key] == max(seeds.values())][:MOST_LINES]
 
 
-def measured_points(row: Row) -> list[Point]:
+def columns_of(table: Table) -> range:
+    """The first columns of one metric: keys are METRIC@LENGTH, or lengths alone."""
+    metrics = [column.key.rpartition("@")[0] for column in table.columns]
+    same = next((i for i, metric in enumerate(metrics) if metric != metrics[0]), len(metrics))
+    return range(same)
+
+
+def measured_points(table: Table, row: Row) -> list[Point]:
     return [
         Point(i, cell.mean, min(cell.sd or 0.0, LARGEST))
-        for i, cell in enumerate(row.measured)
-        if cell is not None and cell.mean is not None and abs(cell.mean) < LARGEST
+        for i in columns_of(table)
+        if (cell := row.measured[i]) and cell.mean is not None and abs(cell.mean) < LARGEST
     ]
 
 
-def paper_points(row: Row) -> list[Point]:
+def paper_points(table: Table, row: Row) -> list[Point]:
     return [
         Point(i, value)
-        for i, value in enumerate(row.paper)
-        if value is not None and abs(value) < LARGEST
+        for i in columns_of(table)
+        if (value := row.paper[i]) is not None and abs(value) < LARGEST
     ]
 
 
 def can_be_drawn(table: Table) -> bool:
-    """Lines need two columns, a comparison two rows."""
-    rows = headline_rows(table)
-    return len(table.columns) > 1 and sum(len(measured_points(row)) > 1 for row in rows) > 1
+    """A comparison needs two lines."""
+    return len(headline_rows(table)) > 1
 
 
 def chart(table: Table, paper_unit: str, *, common_axis: bool) -> Html:
@@ -79,8 +82,8 @@ def chart(table: Table, paper_unit: str, *, common_axis: bool) -> Html:
     rows = headline_rows(table)
     ticks = [column.title for column in table.columns]
     paper_ticks = [column.paper or "" for column in table.columns]
-    measured = [series(row, i, measured_points(row)) for i, row in enumerate(rows)]
-    paper = [series(row, i, paper_points(row)) for i, row in enumerate(rows)]
+    measured = [series(row, i, measured_points(table, row)) for i, row in enumerate(rows)]
+    paper = [series(row, i, paper_points(table, row)) for i, row in enumerate(rows)]
     paper = [s for s in paper if len(s.points) > 1]
     axis = axis_ticks(measured + paper if common_axis else measured)
     panels = [panel("Measured here", table.unit, measured, ticks, axis)]
@@ -156,7 +159,7 @@ def tick_text(value: float, values: list[float]) -> str:
 
 def horizontal(y: float, label: str) -> Html:
     return join(
-        tag("line", x1=LEFT, x2=WIDTH - RIGHT + 8, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid"),
+        tag("line", x1=LEFT, x2=WIDTH - RIGHT + 12, y1=f"{y:.1f}", y2=f"{y:.1f}", class_="grid"),
         tag("text", label, x=LEFT - 8, y=f"{y + 4:.1f}", class_="tick end"),
     )
 

@@ -10,9 +10,10 @@ from string import Template
 from reporting.chart import can_be_drawn, chart, headline_rows
 from reporting.library import Figure, Library, Scale
 from reporting.markup import Html, each, join, tag
-from reporting.records import Claim, Run, Table
-from reporting.tables import NOTHING, chip, gap_name, link, plain, result_table, sortable, td
-from reporting.verdicts import BAD, GOOD, NOISE, OPEN, PAPER_SCALE, judge, seed_noise
+from reporting.records import Claim, Table
+from reporting.runs import runs_table
+from reporting.tables import NOTHING, chip, gap_name, plain, result_table, sortable, td
+from reporting.verdicts import BAD, GOOD, NOISE, OPEN, PAPER_SCALE, judge
 
 HERE = Path(__file__).parent
 SCALES = {
@@ -174,14 +175,14 @@ def claims_table(library: Library, scale: Scale) -> Html:
     rows = [
         [
             tag("th", c.claim, scope="row", data_sort=c.claim),
+            td(chip(CLAIM_KINDS.get(c.verdict, OPEN), c.verdict), c.verdict),
             td(c.paper or NOTHING, c.paper),
             td(c.measured or NOTHING, c.measured),
-            td(chip(CLAIM_KINDS.get(c.verdict, OPEN), c.verdict), c.verdict),
             td(evidence(library, scale, c)),
         ]
         for c in scale.claims
     ]
-    head = ["Claim", "In the paper", f"At {scale.name} scale", "Verdict", "Evidence"]
+    head = ["Claim", "Verdict", "In the paper", f"At {scale.name} scale", "Evidence"]
     return sortable(f"Claims, {title_of(scale)}", head, rows, "claims", unsorted=["Evidence"])
 
 
@@ -203,13 +204,13 @@ def rules(scales: list[Scale]) -> Html | None:
     """The rules of `verdicts.py` in words, for the scales that are shown."""
     if not any(s.tables for s in scales):
         return None
-    absolute = [s for s in scales if s.name == PAPER_SCALE]
-    directional = [s for s in scales if s.name != PAPER_SCALE]
+    absolute = [title_of(s) for s in scales if s.name == PAPER_SCALE]
+    directional = [title_of(s) for s in scales if s.name != PAPER_SCALE]
     return tag(
         "ul",
         tag(
             "li",
-            tag("b", "Paper scale. "),
+            tag("b", f"{absolute[0]}. "),
             chip(GOOD, "reproduced"),
             " where measured and paper differ by no more than the table's tolerance, else ",
             chip(BAD, "differs"),
@@ -219,7 +220,7 @@ def rules(scales: list[Scale]) -> Html | None:
         else None,
         tag(
             "li",
-            tag("b", "Other scales. "),
+            tag("b", f"{', '.join(directional)}. "),
             "A row's gap to the baseline row of the same column, measured and in the paper: ",
             chip(GOOD, "same direction"),
             ", ",
@@ -268,7 +269,7 @@ def table_section(library: Library, table: Table) -> Html:
         "section",
         tag("h3", table.title),
         tag("p", about_table(library, table), class_="about"),
-        result_table(library, table),
+        result_table(library, table) if table.rows else tag("p", "Nothing measured yet."),
         tag("ul", each("li", table.notes), class_="notes") if table.notes else None,
         figures(library.figures_of(table.path, table.figures), table.title),
         tag("p", "Reproduce: ", tag("code", table.command), class_="command")
@@ -285,12 +286,20 @@ def about_table(library: Library, table: Table) -> Html:
         facts.append(f"{table.unit}{better}")
     if len(table.columns) > 1:
         facts.append(f"Δ: {gap_name(table)}")
-    if table.scale != PAPER_SCALE:
-        facts.append(f"noise of one seed {plain(seed_noise(table))}")
+    if not any(v is not None for row in table.rows for v in row.paper):
+        facts.append("the paper prints no number of this")
+    elif table.scale != PAPER_SCALE:
+        facts.append(f"noise of one seed {noises(table)}")
     elif table.tolerance is not None:
         facts.append(f"tolerance ±{plain(table.tolerance)}")
     facts.append(tag("a", "JSON", href=library.link(table.path)))
     return join(*(join(" · " if i else "", fact) for i, fact in enumerate(facts)))
+
+
+def noises(table: Table) -> str:
+    """One number, or the range over the columns."""
+    found = sorted({f"{table.noise_of(i):.2g}" for i in range(len(table.columns))}, key=float)
+    return " to ".join(dict.fromkeys([found[0], found[-1]]))
 
 
 def figures(found: list[Figure], title: str) -> Html | None:
@@ -310,42 +319,8 @@ def figure(found: Figure, title: str) -> Html:
 
 
 def runs_section(library: Library, scale: Scale, path: str) -> Html:
-    runs, href = scale.runs[path], library.link(path)
-    seconds, tokens = (sum(getattr(r, key) or 0 for r in runs) for key in ("seconds", "tokens"))
-    total = (
-        f"{len(runs)} runs, {tokens:,} training tokens, {seconds / 3600:.1f} hours of training. "
-    )
-    head = ["Run", "Status", "Seed", "Tokens", "Seconds", "Loss", "Parameters", "Commit", "torch"]
-    return tag(
-        "section",
-        tag("h3", "Runs"),
-        tag("p", total, tag("a", "JSON", href=href), class_="about"),
-        sortable(
-            f"Runs, {title_of(scale)}",
-            [*head, "Config"],
-            [run_row(run, href) for run in runs],
-            "runs",
-            unsorted=["Config"],
-        ),
-        id=anchor("runs", path),
-    )
-
-
-def run_row(run: Run, href: str | None) -> list[Html]:
-    state = GOOD if run.status == "done" else BAD if run.status.startswith("failed") else OPEN
-    numbers = [run.seed, run.tokens, run.seconds, run.loss, run.parameters]
-    shown = [None if v is None else link(plain(round(v, 4)), href, title=v) for v in numbers]
-    return [
-        tag("th", run.name, scope="row", data_sort=run.name),
-        td(chip(state, run.status), run.status),
-        *(td(s or NOTHING, v, class_="right") for s, v in zip(shown, numbers, strict=True)),
-        *(td(tag("code", v[:10]) if v else NOTHING, v) for v in (run.commit, run.torch)),
-        td(config_details(run) if run.config else NOTHING),
-    ]
-
-
-def config_details(run: Run) -> Html:
-    return tag("details", tag("summary", "config"), tag("pre", "\n".join(run.config)))
+    table = runs_table(scale.runs[path], library.link(path), f"Runs, {title_of(scale)}")
+    return tag("section", tag("h3", "Runs"), table, id=anchor("runs", path))
 
 
 # --- the rest ------------------------------------------------------------------------------------
@@ -369,11 +344,10 @@ def others(library: Library) -> Html | None:
     shown = cited(library)
     items = []
     for path, kind in library.others.items():
-        href, beside = library.link(path), library.figures_of(path)
-        if href in shown and not beside:
+        if (href := library.link(path)) in shown:
             continue
         name = join(tag("a", path, href=href), f" · {kind}" if kind else "")
-        items.append(join(name, figures(beside, path.removesuffix(".json"))))
+        items.append(join(name, figures(library.figures_of(path), path.removesuffix(".json"))))
     return tag("ul", each("li", items), class_="others") if items else None
 
 

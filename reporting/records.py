@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 REQUIRED = object()
+DEFAULT_NOISE = 0.02  # where a table states none
 KIND_NAMES = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
 
 
@@ -30,6 +31,7 @@ class Column:
     key: str
     title: str
     paper: str | None
+    noise: float | None  # of the gap between two single runs
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Table:
     notes: tuple[str, ...]
     figures: tuple[str, ...]
 
+    def noise_of(self, column: int) -> float:
+        """Of a gap between two numbers of one seed each, as the table states it."""
+        stated = self.columns[column].noise, self.seed_noise
+        return next((noise for noise in stated if noise is not None), DEFAULT_NOISE)
+
     def baseline_row(self) -> Row | None:
         return next((row for row in self.rows if row.key == self.baseline), None)
 
@@ -84,6 +91,7 @@ class Run:
     parameters: int | None
     commit: str | None
     torch: str | None
+    device: str | None
     config: tuple[str, ...]  # as lines: section.key = value
 
 
@@ -159,12 +167,15 @@ def read_row(found: dict, columns: int) -> Row:
 
 def read_table(found: dict, path: str, scale: str) -> Table:
     columns = tuple(
-        Column(take(c, "key", str), take(c, "title", str, c["key"]), take(c, "paper", str, None))
+        Column(
+            key=take(c, "key", str),
+            title=take(c, "title", str, c["key"]),
+            paper=take(c, "paper", str, None),
+            noise=number(c.get("noise"), "a column's noise"),
+        )
         for c in objects(found, "columns")
     )
     rows = tuple(read_row(row, len(columns)) for row in objects(found, "rows"))
-    if not columns or not rows:
-        raise Malformed("a table without rows or columns")
     keys = [row.key for row in rows]
     if twins := [key for key in keys if keys.count(key) > 1]:
         raise Malformed(f"two rows are called {twins[0]!r}")
@@ -221,6 +232,7 @@ def read_run(name: str, found) -> Run:
         status=take(found, "status", str, "done"),
         commit=take(found, "commit", str, None),
         torch=take(found, "torch", str, None),
+        device=take(found, "device", str, None),
         config=tuple(flat(take(found, "config", dict, {}))),
         **numbers,
     )

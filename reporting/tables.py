@@ -149,27 +149,21 @@ def difference(verdict: Verdict, own: str | None, decimals: int) -> Html | None:
 
 
 def row_title(row: Row) -> Html:
-    status = None
-    if row.status.startswith("failed"):
-        status = chip(BAD, row.status)
-    elif row.status != "done":
-        status = chip(OPEN, row.status)
-    control = tag("span", "control", class_="chip open") if row.control else None
-    return tag(
-        "th",
-        tag("span", row.title, class_="name"),
-        control,
-        status,
-        scope="row",
-        data_sort=row.title,
-    )
+    failed = row.status.startswith("failed")
+    status = chip(BAD if failed else OPEN, row.status) if row.status != "done" else None
+    control = chip(OPEN, "control") if row.control else None
+    name = tag("span", row.title, class_="name")
+    return tag("th", name, control, status, scope="row", data_sort=row.title)
 
 
 def shown_verdict(row: Row, found: Parts) -> Html | None:
-    """A row that was not run has said so beside its name."""
-    if found.verdict.kind == OPEN and row.status != "done" and found.mean is None:
+    """Nothing where the row's name has said it: not run, or not a row of the paper."""
+    verdict = found.verdict
+    if verdict.kind != OPEN:
+        return chip(verdict.kind, verdict.text)
+    if (found.mean is None and row.status != "done") or all(v is None for v in row.paper):
         return None
-    return chip(found.verdict.kind, found.verdict.text)
+    return tag("span", verdict.text, class_="small")
 
 
 def gap_name(table: Table) -> str:

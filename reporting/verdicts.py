@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from reporting.records import Cell, Row, Table
 
 PAPER_SCALE = "paper"
-DEFAULT_SEED_NOISE = 0.02
 
 GOOD, BAD, NOISE, OPEN = "good", "bad", "noise", "open"  # OPEN: there is nothing to judge
 
@@ -24,14 +23,10 @@ class Verdict:
     paper_difference: float | None = None  # the paper's own gap to its baseline
 
 
-def seed_noise(table: Table) -> float:
-    return DEFAULT_SEED_NOISE if table.seed_noise is None else table.seed_noise
-
-
 def judge(table: Table, row: Row, column: int) -> Verdict:
     cell, paper = row.measured[column], row.paper[column]
     if cell is None:
-        return Verdict(OPEN, "not measured")
+        return Verdict(OPEN, "no number")
     if cell.mean is None:
         return Verdict(BAD if paper is not None else OPEN, "not finite")
     if table.scale == PAPER_SCALE:
@@ -54,7 +49,7 @@ def judge_value(measured: float, paper: float | None, tolerance: float | None) -
 def judge_direction(table: Table, row: Row, column: int) -> Verdict:
     baseline = table.baseline_row()
     if baseline is None:
-        return Verdict(OPEN, "no baseline")
+        return Verdict(OPEN, "not in the paper" if row.paper[column] is None else "no baseline")
     if row is baseline:
         return Verdict(OPEN, "baseline")
     base, paper_base = baseline.measured[column], baseline.paper[column]
@@ -65,18 +60,19 @@ def judge_direction(table: Table, row: Row, column: int) -> Verdict:
     if paper is None or paper_base is None:
         return Verdict(OPEN, "not in the paper", gap)
     paper_gap = paper - paper_base
-    if is_noise(gap, measured_noise(cell, base, table)) or is_noise(paper_gap, seed_noise(table)):
+    single = table.noise_of(column)
+    if is_noise(gap, measured_noise(cell, base, single)) or is_noise(paper_gap, single):
         return Verdict(NOISE, "within noise", gap, paper_gap)
     if (gap > 0) == (paper_gap > 0):
         return Verdict(GOOD, "same direction", gap, paper_gap)
     return Verdict(BAD, "opposite direction", gap, paper_gap)
 
 
-def measured_noise(cell: Cell, base: Cell, table: Table) -> float:
+def measured_noise(cell: Cell, base: Cell, single: float) -> float:
     """Two standard errors of a difference of means over seeds; one seed has a stated noise."""
     if cell.n >= 2 and base.n >= 2 and cell.sd is not None and base.sd is not None:
         return 2 * math.hypot(cell.sd / math.sqrt(cell.n), base.sd / math.sqrt(base.n))
-    return seed_noise(table)
+    return single
 
 
 def is_noise(gap: float, noise: float) -> bool:

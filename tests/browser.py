@@ -29,6 +29,13 @@ class Browser:
         self.driver = subprocess.Popen(
             [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+        try:
+            self.url = self._begin(profile)
+        except BaseException:
+            self._end()
+            raise
+
+    def _begin(self, profile: Path) -> str:
         started = (line for line in self.driver.stdout if "started successfully on port" in line)
         port = next(started).rstrip().rstrip(".").rpartition(" ")[2]
         self.url = f"http://127.0.0.1:{port}/session"
@@ -39,25 +46,27 @@ class Browser:
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
         found = self._post("", {"capabilities": {"alwaysMatch": wanted}})
-        self.url += f"/{found['sessionId']}"
+        return f"{self.url}/{found['sessionId']}"
+
+    def _end(self) -> None:
+        self.driver.terminate()
+        self.driver.wait(timeout=20)
+        self.driver.stdout.close()
 
     def close(self) -> None:
         try:
             self._call("DELETE", "", None)
         finally:
-            self.driver.terminate()
-            self.driver.wait(timeout=20)
-            self.driver.stdout.close()
+            self._end()
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Load a page at a size and with the system's preference for colours."""
-        mobile = width < 600
         self.devtools(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
             deviceScaleFactor=1,
-            mobile=mobile,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])

@@ -105,7 +105,11 @@ def softmax_free(root: Path, rng: random.Random) -> dict:
 def modified_scores(root: Path, rng: random.Random) -> dict:
     paper = {"softmax": 3.1911, "inverse": 3.1915, "recentred": 3.2008, "recentred-l1": 3.1954}
     rows = [
-        row(key, [value], [drawn_cell(root, key, 0, 1.66 + 5 * (value - 3.1911), rng, n)])
+        row(
+            key,
+            [value],
+            [drawn_cell(root, f"scores-{key}", 0, 1.66 + 5 * (value - 3.1911), rng, n)],
+        )
         for (key, value), n in zip(paper.items(), (3, 3, 3, 1), strict=True)
     ]
     return table("modified_scores", ["1K"], rows, title="Modified attention scores")
