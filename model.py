@@ -3,6 +3,9 @@
 Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
 is computed on demand, and the row count N of the mechanisms follows the absolute position, in one
 pass and in cached decoding alike.
+
+Three fields change its two ends for what is not text (physics/), never the blocks: `channels`
+tokens a position, a learned table of `positions`, a regression head of `outputs` numbers.
 """
 
 import math
@@ -29,15 +32,19 @@ class ModelConfig:
     vocab_rows: int  # of the embedding table: vocab_size, or padded to a multiple of 64 for speed
     attention: Mechanism
     interpolation: float = 1.0  # position interpolation: RoPE position m becomes m / interpolation
+    channels: int = 1  # tokens a position; above 1 a table each, joined, and a head that is untied
+    positions: int = 0  # rows of a learned position table in place of RoPE; 0: RoPE
+    outputs: int = 0  # numbers a position in place of a token: a regression head; 0: none
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     def __post_init__(self):
-        for key in ("layers", "heads", "width", "vocab_size"):
-            if getattr(self, key) < 1:
-                raise UserError(f"model: {key} = {getattr(self, key)} must be at least 1")
+        sizes = dict.fromkeys(("layers", "heads", "width", "vocab_size"), 1)
+        for key, least in (sizes | ENDS).items():
+            if getattr(self, key) < least:
+                raise UserError(f"model: {key} = {getattr(self, key)} must be at least {least}")
         if self.width % (2 * self.heads):
             raise UserError(
                 f"model: width = {self.width} must be an even multiple of heads = {self.heads} "
@@ -50,13 +57,20 @@ class ModelConfig:
             )
         if not 0 < self.interpolation < math.inf:
             raise UserError(f"model: interpolation = {self.interpolation} must be positive")
+        if self.positions and self.interpolation != 1:
+            raise UserError(
+                f"model: interpolation = {self.interpolation} stretches RoPE, and positions = "
+                f"{self.positions} replaces it; leave one out"
+            )
 
     def to_dict(self) -> dict:
         """Plain JSON values; the attention as its name and what differs from the registry."""
         entry = MECHANISMS[self.attention.name]
         settings = {key: getattr(self.attention, key) for key in OVERRIDES}
         changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
-        return asdict(self) | {"attention": {"name": entry.name, **changed}}
+        # A text model's ends go without saying: its description, and so its identity, has none.
+        plain = {k: v for k, v in asdict(self).items() if v != ENDS.get(k)}
+        return plain | {"attention": {"name": entry.name, **changed}}
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
@@ -74,6 +88,9 @@ class ModelConfig:
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"model config is incomplete or of a wrong type: {error}") from None
 
+
+# What a text model has of the fields that change a model's ends, and their least values.
+ENDS = {"channels": 1, "positions": 0, "outputs": 0}
 
 # layers, heads, width, vocab_size, vocab_rows. nano reads bytes, the others GPT-2's BPE.
 PRESETS: dict[str, dict[str, int]] = {
@@ -98,7 +115,7 @@ class KVCache:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.length = 0
-        # Of a padded batch, (B, keys): which are tokens. Set before the step that adds its last ones.
+        # Of a padded batch, (B, keys): which are tokens; set before the step that adds the last.
         self.mask: Tensor | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -116,9 +133,10 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
 
-def rope_tables(
-    start: int, length: int, head_dim: int, interpolation: float, device
-) -> tuple[Tensor, Tensor]:
+Rope = tuple[Tensor, Tensor]
+
+
+def rope_tables(start: int, length: int, head_dim: int, interpolation: float, device) -> Rope:
     """cos and sin (length, 1, 1, head_dim / 2) for positions start .. start + length - 1."""
     return rope_at(torch.arange(start, start + length, device=device), head_dim, interpolation)
 
@@ -154,7 +172,7 @@ class Attention(nn.Module):
         init = self.mechanism.parameter_init
         self.head_scale = None if init is None else nn.Parameter(torch.full((self.heads,), init))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
         q, k, v = self.queries_keys_values(x, rope)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
@@ -164,10 +182,11 @@ class Attention(nn.Module):
         )
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 
-    def queries_keys_values(self, x: Tensor, rope) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape
         qk, v = self.qkv(x).view(batch, length, 3, self.heads, -1).split((2, 1), dim=2)
-        q, k = rotate(qk, *rope).transpose(1, 3).unbind(2)  # (B, H, L, d)
+        turned = qk if rope is None else rotate(qk, *rope)
+        q, k = turned.transpose(1, 3).unbind(2)  # (B, H, L, d)
         return q, k, v.squeeze(2).transpose(1, 2)
 
 
@@ -180,7 +199,7 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rope, cache)
         hidden = F.gelu(self.mlp_in(self.norm_mlp(x)))
         return x + self.mlp_out(hidden)
@@ -190,9 +209,15 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_rows, config.width)  # tied with the head
+        many = config.channels > 1
+        # Tied with the head, but for the two ends that are not text's.
+        self.embedding = nn.Embedding(config.channels * config.vocab_rows, config.width)
+        self.join = nn.Linear(config.channels * config.width, config.width) if many else None
+        self.positions = nn.Embedding(config.positions, config.width) if config.positions else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
+        outputs = config.outputs or (config.channels * config.vocab_rows if many else 0)
+        self.head = nn.Linear(config.width, outputs) if outputs else None
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -206,40 +231,78 @@ class GPT(nn.Module):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss with targets, else the logits (B, L, vocab_size) of every position."""
+        """The mean loss with targets, else the logits (B, L, vocab_size) of every position.
+
+        With channels, tokens and targets are (B, L, channels); with outputs, targets are numbers
+        (B, L, outputs), NaN where there is no label, and the loss is the mean squared error.
+        """
         hidden = self.hidden(tokens)
         if targets is None:
             return self.logits(hidden)
-        return linear_cross_entropy(hidden, self.embedding.weight, targets, self.config.vocab_size)
+        if self.config.outputs:
+            return labelled_mse(self.logits(hidden), targets)
+        parts = self._channels(hidden, targets)
+        losses = [linear_cross_entropy(*part, self.config.vocab_size) for part in parts]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, L, width); with a cache, of the tokens that follow it."""
         start = 0 if cache is None else cache.length
-        rope = rope_tables(
-            start,
-            tokens.shape[1],
-            self.config.head_dim,
-            self.config.interpolation,
-            tokens.device,
-        )
-        if cache is not None and cache.mask is not None:
-            place = token_positions(cache.mask, tokens.shape[1])
-            rope = rope_at(place, self.config.head_dim, self.config.interpolation)
-        x = self.embedding(tokens)
+        x, rope = self._embed(tokens, start), None
+        if self.positions is None:
+            c = self.config
+            rope = rope_tables(start, x.shape[1], c.head_dim, c.interpolation, x.device)
+            if cache is not None and cache.mask is not None:
+                place = token_positions(cache.mask, x.shape[1])
+                rope = rope_at(place, c.head_dim, c.interpolation)
         for block in self.blocks:
             x = block(x, rope, cache)
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.norm(x)
 
+    def _embed(self, tokens: Tensor, start: int) -> Tensor:
+        c, end = self.config, start + tokens.shape[1]
+        if self.join is None:
+            x = self.embedding(tokens)
+        else:  # the tables of the channels lie one after another in one
+            first = torch.arange(c.channels, device=tokens.device) * c.vocab_rows
+            x = self.join(self.embedding(tokens + first).flatten(2))
+        if self.positions is None:
+            return x
+        if end > c.positions:
+            raise UserError(
+                f"a sequence of {end} is longer than the model's table of {c.positions} positions, "
+                "which cannot be stretched; give at most that"
+            )
+        return x + self.positions.weight[start:end]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding.weight)[..., : self.config.vocab_size].float()
+        """(..., vocab_size); with channels (..., channels, vocab_size); with outputs those."""
+        c = self.config
+        if self.head is None:
+            return F.linear(hidden, self.embedding.weight)[..., : c.vocab_size].float()
+        out = self.head(hidden).float()
+        return out if c.outputs else out.unflatten(-1, (c.channels, -1))[..., : c.vocab_size]
+
+    def _channels(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(hidden, the head's weight, targets) of each channel."""
+        if self.head is None:
+            return [(hidden, self.embedding.weight, targets)]
+        # A bias is the weight of an input that is always one; seven zeros keep the rows aligned.
+        hidden = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, 7))
+        weight = F.pad(torch.cat((self.head.weight, self.head.bias.unsqueeze(1)), dim=1), (0, 7))
+        return [
+            (hidden, part, targets[..., i])
+            for i, part in enumerate(weight.split(self.config.vocab_rows))
+        ]
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of every token (B, L), without gradients."""
+        """The loss of every token, in the shape of the targets, without gradients."""
         with torch.no_grad():
-            hidden = self.hidden(tokens)
-        return token_losses(hidden, self.embedding.weight, targets, self.config.vocab_size)
+            parts = self._channels(self.hidden(tokens), targets)
+        losses = [token_losses(*part, self.config.vocab_size) for part in parts]
+        return losses[0] if self.head is None else torch.stack(losses, dim=-1)
 
     def configure(self, **changes) -> "GPT":
         """The same weights under another `interpolation` or `attention` (p, alpha, window, ...)."""
@@ -266,7 +329,10 @@ class GPT(nn.Module):
     def flops_per_token(self, length: int) -> float:
         """Of a training step: 6 a weight that multiplies, and the causal half of the attention."""
         c = self.config
+        # A table that is only looked up in does not multiply.
+        tables = (self.positions, self.head and self.embedding)
         dense = sum(p.numel() for p in self.parameters() if p.dim() >= 2)
+        dense -= sum(table.weight.numel() for table in tables if table is not None)
         return 6 * dense + 6 * c.layers * c.width * length
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:
@@ -312,6 +378,13 @@ class GPT(nn.Module):
         """The prompt (B, L) and its continuation; options as in `stream`."""
         new = list(self.stream(prompt, max_new_tokens, **options))
         return torch.cat((prompt, *(token.unsqueeze(1) for token in new)), dim=1)
+
+
+def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:
+    """Mean of (predicted - target)^2 over the targets that are not NaN."""
+    labelled = ~targets.isnan()
+    error = predicted - torch.where(labelled, targets, predicted.detach())
+    return error.square().sum() / labelled.sum().clamp(min=1)
 
 
 def sample(
