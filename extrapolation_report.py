@@ -1,4 +1,7 @@
-"""Tables and figures of `eval_extrapolation.py`, made from its results file alone."""
+"""python extrapolation_report.py results/x.json: the losses of a results file in one short table.
+
+Tables and figures of `eval_extrapolation.py`, made from its results file alone.
+"""
 
 import math
 from pathlib import Path
@@ -6,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 import plots
+from errors import Parser, run
 from evaluation import AS_TRAINED, labels, series_label, table
-from results_io import Results
+from results_io import Results, read_results
 
 
 def paired_differences(results: Results, reference: str) -> list[dict]:
@@ -30,6 +34,27 @@ def paired_differences(results: Results, reference: str) -> list[dict]:
             }
         )
     return differences
+
+
+def short_table(path: Path) -> str:
+    """Loss by length, how much it rises, and what the far context brings: a line a series."""
+    found = read_results(path)
+    results = Results(path, found["kind"], found["settings"], found["about"])
+    names = labels(results.checkpoints)
+    lengths = sorted({row["length"] for row in results.rows})
+    body = []
+    for identity, variant, rows in results.series():
+        losses, gain = [row["loss"] for row in rows], rows[-1]["context_gain"]
+        rise = None if None in losses else losses[-1] - losses[0]
+        body.append(
+            [
+                series_label(names[identity], variant),
+                *(_number(loss, ".3f") for loss in losses),
+                _number(rise, "+.3f"),
+                f"{gain['gain']:+.3f}" if gain else "",
+            ]
+        )
+    return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)
 
 
 def _overflowed(row: dict) -> bool:
@@ -175,3 +200,13 @@ def loss_by_position(results: Results):
 def common_train_length(results: Results) -> int | None:
     found = {c["train_length"] for c in results.checkpoints.values()}
     return found.pop() if len(found) == 1 else None
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("results", type=Path)
+    print(short_table(parser.parse_args(argv).results))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -28,12 +28,17 @@ python generate.py runs/nano-lssar --prompt $'def ' --tokens 200
 
 cat <<TXT
 
-Done. The table above: softmax's loss climbs beyond the training length, LSSAR's much less; a
-sliding window keeps softmax flat too, which is why the context gain stands beside the loss.
+== Summary: trained at 128 bytes, evaluated at 1x to 16x that length
+$(python extrapolation_report.py "$results/extrapolation.json")
+
+Softmax's loss climbs beyond the training length, LSSAR's much less. A sliding window of the training
+length keeps softmax flat too: a flat curve alone does not show that far context is used, the context
+gain does (below zero, the far context helps).
   figure        $results/extrapolation.png
   loss curves   runs/nano-softmax/loss.png, runs/nano-lssar/loss.png
 Next:
   another mechanism     python train.py configs/nano-softmax.toml --attention.name=lssa --log.name=nano-lssa
   attention maps        python attention_maps.py runs/nano-softmax runs/nano-lssar --out $results/maps.json
-  at paper scale        python train.py configs/gpt2-124m-lssar.toml --dry-run --world-size 8
+  the whole paper       bash scripts/reproduce_all.sh --plan     (nano scale, this machine)
+  at paper scale        SCALE=paper bash scripts/reproduce_all.sh --plan
 TXT
