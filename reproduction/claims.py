@@ -39,7 +39,7 @@ class Evidence:
         keys = [column["key"] for column in found["columns"]]
         cells = next(r["measured"] for r in found["rows"] if r["key"] == row)
         cell = cells[keys.index(f"{metric}@{length}")]
-        if cell is None:
+        if cell is None or cell["mean"] is None:
             raise LookupError(f"{name} has no {metric} of {row} at {length}")
         return cell
 

@@ -7,13 +7,17 @@ from reproduction.plan import Workspace
 
 def draw(table: Table, built: dict, space: Workspace) -> list[str]:
     """Write the figure of a table and return its files; nothing where nothing was measured."""
-    if not any(cell for row in built["rows"] for cell in row["measured"]):
+    if not any(is_number(cell) for row in built["rows"] for cell in row["measured"]):
         return []
     figure = {"lengths": by_length, "dots": dots, "exponents": by_exponent}[table.figure](
         table, built, space
     )
     target = space.table(table.name).with_suffix(".png")
     return [path.as_posix() for path in plots.save(figure, target) if path.suffix == ".png"]
+
+
+def is_number(cell: dict | None) -> bool:
+    return cell is not None and cell["mean"] is not None
 
 
 def quantity(built: dict) -> str:
@@ -31,8 +35,8 @@ def by_length(table: Table, built: dict, space: Workspace):
         width=plots.PAGE if wide else 1.2 * plots.COLUMN, height=2.3 + 0.16 * legend_rows
     )
     for number, row in enumerate(built["rows"]):
-        points = [(lengths[i], row["measured"][i]) for i in shown if row["measured"][i]]
-        points = [(x, cell) for x, cell in points if cell["mean"] is not None]
+        cells = [(lengths[i], row["measured"][i]) for i in shown]
+        points = [(x, cell) for x, cell in cells if is_number(cell)]
         if points:
             axes.errorbar(
                 [x for x, _ in points],
@@ -52,7 +56,7 @@ def by_length(table: Table, built: dict, space: Workspace):
 
 def dots(table: Table, built: dict, space: Workspace):
     """Single values side by side, with the noise of a seed as a band about the baseline."""
-    rows = [row for row in built["rows"] if row["measured"][0]]
+    rows = [row for row in built["rows"] if is_number(row["measured"][0])]
     figure, axes = plots.figure(height=0.9 + 0.22 * len(rows))
     noise = built["columns"][0].get("noise")
     baseline = next((r for r in rows if r["key"] == table.baseline), None)
@@ -78,7 +82,7 @@ def by_exponent(table: Table, built: dict, space: Workspace):
     ):
         for i, column in enumerate(built["columns"]):
             cells = [(p, rows[f"{stem}-p{p}"]["measured"][i]) for p in SWEPT_P]
-            points = [(p, cell["mean"]) for p, cell in cells if cell]
+            points = [(p, cell["mean"]) for p, cell in cells if is_number(cell)]
             if points:
                 axes.plot(*zip(*points, strict=True), label=column["title"], **plots.line(i))
         axes.set(xlabel="exponent p", title=title, xticks=SWEPT_P)

@@ -34,34 +34,36 @@ def paper_numbers() -> dict:
 def measured(row: Row, column: Column, space: Workspace) -> dict | None:
     """Mean, spread and sources of a cell, over the seeds that have been evaluated."""
     key = row.run.format(factor=f"{column.factor:g}")
-    values, sources = [], []
+    values, sources = [], []  # an overflow is a None among the values
     for seed in space.seeds_of(key):
         file = space.evaluation(EVALUATIONS[column.metric][0], key, seed)
         if file.exists():
             found = find_value(read_results(file)["rows"], row.variant, column, space)
-            values += [] if found is None else [found]
-            sources += [] if found is None else [file.as_posix()]
+            values += found
+            sources += [file.as_posix()] * len(found)
     return summary(values, sources)
 
 
-def summary(values: list[float], sources: list[str]) -> dict | None:
+def summary(values: list[float | None], sources: list[str]) -> dict | None:
     if not values:
         return None
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    mean = statistics.fmean(values)
+    finite = None not in values
+    mean = statistics.fmean(values) if finite else None
+    spread = statistics.stdev(values) if finite and len(values) > 1 else None
     return {"mean": mean, "sd": spread, "n": len(values), "values": values, "sources": sources}
 
 
-def find_value(rows: list[dict], variant: str, column: Column, space: Workspace) -> float | None:
+def find_value(rows: list[dict], variant: str, column: Column, space: Workspace) -> list:
+    """The number, None where it overflowed, in a list; an empty one where there is no such row."""
     length = column_length(column, space)
     window = space.scale.passkey_length(1) if column.metric == "accuracy" else space.scale.length(1)
     variant = f"window={window}" if variant == "window" else variant
     row = next((r for r in rows if (r["variant"], r["length"]) == (variant, length)), None)
     if row is None:
-        return None
+        return []
     if column.metric == "gain":
-        return row["context_gain"] and row["context_gain"]["gain"]
-    return 100 * row["accuracy"] if column.metric == "accuracy" else row["loss"]
+        return [row["context_gain"]["gain"]] if row["context_gain"] else []
+    return [100 * row["accuracy"] if column.metric == "accuracy" else row["loss"]]
 
 
 def column_length(column: Column, space: Workspace) -> int:
@@ -192,7 +194,7 @@ def show(built: dict) -> str:
 
 
 def cell_text(cell: dict | None) -> str:
-    if cell is None:
-        return ""
+    if cell is None or cell["mean"] is None:
+        return "overflow" if cell else ""
     spread = "" if cell["sd"] is None else f" ±{cell['sd']:.3f}"
     return f"{cell['mean']:.3f}{spread}"

@@ -238,8 +238,10 @@ def test_a_cell_is_the_mean_and_spread_over_the_seeds_that_are_there(space):
 def test_an_overflow_is_a_finished_row_without_a_number(space):
     write_results(space.evaluation("extrapolation", "exp", 0), {(AS_TRAINED, 128): None})
     table = Table("x", "tab:decomsoft", (Column(1, paper="1K"),), (Row("exp", "II", "exp"),))
-    row = build(table, space, {})["rows"][0]
-    assert row["measured"] == [None]
+    built = build(table, space, {})
+    row = built["rows"][0]
+    assert (row["measured"][0]["mean"], row["measured"][0]["n"]) == (None, 1)
+    assert "overflow" in show(built)
     assert row["status"] == "done"
 
 
