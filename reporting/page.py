@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from string import Template
 
@@ -57,14 +58,18 @@ def source_hash(source: str) -> str:
 
 
 def ordered(library: Library) -> list[Scale]:
-    """Scales from the paper's down, tables in the order of the paper's numbers."""
+    """Scales from the paper's down, tables in the order of the paper's; no two titles alike."""
     first, labels = list(SCALES), list(library.paper)
 
     def place(name: str, known: list[str]) -> tuple[int, str]:
         return known.index(name) if name in known else len(known), name
 
     for scale in library.scales.values():
-        scale.tables.sort(key=lambda table: (place(table.label, labels), table.path))
+        titles = Counter(table.title for table in scale.tables)
+        scale.tables[:] = [
+            replace(t, title=f"{t.title} ({t.name})") if titles[t.title] > 1 else t
+            for t in sorted(scale.tables, key=lambda t: (place(t.label, labels), t.path))
+        ]
     return sorted(library.scales.values(), key=lambda scale: place(scale.name, first))
 
 
@@ -258,9 +263,12 @@ def tables_and_runs(library: Library, scale: Scale) -> Html:
 def contents(scale: Scale) -> Html:
     items = []
     for table in scale.tables:
+        open_rows = sum(row.status != "done" for row in table.rows)
         counts = [count_chip(*count) for count in tally([table])]
+        counts += [count_chip(OPEN, "rows not complete", open_rows)] if open_rows else []
         name = tag("a", table.title, href=f"#{anchor('table', table.path)}")
         items.append(join(name, tag("span", *counts, class_="counts")))
+    items += [tag("a", "Runs", href=f"#{anchor('runs', path)}") for path in sorted(scale.runs)]
     return tag("ul", each("li", items), class_="contents")
 
 
@@ -284,13 +292,14 @@ def about_table(library: Library, table: Table) -> Html:
     if table.unit:
         better = f", {table.better} is better" if table.better else ""
         facts.append(f"{table.unit}{better}")
-    if len(table.columns) > 1:
+    if len(table.columns) > 1 and (table.baseline or table.scale == PAPER_SCALE):
         facts.append(f"Δ: {gap_name(table)}")
-    if not any(v is not None for row in table.rows for v in row.paper):
+    printed = [v for row in table.rows for v in row.paper if v is not None]
+    if table.rows and not printed:
         facts.append("the paper prints no number of this")
-    elif table.scale != PAPER_SCALE:
+    elif printed and table.scale != PAPER_SCALE:
         facts.append(f"noise of one seed {noises(table)}")
-    elif table.tolerance is not None:
+    elif printed and table.tolerance is not None:
         facts.append(f"tolerance ±{plain(table.tolerance)}")
     facts.append(tag("a", "JSON", href=library.link(table.path)))
     return join(*(join(" · " if i else "", fact) for i, fact in enumerate(facts)))
@@ -315,7 +324,7 @@ def figure(found: Figure, title: str) -> Html:
         width=found.width // 2,
         height=found.height // 2,
     )
-    return tag("figure", image, tag("figcaption", f"{title} ({found.path})"))
+    return tag("figure", image, tag("figcaption", title))
 
 
 def runs_section(library: Library, scale: Scale, path: str) -> Html:

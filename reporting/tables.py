@@ -150,7 +150,9 @@ def difference(verdict: Verdict, own: str | None, decimals: int) -> Html | None:
 
 def row_title(row: Row) -> Html:
     failed = row.status.startswith("failed")
-    status = chip(BAD if failed else OPEN, row.status) if row.status != "done" else None
+    partly = row.status == "missing" and any(row.measured)
+    shown = "some seeds missing" if partly else row.status
+    status = chip(BAD if failed else OPEN, shown) if row.status != "done" else None
     control = chip(OPEN, "control") if row.control else None
     name = tag("span", row.title, class_="name")
     return tag("th", name, control, status, scope="row", data_sort=row.title)
@@ -168,9 +170,9 @@ def shown_verdict(row: Row, found: Parts) -> Html | None:
 
 def gap_name(table: Table) -> str:
     if table.scale == PAPER_SCALE:
-        return "measured − paper"
+        return "Measured − paper"
     baseline = table.baseline_row()
-    return f"gap to {baseline.title}" if baseline else "gap"
+    return f"Gap to {baseline.title}" if baseline else "Gap"
 
 
 def result_table(library: Library, table: Table) -> Html:
@@ -181,7 +183,7 @@ def result_table(library: Library, table: Table) -> Html:
     ]
     titles = [column.title for column in table.columns]
     if len(titles) == 1:
-        head = ["Run", "Paper", f"Measured: {titles[0]}", gap_name(table).capitalize(), "Verdict"]
+        head = ["Run", "Paper", f"Measured: {titles[0]}", gap_name(table), "Verdict"]
         rows = [side_by_side(row, cells[0]) for row, cells in zip(table.rows, found, strict=True)]
     else:
         head = ["Run", *titles]

@@ -169,6 +169,30 @@ def test_both_scales_stand_on_one_page_each_judged_by_its_rule(tmp_path):
     assert "direction" not in section
 
 
+def test_a_row_with_some_of_its_seeds_does_not_pass_for_complete(tmp_path):
+    rows = [made.row("softmax", [3.1], [made.cell(1.5)], status="missing", title="IV: Softmax")]
+    made.write(tmp_path / "results/nano/t.json", made.table("t", ["1K"], rows))
+    page = build(tmp_path / "results", tmp_path / "site")
+    row = next(row for row in page.rows() if row and row[0].startswith("IV"))
+    assert row[0] == "IV: Softmaxsome seeds missing"
+    assert "Gap to IV: Softmax" in page.rows()[0], "a name keeps its letters"
+
+
+def test_tables_of_one_title_are_told_apart(tmp_path):
+    for name in ("headline", "softmax_free"):
+        one = made.table(name, ["1K"], [GOOD_ROW], title="Loss")
+        made.write(tmp_path / f"results/nano/{name}.json", one)
+    page = build(tmp_path / "results", tmp_path / "site")
+    assert {"Loss (headline)", "Loss (softmax_free)"} <= {e["text"] for e in page.all("h3")}
+
+
+def test_a_table_without_rows_is_not_yet_measured(tmp_path):
+    made.write(tmp_path / "results/nano/t.json", made.table("t", [], [], baseline=None))
+    page = build(tmp_path / "results", tmp_path / "site")
+    assert "Nothing measured yet." in page.source
+    assert "Could not be read" not in page.source
+
+
 def test_a_folder_without_tables_says_so(tmp_path):
     (tmp_path / "results").mkdir()
     page = build(tmp_path / "results", tmp_path / "site")
