@@ -163,6 +163,10 @@ class Store:
         latest = self._pointer("latest")
         return sorted((p for p in found if (p / WEIGHTS).is_file()), key=lambda p: p != latest)
 
+    def best(self) -> Path | None:
+        """The checkpoint with the lowest validation loss."""
+        return self._pointer("best")
+
     def _pointer(self, name: str) -> Path | None:
         try:
             target = (self.directory / name).read_text(encoding="utf-8").strip()
@@ -204,7 +208,6 @@ class Store:
     def _remove(self, checkpoint: Path) -> None:
         """Under a temporary name first: a kill in the middle must not leave half a checkpoint."""
         doomed = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
-        shutil.rmtree(doomed, ignore_errors=True)
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
 

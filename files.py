@@ -1,11 +1,13 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,37 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: dict) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+class Claim:
+    """`path` is this process's to write, until the claim is dropped or the process ends.
+
+    The lock is a file beside it, `.NAME.lock`, which a kill may leave behind and the next claim
+    takes over. Claims of one process do not exclude each other.
+    """
+
+    def __init__(self, path: Path):
+        lock = path.with_name(f".{path.name}.lock")
+        with writing(path):
+            while True:
+                handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    os.close(handle)
+                    raise UserError(
+                        f"{path} is being written by another process; wait for it or give another "
+                        "--out"
+                    ) from None
+                if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+                    break
+                os.close(handle)  # its owner removed it between the two calls
+        weakref.finalize(self, _release, lock, handle)
+
+
+def _release(lock: Path, handle: int) -> None:
+    lock.unlink(missing_ok=True)
+    os.close(handle)
 
 
 def digest(value) -> str:

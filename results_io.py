@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError
-from files import finite, seal, unseal, write_json, writing
+from files import Claim, finite, seal, unseal, write_json, writing
 
 ROW_KEY = ("checkpoint", "variant", "length")
 
@@ -30,6 +30,8 @@ class Results:
         self.checkpoints: dict[str, dict] = {}
         self.rows: list[dict] = []
         self.extra: dict = {}
+        self._claim: Claim | None = None
+        self._opened_as = self._version()
         if self.path.exists():
             self._continue(read_results(self.path))
         with writing(self.path):
@@ -50,6 +52,12 @@ class Results:
                 )
         self.checkpoints, self.rows = found["checkpoints"], found["rows"]
 
+    def _version(self) -> tuple | None:
+        if not self.path.exists():
+            return None
+        found = self.path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
     def find(self, **key) -> dict | None:
         """The finished row of this checkpoint, variant and length, if there is one."""
         return next((r for r in self.rows if all(r[k] == key[k] for k in ROW_KEY)), None)
@@ -59,6 +67,13 @@ class Results:
         self.save()
 
     def save(self) -> None:
+        if self._claim is None:  # not before: of many processes that read only one writes
+            self._claim = Claim(self.path)
+            if self._version() != self._opened_as:
+                raise UserError(
+                    f"another process has added to {self.path} since it was read; nothing is lost: "
+                    "run the same command again"
+                )
         keys = ("kind", "settings", "about", "checkpoints", "rows")
         write_json(self.path, seal({key: getattr(self, key) for key in keys} | self.extra))
 

@@ -143,6 +143,8 @@ class Run:
             shuffle=config.data.shuffle,
         )
         self.store = Store(config.run_directory)
+        if world.is_main:
+            self.store.remove_leftovers()  # of a run that was killed; the lock is ours
 
         torch.manual_seed(t.seed)
         self.model, self.progress, saved = initial_state(config, self.store, resume)
