@@ -1,0 +1,206 @@
+"""Symbolic regression of y on r, m1, m2: PySR where it runs, Operon otherwise, one way to choose.
+
+Both give a Pareto front: the best equation of every complexity. As PySR's model_selection "score"
+does, the one chosen is where the logarithm of the loss falls most for one more node,
+
+    score_i = log(loss_{i-1} / loss_i) / (complexity_i - complexity_{i-1}),
+
+over the equations that are better than every simpler one. Operon's own choice (minimum description
+length) takes long equations for noise. The loss is the paper's for PySR, mean(max(1e-8, |e|) -
+1e-8). Restarts with the seeds 0, 1, 2; the best score is kept.
+"""
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import sympy
+
+from errors import UserError
+
+NAMES = ("r", "m1", "m2")
+MAX_SIZE = 20
+SEEDS = (0, 1, 2)
+LEAST_LOSS = 1e-15  # below it rounding is all that is compared
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a search is: PySR's iterations; Operon's population and evaluations."""
+
+    iterations: int = 100
+    population: int = 1000
+    evaluations: int = 500_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    equation: str  # in NAMES
+    complexity: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Equation(Candidate):
+    score: float
+    seed: int
+    exponents: dict[str, float | None]  # median of d log|f| / d log x over the data
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+Engine = Callable[[np.ndarray, np.ndarray, int, Effort], list[Candidate]]
+
+
+def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: Effort) -> Equation:
+    """The best-scored equation over the seeds; x (samples, 3) as NAMES say, y (samples,)."""
+    best = None
+    for seed in SEEDS:
+        chosen, score = choose(engine(x, y, seed, effort))
+        if best is None or score > best.score:
+            found = exponents(chosen.equation, x)
+            best = Equation(**asdict(chosen), score=score, seed=seed, exponents=found)
+    return best
+
+
+def choose(candidates: list[Candidate]) -> tuple[Candidate, float]:
+    """The candidate with the highest score, and its score; the simplest one scores 0."""
+    front: list[tuple[Candidate, float]] = []
+    for c in sorted(candidates, key=lambda c: (c.complexity, c.loss)):
+        if not np.isfinite(c.loss):
+            continue
+        if not front:
+            front.append((c, 0.0))
+            continue
+        before = front[-1][0]
+        if c.loss < before.loss and c.complexity > before.complexity:
+            fall = np.log(max(before.loss, LEAST_LOSS) / max(c.loss, LEAST_LOSS))
+            front.append((c, float(fall / (c.complexity - before.complexity))))
+    if not front:
+        raise UserError("symbolic regression found no equation with a finite loss")
+    return max(front, key=lambda pair: pair[1])
+
+
+def loss_of(predicted: np.ndarray, y: np.ndarray) -> float:
+    return float(np.mean(np.maximum(1e-8, np.abs(predicted - y)) - 1e-8))
+
+
+def evaluate(equation: str, x: np.ndarray) -> np.ndarray:
+    """The equation's value at x (samples, 3); NaN where it has none."""
+    symbols = sympy.symbols(NAMES)
+    function = sympy.lambdify(
+        symbols, sympy.sympify(equation, dict(zip(NAMES, symbols, strict=True)))
+    )
+    with np.errstate(all="ignore"):
+        return np.broadcast_to(np.asarray(function(*x.T), dtype=float), len(x))
+
+
+def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
+    """Median local exponent of each variable: -2, 1, 1 for Newton's law, whatever its constant."""
+    found = {}
+    for i, name in enumerate(NAMES):
+        up, down = x.copy(), x.copy()
+        up[:, i] *= 1 + 1e-4
+        down[:, i] /= 1 + 1e-4
+        with np.errstate(all="ignore"):
+            ratio = np.log(np.abs(evaluate(equation, up) / evaluate(equation, down)))
+        slopes = ratio / (2 * np.log1p(1e-4))
+        slopes = slopes[np.isfinite(slopes)]
+        found[name] = float(np.median(slopes)) if len(slopes) else None
+    return found
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:
+    """NSGA-II on mean absolute error and length; division stands for PySR's inverse."""
+    from pyoperon.sklearn import SymbolicRegressor
+
+    # Masses of 1e-9 and forces of 1e-5 are brought to the order of one, and back in the equation.
+    size, unit = np.median(np.abs(x), axis=0), float(np.std(y)) or 1.0
+    search = SymbolicRegressor(
+        allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
+        objectives=["mae", "length"],
+        max_length=MAX_SIZE,
+        population_size=effort.population,
+        generations=10_000,
+        max_evaluations=effort.evaluations,
+        optimizer_iterations=3,
+        random_state=seed,
+        n_threads=1,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about constant models, which are candidates too
+        search.fit(x / size, y / unit)
+        found = {tree["model"]: tree for tree in search.pareto_front_}.values()
+        return [_candidate(search, tree, x, y, size, unit) for tree in found]
+
+
+def _candidate(search, tree: dict, x, y, size, unit: float) -> Candidate:
+    text = search.get_model_string(tree["tree"], 9)
+    for i, name in enumerate(NAMES):
+        text = text.replace(f"X{i + 1}", f"({name} / {size[i]:.17g})")
+    equation = readable(f"{unit:.17g} * ({text})")
+    return Candidate(equation, tree["length"], loss_of(evaluate(equation, x), y))
+
+
+def readable(equation: str, digits: int = 6) -> str:
+    """The equation with its constants multiplied out and rounded."""
+    expression = sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
+    with contextlib.suppress(ArithmeticError, ValueError, TypeError):
+        expression = sympy.powsimp(sympy.expand_mul(expression))
+    return str(
+        expression.xreplace({n: sympy.Float(n, digits) for n in expression.atoms(sympy.Float)})
+    )
+
+
+def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:
+    """The paper's settings."""
+    from pysr import PySRRegressor
+
+    search = PySRRegressor(
+        niterations=effort.iterations,
+        binary_operators=["+", "*"],
+        unary_operators=["sin", "cos", "exp", "inv(x) = 1/x"],
+        extra_sympy_mappings={"inv": lambda value: 1 / value},
+        elementwise_loss="loss(prediction, target) = max(1e-8, abs(prediction - target)) - 1e-8",
+        maxsize=MAX_SIZE,
+        random_state=seed,
+        parallelism="serial",
+        deterministic=True,
+        temp_equation_file=True,
+        progress=False,
+        verbosity=0,
+    )
+    search.fit(x, y, variable_names=list(NAMES))
+    table = search.equations_
+    return [
+        Candidate(str(form), int(complexity), float(loss))
+        for form, complexity, loss in zip(
+            table["sympy_format"], table["complexity"], table["loss"], strict=True
+        )
+    ]
+
+
+ENGINES: dict[str, Engine] = {"pysr": pysr, "operon": operon}
+
+
+def available(name: str = "auto") -> str:
+    """The engine to use: the named one, or PySR when it can be imported, or Operon."""
+    for engine, module in (("pysr", "pysr"), ("operon", "pyoperon")):
+        if name not in ("auto", engine):
+            continue
+        try:
+            importlib.import_module(module)
+            return engine
+        except Exception as error:  # without Julia, PySR's import fails in many ways
+            if name != "auto":
+                raise UserError(f"--engine {name}: cannot be imported ({error})") from None
+    raise UserError(
+        "symbolic regression needs pysr or pyoperon: pip install -r requirements-physics.txt"
+    )

@@ -1,0 +1,128 @@
+"""The results of physics/discover.py as a row a model: `tab:symbolic_regression` for the report."""
+
+import json
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from errors import UserError
+from files import finite, write_json
+from physics.regression import NAMES, evaluate
+
+LABEL = "tab:symbolic_regression"
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ("oracle", "softmax", "lssar", "truth")
+COLUMNS = (
+    ("constant", "k of k m1 / r^2"),
+    ("R2", "R^2 of |F|"),
+    ("rank", "rank correlation of |F|"),
+    ("r", "exponent of r"),
+    ("m1", "exponent of m1"),
+    ("m2", "exponent of m2"),
+    ("cosine", "mean cosine, 8 planets"),
+)
+NEAR = 0.1  # of an exponent, for an equation to have Newton's form
+
+
+def newtonian(equation: dict) -> bool:
+    """Whether an equation goes as m1 / r^2, whatever it makes of m2, which is nearly constant."""
+    e = equation["exponents"]
+    return all(
+        e[key] is not None and abs(e[key] - value) < NEAR
+        for key, value in {"r": -2, "m1": 1}.items()
+    )
+
+
+def constant(equations: list[dict]) -> float | None:
+    """k = F r^2 / m1 at the masses of Earth and Sun, the median over Newtonian equations."""
+    at = np.array([[1.0, 3e-6, 1.0]])
+    found = [float(evaluate(e["equation"], at)[0]) / at[0, 1] for e in equations if newtonian(e)]
+    return median(found) if found else None
+
+
+def mean_cosine(entry: dict) -> float | None:
+    planets = entry.get("planets")
+    return planets and float(np.mean([p["cosine"] for p in planets.values()]))
+
+
+def values(entry: dict) -> list[float | None]:
+    m = entry["magnitude"]
+    powers = [m["exponents"][name] for name in NAMES]
+    return [constant(entry["equations"]), m["R2"], m["rank"], *powers, mean_cosine(entry)]
+
+
+def write_table(path: Path, results: dict, source: Path, pictures: list[Path]) -> None:
+    printed = paper()
+    scale = path.parent.name
+    rows = [
+        _row(key, results["models"].get(key), printed["rows"].get(key, [None]), source)
+        for key in ROWS
+    ]
+    table = {
+        "kind": "table",
+        "name": path.stem,
+        "label": LABEL,
+        "scale": scale,
+        "title": printed["title"],
+        "script": "scripts/table_physics.sh",
+        "unit": printed["unit"],
+        "better": printed["better"],
+        "tolerance": printed["tolerance"],
+        "baseline": None,
+        "columns": [
+            {"key": key, "title": title, "paper": key if key in printed["columns"] else None}
+            for key, title in COLUMNS
+        ],
+        "rows": rows,
+        "notes": notes(results),
+        "figures": [str(p) for p in pictures],
+        "command": f"SCALE={scale} bash scripts/table_physics.sh",
+    }
+    write_json(path, finite(table))
+
+
+def paper() -> dict:
+    try:
+        return json.loads((ROOT / "paper.json").read_text(encoding="utf-8"))[LABEL]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"paper.json has not the numbers of {LABEL} ({error})") from None
+
+
+def _row(key: str, entry: dict | None, printed: list, source: Path) -> dict:
+    measured = [None] * len(COLUMNS) if entry is None else values(entry)
+    return {
+        "key": key,
+        "title": key if entry is None else entry["label"],
+        "control": key in ("oracle", "truth"),
+        "status": "missing" if entry is None else "done",
+        "paper": [printed[0], *[None] * (len(COLUMNS) - 1)],
+        "measured": [
+            None
+            if value is None
+            else {"mean": value, "sd": None, "n": 1, "values": [value], "sources": [str(source)]}
+            for value in measured
+        ],
+    }
+
+
+def notes(results: dict) -> list[str]:
+    """What was found, in sentences: the verdict and the five equations of every model."""
+    lines = []
+    for entry in results["models"].values():
+        equations = entry["equations"]
+        count = sum(map(newtonian, equations))
+        lines.append(
+            f"{entry['label']}: {count} of {len(equations)} equations go as m1 / r^2; in order: "
+            + "; ".join(e["equation"] for e in equations)
+            + "."
+        )
+    effort = results["settings"]["effort"]
+    engine = results["settings"]["engine"]
+    extent = (
+        f"{effort['iterations']} iterations"
+        if engine == "pysr"
+        else f"population {effort['population']}, {effort['evaluations']:,} evaluations"
+    )
+    lines.append(f"Symbolic regression by {engine} ({extent}), three restarts, chosen by score.")
+    return lines
