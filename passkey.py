@@ -19,8 +19,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +26,8 @@ import torch
 
 import distributed
 import passkey_report as report
-from data.tokeniser import Tokeniser, get_tokeniser
+from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
+from data.tokeniser import Tokeniser
 from errors import UserError, run
 from evaluation import (
     BATCH_TOKENS,
@@ -49,58 +48,10 @@ from files import checked_line, read_line, writing
 from model import GPT
 from results_io import Results
 
-TASK = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there."
-)
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-KEY_LINE = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "What is the pass key? The pass key is"
-LARGEST_KEY = 50000
-ANSWER_TOKENS = 10
 DEPTHS = 10  # equal parts of the filler, for accuracy by depth
 
 
-# --- prompts and scores --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prompt:
-    tokens: np.ndarray  # (length - ANSWER_TOKENS,)
-    key: int
-    depth: float  # share of the filler that stands before the key
-
-
-def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int) -> Prompt:
-    random = np.random.default_rng([seed, length, trial])
-    key, place = int(random.integers(1, LARGEST_KEY + 1)), random.random()
-    head = tokeniser.encode(f"{TASK}\n")
-    middle = tokeniser.encode(f"\n{KEY_LINE.format(key=key)}\n")
-    tail = tokeniser.encode(f"\n{QUESTION}")
-    room = length - ANSWER_TOKENS - len(head) - len(middle) - len(tail)
-    if room < 2:  # a token of filler on each side, or two newlines would meet and merge in BPE
-        raise UserError(
-            f"length {length} is no larger than the passkey prompt: with key {key}, its answer and "
-            f"no filler it takes {length - room} tokens of {tokeniser.name!r}; use at least "
-            f"{shortest_length(tokeniser)}"
-        )
-    before = 1 + int(place * (room - 1))
-    filler = _filler(tokeniser.name, room)
-    parts = (head, filler[:before], middle, filler[: room - before], tail)
-    return Prompt(np.concatenate(parts), key, before / room)
-
-
-@cache
-def _filler(tokeniser: str, tokens: int) -> np.ndarray:
-    encode = get_tokeniser(tokeniser).encode
-    return encode(" ".join([FILLER] * (tokens // len(encode(FILLER)) + 1)))[:tokens]
-
-
-def shortest_length(tokeniser: Tokeniser) -> int:
-    """That holds a prompt with any key."""
-    fixed = f"{TASK}\n\n{KEY_LINE.format(key=LARGEST_KEY)}\n\n{QUESTION}"
-    longest_key = max(len(tokeniser.encode(f" {key}")) for key in (LARGEST_KEY, 48917, 39999))
-    return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
+# --- scores --------------------------------------------------------------------------
 
 
 def is_right(answer: str, key: int) -> bool:

@@ -5,6 +5,7 @@ Sources:
   fineweb-edu  HuggingFaceFW/fineweb-edu, likewise
   text         your own .txt, .jsonl(.gz) and .parquet files or folders of them
   stdlib       the Python standard library's sources: no network, a few seconds
+  passkey      passkey prompts with their answers, to learn retrieval from: no network either
 Others:
   download     ready-made llm.c shards of fineweb or fineweb-edu from the hub, checked
   verify DIR   re-read every byte of a set and compare with its manifest
@@ -26,6 +27,7 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
 from tqdm import tqdm
 
 from data.download import READY_MADE, download
+from data.passkey_text import PasskeySource
 from data.pipeline import chunks, encoded
 from data.shards import MAX_SHARD_TOKENS, verify
 from data.sources import (
@@ -40,7 +42,8 @@ from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, is_complete, locked, recorded_settings
 from errors import Parser, UserError, did_you_mean, run
 
-COMMANDS = (*HUB, "text", "stdlib", "download", "verify")
+GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
+COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
 # What a kill can cost; each record syncs the disk.
 SECONDS_BETWEEN_RECORDS = 5.0
 
@@ -169,7 +172,9 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument("--tokeniser", help="gpt2 or bytes; default gpt2, for stdlib bytes")
+    common.add_argument(
+        "--tokeniser", help="gpt2 or bytes; default gpt2, for stdlib and passkey bytes"
+    )
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     common.add_argument("--workers", type=int, help="processes; default one per core, 0 for none")
@@ -185,6 +190,7 @@ def make_parser() -> Parser:
     text.add_argument("inputs", nargs="+", help="files, folders or patterns")
     text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")
     commands.add_parser("stdlib", parents=[common], help="the standard library")
+    commands.add_parser("passkey", parents=[common], help="passkey prompts")
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
@@ -195,8 +201,8 @@ def make_parser() -> Parser:
 
 
 def make_source(arguments: argparse.Namespace):
-    if arguments.command == "stdlib":
-        return StdlibSource()
+    if arguments.command in GENERATED:
+        return GENERATED[arguments.command]()
     if arguments.command == "text":
         return TextSource(arguments.inputs, arguments.field)
     files = find_files(arguments.from_files, (".parquet",))
@@ -210,7 +216,7 @@ def make_source(arguments: argparse.Namespace):
 
 def default_val_tokens(arguments: argparse.Namespace, source) -> int | None:
     """llm.c's whole first shard for the hub; about a twentieth of a user's own text."""
-    if arguments.command == "stdlib":
+    if arguments.command in GENERATED:
         return None
     if arguments.val_tokens is not None:
         return arguments.val_tokens
@@ -245,7 +251,7 @@ def main(argv: list[str]) -> None:
         download(arguments.name, arguments.out, arguments.shards)
         return
     if arguments.tokeniser is None:
-        arguments.tokeniser = "bytes" if arguments.command == "stdlib" else "gpt2"
+        arguments.tokeniser = "bytes" if arguments.command in GENERATED else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
     if arguments.workers is not None and arguments.workers < 0:
         raise UserError(f"--workers {arguments.workers} must be 0 or more")

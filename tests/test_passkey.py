@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
 
 import passkey
+from data.passkey_text import ANSWER_TOKENS, FILLER, QUESTION, TASK, PasskeySource, make_prompt
 from data.tokeniser import get_tokeniser
 from errors import UserError
-from passkey import ANSWER_TOKENS, FILLER, QUESTION, TASK, is_right, main, make_prompt, wilson
+from passkey import is_right, main, wilson
 
 BYTES, GPT2 = get_tokeniser("bytes"), get_tokeniser("gpt2")
 LENGTHS = (301, 420)
@@ -69,6 +71,28 @@ def test_key_and_depth_are_uniform():
     assert np.histogram(depths, bins=10, range=(0, 1))[0].min() > 150
     assert 0 < depths.min() < 0.01
     assert 0.99 < depths.max() < 1
+
+
+def test_every_document_of_the_corpus_repeats_its_own_key():
+    texts = [text for text, _ in islice(PasskeySource().pieces(None), 400)]
+    for number, text in enumerate(texts):
+        keys = re.findall(r"[0-9]+", text)
+        assert len(keys) == (2 if number % 4 < 2 else 3)
+        assert len(set(keys)) == 1
+    whole = [text for text in texts if text.startswith(TASK)]
+    assert len(whole) == 100
+    assert all(QUESTION in text and len(text) < 390 for text in whole)
+    assert len({re.search(r"[0-9]+", text).group() for text in texts}) > 380  # keys do vary
+
+
+def test_the_corpus_continues_at_any_document_and_ends_validation_once():
+    source = PasskeySource()
+    source.DOCUMENTS, source.VALIDATION = 30, 7
+    everything = list(source.pieces(None))
+    assert everything.index(None) == 7
+    assert everything.count(None) == 1
+    for state in (0, 7, 8, 29):
+        assert list(source.pieces(state)) == everything[state:]
 
 
 def test_the_shortest_length_named_in_the_error_works():
