@@ -188,8 +188,8 @@ class Config:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = (d for d in range(1, number + 1) if number % d == 0)
-    return min(divisors, key=lambda d: abs(d - wanted))
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min((*small, *(number // d for d in small)), key=lambda d: abs(d - wanted))
 
 
 # What a resumed run may change: how often it reports and saves, and how the batch is cut.
@@ -219,7 +219,7 @@ def parse_config(text: str, where: str) -> Config:
     try:
         values = tomllib.loads(text)
         origin = {(section, key): where for section, content in values.items() for key in content}
-    except (tomllib.TOMLDecodeError, TypeError) as error:
+    except (*_NOT_TOML, TypeError) as error:
         raise UserError(f"{where}: cannot be read as TOML: {error}") from None
     return _build(values, origin, Path(where))
 
@@ -235,7 +235,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
         siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else "give the path of a .toml file"
         raise UserError(f"no config file {path}; {hint}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, *_NOT_TOML) as error:
         raise UserError(f"{path}: cannot be read as TOML: {error}") from None
     base, origin, merged = values.pop("base", None), {}, {}
     if base is not None:
@@ -253,14 +253,19 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
     return merged, origin
 
 
+# What tomllib raises: its own error and that of the text's encoding are ValueErrors, as is that of
+# a number with thousands of digits.
+_NOT_TOML = (ValueError, RecursionError)
+
+
 def _parse_override(text: str) -> tuple[str, str, object]:
     name, equals, value = text.partition("=")
     section, dot, key = name.removeprefix("--").partition(".")
     if not (text.startswith("--") and equals and dot and section and key):
         raise UserError(f"cannot read the argument {text!r}; overrides are --section.key=value")
     try:
-        parsed = tomllib.loads(f"v = {value}")["v"]
-    except (tomllib.TOMLDecodeError, KeyError):
+        (parsed,) = tomllib.loads(f"v = {value}").values()
+    except _NOT_TOML:
         return section, key, value  # a bare word is a string
     # A run may be called 2024-01-31 or 1e3: what is text in the end is taken as typed.
     hint = typing.get_type_hints(_SECTIONS.get(section, object)).get(key)
@@ -290,8 +295,21 @@ def _build(values: dict, origin: dict, path: Path) -> Config:
     return Config(**sections)
 
 
+# No size, count or seed needs more, and arithmetic with them stays quick and exact.
+LARGEST = 2**40
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes of a command line that are not UTF-8 reach Python as lone surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _typed(value, hint, where: str):
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(value) is int and abs(value) > LARGEST:
+        raise UserError(f"{where}: is beyond {LARGEST}")
+    if type(value) is str and not _is_unicode(value):
+        raise UserError(f"{where}: is not text; write it in UTF-8")
     if type(value) in kinds:
         return value
     if float in kinds and type(value) is int:
@@ -338,7 +356,11 @@ def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
         e.tokens % t.length == 0, "eval", "tokens", f"no multiple of length; nearest: {nearest}"
     )
     name = config.log.name
-    require(Path(name).name == name, "log", "name", "must be a plain name without slashes")
+    plain = Path(name).name == name and name != ".." and name.isprintable()
+    require(plain, "log", "name", "must be a plain name: no slashes, no control characters")
+    for section, key in (("data", "directory"), ("log", "directory"), ("train", "init_from")):
+        path = getattr(getattr(config, section), key)
+        require("\0" not in path, section, key, "no path has a zero byte")
     checks = {
         "attention": config.mechanism,
         "model": config.model_config,

@@ -18,6 +18,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY_LINE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 LARGEST_KEY = 50000
+LONGEST = 2**24  # tokens of a prompt: what can be built in a moment
 ANSWER_TOKENS = 10
 
 
@@ -29,6 +30,10 @@ class Prompt:
 
 
 def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int) -> Prompt:
+    if not 0 < length <= LONGEST:
+        raise UserError(f"length {length} is not in 1..{LONGEST}, what a prompt can be")
+    if seed < 0:
+        raise UserError(f"--seed {seed} must be 0 or more")
     random = np.random.default_rng([seed, length, trial])
     key, place = int(random.integers(1, LARGEST_KEY + 1)), random.random()
     head = tokeniser.encode(f"{TASK}\n")
