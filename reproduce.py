@@ -83,12 +83,12 @@ def positive(text: str) -> int:
 
 
 def choose(names: list[str], scale: str) -> list[Table | Special]:
-    """The tables called so; PI and scaling bring their passkey tables where the scale has them."""
+    """The tables called so, with those that their scripts make beside them."""
     known = all_tables(scale) | SPECIALS
     for name in names:
         if name != "all" and name not in known:
             raise UserError(f"unknown table {name!r}; {did_you_mean(name, ['all', *known])}")
-    wanted = {*names, *(f"{name}_passkey" for name in names)}
+    wanted = {name + suffix for name in names for suffix in ("", "_passkey", "_edu")}
     return [table for name, table in known.items() if "all" in names or name in wanted]
 
 
@@ -97,10 +97,9 @@ def once(jobs: list[Job]) -> list[Job]:
 
 
 def special_jobs(specials: list[Special], space: Workspace) -> list[Job]:
-    runs, seed = all_runs(space.scale.name), space.scale.seeds[0]
-    found = []
+    runs, found = all_runs(space.scale.name), []
     for special in specials:
-        for key in special.runs(space.scale.name):
+        for key, seed in special.trained(space):
             found += training_jobs(runs[key], seed, runs, space)
         found.append(special.job(space))
     return found

@@ -9,11 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from downstream_report import LAYOUTS, LOWER_IS_BETTER, PER_CENT
 from errors import UserError
+from evaluation import open_checkpoints
 from reproduction.experiments import SIZES, TITLES, size_run
 from reproduction.jobs import Job, python
 from reproduction.plan import Workspace
-from reproduction.tables import frame, summary
+from reproduction.tables import frame, paper_numbers, summary
+
+MAIN_PAIR = ("softmax", "lssar-p15")
+
+
+def edu_runs(scale: str) -> tuple[str, ...]:
+    return tuple(size_run(scale, s, n) for s in SIZES[scale] for n in ("softmax", "lssar"))
 
 
 @dataclass(frozen=True)
@@ -23,24 +31,37 @@ class Special:
     runs: Callable[[str], tuple[str, ...]]  # keys of the runs that it needs, by scale
     arguments: Callable[[Workspace, list[str], Path], tuple[str, ...]]  # of the command
     rows: Callable[[dict, "Special"], tuple[list[dict], list[dict]]]  # results -> columns, rows
+    all_seeds: bool = False
+    baseline: str | None = None
 
     def output(self, space: Workspace) -> Path:
         return space.results / space.scale.name / self.name / f"{self.name}.json"
 
     def job(self, space: Workspace) -> Job:
-        seed, out = space.scale.seeds[0], self.output(space)
-        keys = self.runs(space.scale.name)
-        directories = [str(space.run_directory(key, seed)) for key in keys]
+        runs, out = self.trained(space), self.output(space)
+        directories = [str(space.run_directory(key, seed)) for key, seed in runs]
         return Job(
             f"measure {self.name}",
             python(*self.arguments(space, directories, out)),
-            lambda: out.exists() and self.is_complete(out),
-            tuple(f"train {key}-s{seed}" for key in keys),
+            lambda: out.exists() and self.is_complete(out, directories),
+            tuple(f"train {key}-s{seed}" for key, seed in runs),
         )
 
-    def is_complete(self, out: Path) -> bool:
-        _, rows = self.rows(read_json(out), self)
-        return all(row["status"] == "done" for row in rows)
+    def trained(self, space: Workspace) -> list[tuple[str, int]]:
+        """(key, seed) of every run that it measures."""
+        return [
+            (key, seed)
+            for key in dict.fromkeys(self.runs(space.scale.name))
+            for seed in space.seeds_of(key)[: None if self.all_seeds else 1]
+        ]
+
+    def is_complete(self, out: Path, directories: list[str]) -> bool:
+        """Every run has been measured as it is now, in everything that any run was measured in."""
+        found = read_json(out)
+        wanted = {c.identity for c in open_checkpoints(directories)}
+        variants = {row.get("variant") for row in found["rows"]}
+        done = {(row.get("checkpoint"), row.get("variant")) for row in found["rows"]}
+        return bool(done) and all((c, v) in done for c in wanted for v in variants)
 
     def build(self, space: Workspace, states: dict[str, str]) -> dict:
         out = self.output(space)
@@ -51,6 +72,7 @@ class Special:
         failed = states.get(f"measure {self.name}", "done")
         notes = [f"failed: {failed}"] if failed != "done" else []
         built = frame(self.name, self.label, space, columns, rows, notes)
+        built["baseline"] = self.baseline
         pictures = sorted(out.parent.glob("*.png"))
         return built | {"figures": [p.as_posix() for p in pictures]}
 
@@ -80,14 +102,22 @@ def plain_columns(*titles: str, paper: tuple[str, ...] | None = None) -> list[di
     ]
 
 
+def by_run(found: dict) -> dict[str, list[dict]]:
+    """Rows by the run's key, its seeds together."""
+    grouped: dict[str, list[dict]] = {}
+    for row in found["rows"]:
+        key = found["checkpoints"][row["checkpoint"]]["run"].rpartition("-s")[0]
+        grouped.setdefault(key, []).append(row)
+    return grouped
+
+
 # --- attention maps ------------------------------------------------------------------------------
 
 MAP_NUMBERS = ("sink", "entropy", "zeros")
 
 
 def map_runs(scale: str) -> tuple[str, ...]:
-    sizes = [size_run(scale, s, n) for s in SIZES[scale] for n in ("softmax", "lssar")]
-    return tuple(dict.fromkeys(["softmax", "lssar-p15", *sizes]))
+    return (*MAIN_PAIR, *edu_runs(scale))
 
 
 def map_arguments(space: Workspace, directories: list[str], out: Path) -> tuple[str, ...]:
@@ -97,11 +127,10 @@ def map_arguments(space: Workspace, directories: list[str], out: Path) -> tuple[
 def map_rows(found: dict, special: Special) -> tuple[list[dict], list[dict]]:
     columns = plain_columns("mean weight on token 1", "entropy (nats)", "share of exact zeros")
     rows = []
-    for row in found["rows"]:
-        run = found["checkpoints"][row["checkpoint"]]["run"].rpartition("-s")[0]
+    for run, measured in by_run(found).items():
         cells = [
-            summary([statistics.fmean(head[name] for head in row["heads"])], [])
-            for name in MAP_NUMBERS
+            summary([statistics.fmean(head[n] for head in row["heads"]) for row in measured], [])
+            for n in MAP_NUMBERS
         ]
         rows.append(table_row(run, TITLES.get(run, run), cells, [None] * len(cells)))
     return columns, rows
@@ -133,10 +162,75 @@ def cost_rows(found: dict, special: Special) -> tuple[list[dict], list[dict]]:
     return columns, rows
 
 
+# --- downstream tasks ----------------------------------------------------------------------------
+
+
+def downstream_arguments(tasks: dict[str, str]):
+    """The command's arguments, with the tasks of each scale."""
+
+    def arguments(space: Workspace, directories: list[str], out: Path) -> tuple[str, ...]:
+        nano = space.scale.name == "nano"
+        corpus = ("--corpus", next(iter(space.scale.corpora))) if nano else ()
+        chosen = ("--tasks", tasks[space.scale.name])
+        return ("downstream.py", *directories, *chosen, *corpus, "--out", str(out))
+
+    return arguments
+
+
+def downstream_rows(found: dict, special: Special) -> tuple[list[dict], list[dict]]:
+    """The columns of the paper's layout that were measured; its numbers where it prints them."""
+    paper = paper_numbers()[special.label]
+    measured = {row["variant"] for row in found["rows"]}
+    layout = [c for _, _, cells in LAYOUTS for c in cells if c[0] in measured]
+    columns = [
+        {
+            "key": f"{task} {metric}",
+            "title": title,
+            "paper": next((n for n in (metric, task) if n in paper["columns"]), None),
+            "noise": None,
+            "better": "lower" if metric in LOWER_IS_BETTER else "higher",
+        }
+        for task, metric, title in layout
+    ]
+    rows = []
+    for run, rows_of_run in by_run(found).items():
+        cells = []
+        for task, metric, _ in layout:
+            factor = 100 if metric in PER_CENT else 1
+            values = [
+                factor * row["metrics"][metric]["value"]
+                for row in rows_of_run
+                if row["variant"] == task
+            ]
+            cells.append(summary(values, []))
+        printed = paper["rows"].get(run)
+        published = [
+            printed[paper["columns"].index(c["paper"])] if printed and c["paper"] else None
+            for c in columns
+        ]
+        rows.append(table_row(run, TITLES.get(run, run), cells, published))
+    return columns, rows
+
+
 SPECIALS = {
     special.name: special
     for special in (
         Special("attention_maps", "fig:attmap", map_runs, map_arguments, map_rows),
         Special("cost", "tab:comp_analysis", lambda scale: (), cost_arguments, cost_rows),
+        Special(
+            *("downstream", "tab:downstream", lambda scale: MAIN_PAIR),
+            *(downstream_arguments({"nano": "nano", "paper": "paper"}), downstream_rows),
+            all_seeds=True,
+            baseline="softmax",
+        ),
+        Special(
+            *("downstream_edu", "tab:edu_downstream", edu_runs),
+            *(downstream_arguments({"nano": "nano", "paper": "paper"}), downstream_rows),
+        ),
+        Special(
+            *("lambada", "tab:lambada_results", lambda scale: (*MAIN_PAIR, *edu_runs(scale))),
+            *(downstream_arguments({"nano": "nano_cloze", "paper": "lambada"}), downstream_rows),
+            baseline="softmax",
+        ),
     )
 }

@@ -168,6 +168,7 @@ SCRIPTS = {
     "attention_maps": "scripts/figure_attention_maps.sh",
     "scaling_edu": "scripts/scaling_edu.sh",
     "scaling_edu_passkey": "scripts/scaling_edu.sh",
+    "downstream_edu": "scripts/table_downstream.sh",
 }
 
 

@@ -5,7 +5,7 @@
 # The paper's numbers stand in paper.json and beside ours in results/SCALE/ and site/index.html.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/env.sh requirements.txt
+source scripts/env.sh requirements.txt requirements-downstream.txt requirements-physics.txt
 
 code=0
 python reproduce.py all --scale "${SCALE:-nano}" "$@" || code=$?
