@@ -70,17 +70,19 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     config, info, recorded = _description(directory)
     _refuse_damage(directory / WEIGHTS, recorded)
     weights = _read_weights(directory / WEIGHTS)
-    if config.layers > len(weights):  # before so many layers are made
+    largest = max((t.numel() for t in weights.values()), default=0)
+    sizes = (config.width, config.vocab_rows, config.channels, config.positions, config.outputs)
+    if config.layers > len(weights) or max(sizes) > largest:  # before such a model is made
         raise UserError(
-            f"{directory / WEIGHTS} has {len(weights)} tensors, {DESCRIPTION} {config.layers} "
-            "layers; the two files do not belong together"
+            f"{directory / WEIGHTS} is too small for the model in {DESCRIPTION}; the two files do "
+            "not belong together"
         )
     with torch.device("meta"):
         model = GPT(config)
     expected = {name: t.shape for name, t in model.state_dict().items()}
     for name in sorted(expected.keys() | weights.keys()):
         have, want = weights.get(name), expected.get(name)
-        if have is None or want is None or have.shape != want:
+        if have is None or want is None or have.shape != want or not have.is_floating_point():
             raise UserError(
                 f"{directory / WEIGHTS}: {name} is {_shape(have)}, the model in {DESCRIPTION} has "
                 f"{_shape(want)}; the two files do not belong together"
@@ -94,7 +96,8 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
 def _shape(tensor_or_shape) -> str:
     if tensor_or_shape is None:
         return "absent"
-    return str(tuple(getattr(tensor_or_shape, "shape", tensor_or_shape)))
+    kind = f" of {tensor_or_shape.dtype}" if isinstance(tensor_or_shape, torch.Tensor) else ""
+    return f"{tuple(getattr(tensor_or_shape, 'shape', tensor_or_shape))}{kind}"
 
 
 def find(path: str | Path) -> Path:
