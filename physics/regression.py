@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import sympy
@@ -62,6 +62,7 @@ def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: Effort) -> Eq
     for seed in SEEDS:
         chosen, score = choose(engine(x, y, seed, effort))
         if best is None or score > best.score:
+            chosen = replace(chosen, equation=readable(chosen.equation))
             found = exponents(chosen.equation, x)
             best = Equation(**asdict(chosen), score=score, seed=seed, exponents=found)
     return best
@@ -91,12 +92,13 @@ def loss_of(predicted: np.ndarray, y: np.ndarray) -> float:
 
 def evaluate(equation: str, x: np.ndarray) -> np.ndarray:
     """The equation's value at x (samples, 3); NaN where it has none."""
-    symbols = sympy.symbols(NAMES)
-    function = sympy.lambdify(
-        symbols, sympy.sympify(equation, dict(zip(NAMES, symbols, strict=True)))
-    )
+    function = sympy.lambdify(sympy.symbols(NAMES), _parse(equation))
     with np.errstate(all="ignore"):
         return np.broadcast_to(np.asarray(function(*x.T), dtype=float), len(x))
+
+
+def _parse(equation: str) -> sympy.Expr:
+    return sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
 
 
 def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
@@ -145,13 +147,13 @@ def _candidate(search, tree: dict, x, y, size, unit: float) -> Candidate:
     text = search.get_model_string(tree["tree"], 9)
     for i, name in enumerate(NAMES):
         text = text.replace(f"X{i + 1}", f"({name} / {size[i]:.17g})")
-    equation = readable(f"{unit:.17g} * ({text})")
-    return Candidate(equation, tree["length"], loss_of(evaluate(equation, x), y))
+    predicted = unit * search.evaluate_model(tree["tree"], x / size)
+    return Candidate(f"{unit:.17g} * ({text})", tree["length"], loss_of(predicted, y))
 
 
 def readable(equation: str, digits: int = 6) -> str:
     """The equation with its constants multiplied out and rounded."""
-    expression = sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
+    expression = _parse(equation)
     with contextlib.suppress(ArithmeticError, ValueError, TypeError):
         expression = sympy.powsimp(sympy.expand_mul(expression))
     return str(

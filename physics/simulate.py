@@ -35,9 +35,10 @@ from physics.kepler import G
 from physics.systems import (
     BLOCK,
     CHANNELS,
+    MAX_PLANETS,
     PLANETS,
     Grid,
-    random_points,
+    points_of,
     random_systems,
     solar_system,
 )
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> None:
     group.add_argument("--sequences", type=int, default=10_000_000)
     group.add_argument("--val-sequences", type=int, default=3_000)
     group.add_argument("--shard-sequences", type=int, default=50_000)
+    group.add_argument("--planets", type=int, default=0, help="of a system; 0: 1 to 10 at random")
     group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     group = parser.add_argument_group("forces and planets")
     group.add_argument("--labelled", type=int, default=9_000, help="sequences with every label")
@@ -76,6 +78,8 @@ def check(options) -> None:
         if getattr(options, key) < low:
             name = "--" + key.replace("_", "-")
             raise UserError(f"{name} {getattr(options, key)} must be at least {low}")
+    if not 0 <= options.planets <= MAX_PLANETS:
+        raise UserError(f"--planets {options.planets} must be 1 to {MAX_PLANETS}, or 0 for any")
     if Grid(options.bins).vocab_size > 2**16:
         raise UserError(f"--bins {options.bins}: a token must fit 16 bits; give at most 65533")
 
@@ -126,7 +130,8 @@ def finish(out: Path, settings: dict, outputs: int, **more) -> None:
 
 
 def orbits(options) -> None:
-    keys = ("set", "points", "bins", "seed", "sequences", "val_sequences", "shard_sequences")
+    keys = ("set", "points", "bins", "seed", "planets")
+    keys += ("sequences", "val_sequences", "shard_sequences")
     settings = {key: getattr(options, key) for key in keys}
     if not begin(options.out, settings):
         return
@@ -169,7 +174,8 @@ def write_shard(task: tuple) -> None:
             file.write(header_bytes(count * points * CHANNELS))
             for start in range(first, first + count, BLOCK):
                 size = min(BLOCK, first + count - start)
-                walk = random_points(settings["seed"], split, start, size, points, grid)
+                systems = random_systems(settings["seed"], split, start, size, settings["planets"])
+                walk = points_of(systems, size, points, grid)
                 file.write(np.ascontiguousarray(walk, dtype="<u2"))
         sync(temporary)
         temporary.replace(path)

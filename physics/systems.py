@@ -5,7 +5,7 @@ drawn in blocks: number i depends on the seed, the kind of set and i alone, not 
 are, in which shard they lie or which process makes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -87,11 +87,11 @@ class Systems:
 
 
 def random_systems(
-    seed: int, kind: str, first: int, count: int, planets: int | None = None
+    seed: int, kind: str, first: int, count: int, planets: int = 0
 ) -> Iterator[tuple[np.ndarray, Systems]]:
     """Systems `first` ... `first + count - 1` of a kind, in groups of one number of planets.
 
-    Yields (which of them, systems); `planets` fixes the number.
+    Yields (which of them, systems); `planets` above 0 fixes their number.
     """
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         number, drawn = _draw_block(seed, kind, block, planets)
@@ -102,7 +102,7 @@ def random_systems(
             yield index[chosen], _take(drawn, chosen, int(n))
 
 
-def _draw_block(seed: int, kind: str, block: int, planets: int | None):
+def _draw_block(seed: int, kind: str, block: int, planets: int):
     """The number of planets of BLOCK systems, and those systems with MAX_PLANETS each."""
     rng = np.random.default_rng([seed, KINDS.index(kind), block])
     number = rng.integers(1, MAX_PLANETS + 1, BLOCK)
@@ -120,7 +120,7 @@ def _draw_block(seed: int, kind: str, block: int, planets: int | None):
         centre=rng.standard_normal((BLOCK, 2)),
         time_step=rng.integers(0, len(TIME_STEPS), BLOCK),
     )
-    return (number if planets is None else np.full(BLOCK, planets)), systems
+    return (np.full(BLOCK, planets) if planets else number), systems
 
 
 def _take(systems: Systems, chosen: np.ndarray, planets: int) -> Systems:
@@ -128,12 +128,12 @@ def _take(systems: Systems, chosen: np.ndarray, planets: int) -> Systems:
     return Systems(Orbits(**values), systems.centre[chosen], systems.time_step[chosen])
 
 
-def random_points(
-    seed: int, kind: str, first: int, count: int, points: int, grid: Grid
+def points_of(
+    groups: Iterable[tuple[np.ndarray, Systems]], count: int, points: int, grid: Grid
 ) -> np.ndarray:
-    """(count, points, 2) uint16 of those systems."""
+    """(count, points, 2) uint16 of what `random_systems` yields."""
     out = np.empty((count, points, CHANNELS), dtype=np.uint16)
-    for index, systems in random_systems(seed, kind, first, count):
+    for index, systems in groups:
         out[index] = systems.points(points, grid)
     return out
 

@@ -19,8 +19,8 @@ source scripts/env.sh requirements.txt requirements-physics.txt
 case $SCALE in
   nano)
     data=corpora/physics-nano size=nano launch=(python)
-    shape=(--points 101 --bins 1000)
-    orbits=(--sequences 20000 --val-sequences 500 --shard-sequences 5000)
+    shape=(--points 101 --bins 500)
+    orbits=(--planets 1 --sequences 20000 --val-sequences 500 --shard-sequences 5000)
     forces=(--labelled 1800 --probed 200 --held-out 60 --unit deviation)
     search=(--population 300 --evaluations 30000)
     ;;

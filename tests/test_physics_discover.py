@@ -1,0 +1,242 @@
+"""Symbolic regression finds what is there, chooses as PySR does, and the table says what it was."""
+
+import json
+
+import numpy as np
+import pytest
+from data_sets import contents
+
+pytest.importorskip("scipy")  # requirements-physics.txt
+pytest.importorskip("pyoperon")
+
+from checkpoint import CheckpointInfo, save_model
+from errors import UserError
+from model import GPT, preset
+from physics import discover, regression
+from physics.figures import farthest_points
+from physics.kepler import G
+from physics.regression import Candidate, Effort, choose, evaluate, exponents
+from physics.simulate import main as simulate
+from physics.table import constant, newtonian
+
+QUICK = Effort(population=300, evaluations=20_000)
+LAW = f"{G} * m1 * m2 / r**2"
+
+
+def some_states(count=400, seed=0):
+    """r, m1, m2 over the ranges of the protocol."""
+    rng = np.random.default_rng(seed)
+    r, m1 = rng.uniform(0.4, 32, count), rng.gamma(0.32, 1.1e-3, count) + 1e-7
+    return np.stack((r, np.minimum(m1, 1e-3), rng.lognormal(0, 0.3, count)), axis=1)
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def test_the_choice_is_where_the_loss_falls_most_for_a_node():
+    front = [
+        Candidate("1", 1, 1.0),
+        Candidate("m1", 3, 0.5),  # log 2 / 2 nodes
+        Candidate("m1/r", 5, 0.6),  # no better than a simpler one
+        Candidate("m1/r**2", 8, 0.001),  # log 500 / 5
+        Candidate("noise", 20, 0.0009),  # log 1.1 / 12
+        Candidate("broken", 4, float("nan")),
+    ]
+    chosen, score = choose(front[::-1])
+    assert chosen.equation == "m1/r**2"
+    assert score == pytest.approx(np.log(500) / 5)
+    assert choose([front[0]]) == (front[0], 0.0)
+    with pytest.raises(UserError, match="no equation"):
+        choose([front[-1]])
+
+
+def test_an_exact_equation_does_not_divide_by_zero():
+    chosen, score = choose(
+        [Candidate("1", 1, 1.0), Candidate("m1", 3, 0.0), Candidate("r", 9, 0.0)]
+    )
+    assert chosen.equation == "m1"
+    assert np.isfinite(score)
+
+
+def test_exponents_are_those_of_a_power_law_whatever_its_constant():
+    found = exponents("-26.8 * m1 / r**2 * m2**0.5", some_states())
+    assert found == pytest.approx({"r": -2, "m1": 1, "m2": 0.5}, abs=1e-6)
+    assert exponents("7.0", some_states()) == pytest.approx({"r": 0, "m1": 0, "m2": 0})
+    assert exponents("0 * r", some_states())["r"] is None
+
+
+def test_newtons_form_is_told_from_others_and_gives_its_constant():
+    def entry(text):
+        return {"equation": text, "exponents": exponents(text, some_states())}
+
+    assert newtonian(entry(LAW))
+    assert newtonian(entry("27.02 * m1 / r**2"))
+    for other in (
+        "m1 / r",
+        "m2 / r**2",
+        "m1 * m2 / r**3",
+        "(sin(1/sin(r - 0.24)) + 1.45)/(1/r + m2)",
+    ):
+        assert not newtonian(entry(other)), other
+    assert constant([entry("m1"), entry("27.02 * m1 / r**2")]) == pytest.approx(27.02)
+    assert constant([entry(LAW)]) == pytest.approx(G)
+    assert constant([entry("m1")]) is None
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def test_operon_recovers_newtons_law_from_exact_forces():
+    x = some_states()
+    y = evaluate(LAW, x)
+    found = regression.discover(regression.operon, x, y, QUICK)
+    assert found.exponents == pytest.approx({"r": -2, "m1": 1, "m2": 1}, abs=0.02)
+    np.testing.assert_allclose(evaluate(found.equation, x), y, rtol=1e-3, atol=1e-4 * y.std())
+    assert found.complexity <= regression.MAX_SIZE
+
+
+def test_operon_gives_the_same_front_for_the_same_seed():
+    x = some_states(100)
+    y = evaluate("m1 / r", x)
+    effort = Effort(population=100, evaluations=2000)
+    assert regression.operon(x, y, 1, effort) == regression.operon(x, y, 1, effort)
+
+
+def test_an_engine_that_is_not_there_is_one_line(monkeypatch):
+    assert regression.available("operon") == "operon"
+
+    def refuse(name):
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(regression.importlib, "import_module", refuse)
+    with pytest.raises(UserError, match=r"requirements-physics.txt"):
+        regression.available()
+    with pytest.raises(UserError, match="--engine pysr"):
+        regression.available("pysr")
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def test_farthest_points_spread():
+    line = np.stack((np.arange(11.0), np.zeros(11)), axis=1)
+    assert farthest_points(line, 3).tolist() == [0, 10, 5]
+    assert sorted(farthest_points(line, 40)) == list(range(11))
+
+
+def test_r_squared_and_rank_correlation_in_closed_form():
+    truth = np.array([1.0, 2.0, 3.0, 100.0])
+    assert discover.r_squared(truth, truth) == 1
+    assert discover.r_squared(np.full(4, truth.mean()), truth) == 0
+    assert discover.rank_correlation(np.log(truth), truth) == pytest.approx(1)
+    assert discover.rank_correlation(-truth, truth) == pytest.approx(-1)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Sets, and two runs whose 'predictions' are known: one follows Newton's law, one nothing."""
+    here = tmp_path_factory.mktemp("discover")
+    sizes = ("--labelled", "60", "--probed", "20", "--held-out", "3")
+    simulate(["forces", "--points", "61", *sizes, "--out", str(here / "forces")])
+    simulate(["planets", "--points", "61", "--out", str(here / "planets")])
+    states = np.load(here / "forces/states.npy")
+    law = discover.magnitude(states)[..., None]
+    vectors = discover.Vectors(here / "planets").truth
+    turned = np.stack((-vectors[..., 1], vectors[..., 0]), axis=-1)
+    for name, magnitudes, forces in (
+        ("lssar", law * 0.7, vectors * 0.7),
+        ("softmax", np.full_like(law, 1e-5) * np.sin(states[..., :1]), turned),
+    ):
+        run = here / f"run-{name}"
+        run.mkdir()
+        save_model(run, GPT(preset("nano", name)), CheckpointInfo(name, 1, 60))
+        for task, values in (("magnitude", magnitudes), ("vector", forces)):
+            folder = here / f"run-{name}-{task}"
+            folder.mkdir()
+            np.save(folder / "forces.npy", values.astype(np.float32))
+    return here
+
+
+def arguments(world, out, *more):
+    runs = [str(world / f"run-{name}") for name in ("softmax", "lssar")]
+    places = ("--forces", str(world / "forces"), "--planets", str(world / "planets"))
+    effort = ("--population", "60", "--evaluations", "1000", "--states", "300")
+    table = ("--table", str(out.with_name("symbolic_regression.json")))
+    return [*runs, *places, "--engine", "operon", *effort, "--out", str(out), *table, *more]
+
+
+@pytest.fixture(scope="module")
+def results(world, tmp_path_factory):
+    out = tmp_path_factory.mktemp("results") / "nano" / "physics.json"
+    discover.main(arguments(world, out))
+    return out
+
+
+def test_the_numbers_tell_the_law_from_its_absence(results):
+    models = json.loads(results.read_text())["models"]
+    assert set(models) == {"oracle", "truth", "softmax", "lssar"}
+    assert all(len(m["equations"]) == 5 for m in models.values())
+    for name in ("truth", "lssar"):
+        assert models[name]["magnitude"]["exponents"] == pytest.approx(
+            {"r": -2, "m1": 1, "m2": 1}, abs=1e-4
+        )
+    assert models["truth"]["magnitude"]["R2"] == pytest.approx(1)
+    assert 0 < models["softmax"]["magnitude"]["positive"] < 1
+    for planet in ("Mercury", "Neptune"):
+        assert models["lssar"]["planets"][planet]["cosine"] == pytest.approx(1, abs=1e-6)
+        assert models["softmax"]["planets"][planet]["cosine"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_oracle_averages_the_two_nearest_labelled_states(world):
+    magnitudes = discover.Magnitudes(world / "forces", 50)
+    labelled = magnitudes.labelled
+    assert len(labelled) == 60 * 30 + 20 * 2
+    scaled = (labelled - labelled.mean(0)) / labelled.std(0)
+    asked = (magnitudes.states[7] - labelled.mean(0)) / labelled.std(0)
+    near = np.argsort(((scaled - asked) ** 2).sum(1))[:2]
+    expected = discover.magnitude(labelled)[near].mean()
+    assert magnitudes.oracle()[7] == pytest.approx(expected)
+
+
+def test_the_table_has_the_papers_numbers_beside_the_measured(results):
+    table = json.loads(results.with_name("symbolic_regression.json").read_text())
+    rows = {row["key"]: row for row in table["rows"]}
+    assert (table["kind"], table["label"]) == ("table", "tab:symbolic_regression")
+    assert list(rows) == ["oracle", "softmax", "lssar", "truth"]
+    assert rows["lssar"]["paper"][0] == 27.02
+    assert rows["oracle"]["paper"][0] == 25.85
+    assert rows["softmax"]["measured"][0] is None
+    keys = [column["key"] for column in table["columns"]]
+    assert rows["lssar"]["measured"][keys.index("r")]["mean"] == pytest.approx(-2, abs=1e-4)
+    assert rows["softmax"]["measured"][keys.index("cosine")]["mean"] == pytest.approx(0, abs=1e-6)
+    assert all(len(row["measured"]) == len(keys) == len(row["paper"]) for row in table["rows"])
+    assert sum("equations go as" in note for note in table["notes"]) == 4
+    assert {"physics.png", "physics-earth.png", "physics-planets.png"} <= set(
+        contents(results.parent)
+    )
+
+
+def test_finished_regressions_are_kept_and_the_rest_is_the_same(world, results, monkeypatch):
+    whole = json.loads(results.read_text())
+    cut = json.loads(results.read_text())
+    cut["models"]["lssar"]["equations"] = cut["models"]["lssar"]["equations"][:4]
+    results.write_text(json.dumps(cut))
+    done = []
+    search = regression.operon
+    monkeypatch.setitem(
+        regression.ENGINES, "operon", lambda *given: done.append(1) or search(*given)
+    )
+    discover.main(arguments(world, results))
+    assert len(done) == 3  # the three restarts of one regression
+    assert json.loads(results.read_text()) == whole
+    with pytest.raises(UserError, match="other settings"):
+        discover.main([*arguments(world, results), "--states", "200"])
+
+
+def test_missing_predictions_say_how_to_make_them(world, tmp_path):
+    run = tmp_path / "bare"
+    run.mkdir()
+    save_model(run, GPT(preset("nano")), CheckpointInfo("bare", 1, 60))
+    places = ("--forces", str(world / "forces"), "--planets", str(world / "planets"))
+    with pytest.raises(UserError, match=r"physics/force.py"):
+        discover.main([str(run), *places, "--out", str(tmp_path / "x.json")])
