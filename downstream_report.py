@@ -163,3 +163,4 @@ def _draw(axes, results: Results, columns: list[Column]) -> None:
         )
     axes.set_xticks(range(len(columns)), [c[2].replace(" ", "\n") for c in columns])
     axes.grid(False, axis="x")
+    axes.set_axisbelow(True)

@@ -7,15 +7,14 @@ import torch
 
 pytest.importorskip("lm_eval", reason="pip install -r requirements-downstream.txt")
 
+from downstream_helpers import BYTES, by_hand, text_by_hand
 from eval_helpers import tiny_model, write_checkpoint
 from lm_eval.api.instance import Instance
 
 from attention import get_mechanism
-from data.tokeniser import get_tokeniser
 from errors import UserError
 from integrations.lm_eval_model import CheckpointLM
 
-BYTES = get_tokeniser("bytes")
 MAX_LENGTH = 40
 TEXTS = [
     ("The grass is green", " and the sky"),
@@ -44,33 +43,13 @@ def ask(lm, kind, arguments):
     return getattr(lm, kind)(requests)
 
 
-def by_hand(model, context, continuation):
-    """log p(continuation | context) from a pass over the two alone, cut from the left."""
-    ids = [*context, *continuation][-MAX_LENGTH - 1 :]
-    with torch.no_grad():
-        logits = model(torch.tensor([ids[:-1]]))[0].double()
-    total, greedy = 0.0, True
-    for place in range(len(ids) - len(continuation), len(ids)):
-        row = logits[place - 1]
-        total += row.log_softmax(-1)[ids[place]].item()
-        greedy &= int(row.argmax()) == ids[place]
-    return total, greedy
-
-
-def split(context, continuation):
-    """As the harness wants it: blanks at the end of a context belong to the continuation."""
-    kept = context.rstrip()
-    first = BYTES.encode(kept).tolist() or [BYTES.eot]
-    return first, BYTES.encode(context[len(kept) :] + continuation).tolist()
-
-
 MECHANISMS = ["lssar", "softmax", "ssmax", ("sigmoid", {"length": "current"})]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_likelihoods_are_those_computed_by_hand_for_any_batch_size(tmp_path, mechanism):
     model, lm = harness(tmp_path, mechanism)
-    expected = [by_hand(model, *split(*text)) for text in TEXTS]
+    expected = [text_by_hand(model, *text, MAX_LENGTH) for text in TEXTS]
     order = random.sample(range(len(TEXTS)), len(TEXTS))
     for size in (1, 3, 16):
         lm.batch_size = size
@@ -105,7 +84,7 @@ def test_rolling_scores_every_token_once_with_its_documented_context(tmp_path):
     model, lm = harness(tmp_path)
     short, long = "a short text", "".join(chr(97 + i % 26) for i in range(101))
     found = ask(lm, "loglikelihood_rolling", [(short,), (long,)])
-    expected, _ = by_hand(model, [BYTES.eot], BYTES.encode(short).tolist())
+    expected, _ = by_hand(model, [BYTES.eot], BYTES.encode(short).tolist(), MAX_LENGTH)
     assert found[0] == pytest.approx(expected, rel=2e-5)
 
     ids = [BYTES.eot, *BYTES.encode(long).tolist()]
@@ -133,29 +112,29 @@ PROMPTS = [
 ]
 
 
-def text_by_hand(model, prompt, new_tokens, until=()):
+def written_alone(model, prompt, new_tokens, until=()):
+    """The prompt alone through the model's own greedy stream, cut at the first stop string."""
     ids = (BYTES.encode(prompt).tolist() or [BYTES.eot])[-(MAX_LENGTH - new_tokens) :]
-    new = []
-    for _ in range(new_tokens):
-        with torch.no_grad():
-            new.append(int(model(torch.tensor([ids + new]))[0, -1].argmax()))
-        text = BYTES.decode(t for t in new if t != BYTES.eot)
+    new, text = [], ""
+    for token in model.stream(torch.tensor([ids]), new_tokens, temperature=0):
+        if int(token) == BYTES.eot:
+            break
+        new.append(int(token))
+        text = BYTES.decode(new)
         found = [text.index(stop) for stop in until if stop in text]
         if found:
             return text[: min(found)]
-        if new[-1] == BYTES.eot:
-            break
     return text
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_texts_are_those_generated_one_at_a_time_without_a_cache(tmp_path, mechanism):
+def test_texts_are_those_generated_one_at_a_time(tmp_path, mechanism):
     model, lm = harness(tmp_path, mechanism)
     # Stop strings that do occur, in some of the texts.
-    plain = [text_by_hand(model, p, 20) for p in PROMPTS]
+    plain = [written_alone(model, p, 20) for p in PROMPTS]
     stops = [plain[0][2:4], plain[3][5:6]]
     for until in ([], stops):
-        expected = [text_by_hand(model, p, 20, until) for p in PROMPTS]
+        expected = [written_alone(model, p, 20, until) for p in PROMPTS]
         for size in (1, 3, 16):
             lm.batch_size = size
             # No max_gen_toks: half of max_length.

@@ -1,0 +1,206 @@
+"""python export_hf.py CKPT OUT
+
+A folder that Hugging Face transformers loads, with the tokeniser, on a machine without this code:
+
+    model = AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(OUT, trust_remote_code=True)
+    print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"))[0]))
+
+The folder holds safetensors weights, the configuration, the tokeniser (which begins a text with the
+end-of-text token, as `generate.py` does) and copies of the files of this repository that compute
+the model. It generates the tokens that `generate.py` does.
+"""
+
+import ast
+import importlib.util
+import itertools
+import re
+import shutil
+from pathlib import Path
+
+from checkpoint import load_model
+from data.tokeniser import EOT_TEXT, Gpt2Tokeniser, Tokeniser
+from errors import Parser, UserError, run
+from evaluation import Checkpoint, open_checkpoints
+from files import write_text, writing
+
+ROOT = Path(__file__).parent
+MODEL = "integrations.hf_model"
+KERNEL = ROOT / "kernels/lssar_cpu.cpp"
+KERNEL_MODULE = "kernels_lssar_cpu_source"
+MODEL_MODULE = "modeling_lssar"
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    arguments = parser.parse_args(argv)
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
+    (checkpoint,) = open_checkpoints([arguments.checkpoint])
+    if arguments.out.exists() and any(arguments.out.iterdir()):
+        raise UserError(f"{arguments.out} is not empty; give a new folder")
+    export(checkpoint, arguments.out)
+    print(f"{checkpoint.path} is in {arguments.out}")
+
+
+def export(checkpoint: Checkpoint, out: Path) -> None:
+    """Weights, configuration, tokeniser and code, whole or not at all."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    with writing(out):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write_model(checkpoint, temporary)
+        write_tokeniser(checkpoint.tokeniser(), temporary)
+        write_code(temporary)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+
+
+def write_model(checkpoint: Checkpoint, out: Path) -> None:
+    from integrations.hf_model import LssarConfig, LssarForCausalLM
+
+    described, tokeniser = checkpoint.config.to_dict(), checkpoint.tokeniser()
+    ends = {"bos_token_id": tokeniser.eot, "eos_token_id": tokeniser.eot}
+    config = LssarConfig(
+        **described, train_length=checkpoint.info.train_length, pad_token_id=tokeniser.eot, **ends
+    )
+    config.architectures = ["LssarForCausalLM"]
+    config.auto_map = {
+        "AutoConfig": f"{MODEL_MODULE}.LssarConfig",
+        "AutoModelForCausalLM": f"{MODEL_MODULE}.LssarForCausalLM",
+    }
+    model = LssarForCausalLM(config)
+    model.gpt = load_model(checkpoint.path)[0]
+    model.generation_config.update(**ends, pad_token_id=tokeniser.eot, do_sample=False)
+    model.save_pretrained(out)
+
+
+# --- the tokeniser -------------------------------------------------------------------------------
+
+
+def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
+    """The same ids for the same text: byte-level BPE, with no merges for a byte tokeniser."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = isinstance(tokeniser, Gpt2Tokeniser)
+    ranks = tokeniser._bpe._mergeable_ranks if bpe else {bytes([b]): b for b in range(256)}
+    spelled = {_spelling(token): rank for token, rank in ranks.items()}
+    merges = [tuple(map(_spelling, pair)) for pair in _merges(ranks)]
+    fast = Tokenizer(models.BPE(vocab=spelled, merges=merges))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bpe)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(EOT_TEXT, special=True, normalized=False)])
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{EOT_TEXT} $A", special_tokens=[(EOT_TEXT, tokeniser.eot)]
+    )
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT_TEXT)
+    PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        **ends,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # the text "<|endoftext|>" is text
+    ).save_pretrained(out)
+
+
+def _spelling(token: bytes) -> str:
+    """Bytes as GPT-2's files spell them: printable ones as themselves, the others from 256 on."""
+    return "".join(_ALPHABET[b] for b in token)
+
+
+_PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+_OTHERS = [b for b in range(256) if b not in _PRINTABLE]
+_ALPHABET = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHERS)}
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pair that made each longer token: what is left of it after all earlier merges."""
+    merges = []
+    for token in sorted((t for t in ranks if len(t) > 1), key=ranks.get):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+            first = pairs.index(min(pairs))
+            parts[first : first + 2] = [parts[first] + parts[first + 1]]
+        merges.append(tuple(parts))
+    return merges
+
+
+# --- the code ------------------------------------------------------------------------------------
+
+
+def write_code(out: Path) -> None:
+    """Copies of what the model needs of this repository, as flat modules that import each other."""
+    needed = modules_of(MODEL)
+    for module in needed:
+        text = exported(_file(module).read_text(encoding="utf-8"), needed)
+        if module == "kernels.cpu":
+            text = text.replace(*CPU_SOURCE)
+        write_text(out / f"{_flat(module)}.py", text)
+    about = '"""kernels/lssar_cpu.cpp: transformers copies Python files only."""'
+    source = KERNEL.read_text(encoding="utf-8")
+    write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXT = {source!r}\n")
+    shutil.copy(ROOT / "LICENSE", out / "LICENSE")
+
+
+def modules_of(module: str, found: dict[str, None] | None = None) -> list[str]:
+    """The module and all of this repository that it imports, anywhere in it."""
+    found = {} if found is None else found
+    found[module] = None
+    for node in ast.walk(ast.parse(_file(module).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in (node.module, *below):
+                if name not in found and _file(name).is_file():
+                    modules_of(name, found)
+    return list(found)
+
+
+def _file(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
+def _flat(module: str) -> str:
+    return MODEL_MODULE if module == MODEL else module.replace(".", "_")
+
+
+def exported(text: str, modules: list[str]) -> str:
+    """A module's text that imports those of `modules` from beside it, and needs no Triton."""
+
+    def relative(match: re.Match) -> str:
+        indent, package, names = match.groups()
+        if package in modules:
+            return f"{indent}from .{_flat(package)} import {names}"
+        inside = [f"{package}.{name.strip()}" for name in names.split(",")]
+        if not set(inside) <= set(modules):
+            return match.group()
+        # `from kernels import cpu`; transformers looks for `from .x import` to find files.
+        return "\n".join(
+            f"{indent}from .{_flat(m)} import __name__ as _\n"
+            f"{indent}from . import {_flat(m)} as {m.rpartition('.')[2]}"
+            for m in inside
+        )
+
+    text = re.sub(r"^( *)from ([\w.]+) import (.+)$", relative, text, flags=re.MULTILINE)
+    # transformers insists on every package that is imported outside of a `try`.
+    guarded = r"\1try:\n\1    \2\n\1except ImportError:\n\1    raise"
+    return re.sub(r"^( *)((?:import|from) triton\b.*)$", guarded, text, flags=re.MULTILINE)
+
+
+CPU_SOURCE = (
+    'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n',
+    f"""SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
+if not SOURCE.exists():
+    from .{KERNEL_MODULE} import TEXT
+
+    SOURCE.write_text(TEXT)
+""",
+)
+
+
+if __name__ == "__main__":
+    run(main)

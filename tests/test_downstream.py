@@ -1,0 +1,297 @@
+"""`python downstream.py`: the paper's tasks offline, on local copies, against numbers by hand."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="pip install -r requirements-downstream.txt")
+
+from data_sets import run_prepare
+from downstream_helpers import DOCUMENTS, text_by_hand, write_hub_copies, write_lines
+from eval_helpers import tiny_model, write_checkpoint
+
+import downstream
+from downstream_nano import COUNTS, PASSAGE, write_tasks
+from downstream_tasks import HARNESS, PLACES, SETS, chosen_tasks
+from errors import UserError
+from integrations.summaries import rouge
+from results_io import read_results
+
+ROOT = Path(__file__).parent.parent
+MAX_LENGTH = 64
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "run-a", tiny_model("lssar"), tokeniser="bytes")
+
+
+def evaluate(checkpoint, out, *arguments):
+    common = ["--out", str(out), "--device", "cpu", "--max-length", str(MAX_LENGTH)]
+    downstream.main([str(checkpoint), *common, *map(str, arguments)])
+    return {row["variant"]: row for row in read_results(out)["rows"]}
+
+
+def choice_scores(model, documents, context, choices, gold) -> tuple[float, float]:
+    """acc and acc_norm: the likeliest choice, and the likeliest for its length in characters."""
+    right = [0, 0]
+    for document in documents:
+        found = choices(document)
+        likely = [text_by_hand(model, context(document), f" {c}", MAX_LENGTH)[0] for c in found]
+        per_length = [value / len(c) for value, c in zip(likely, found, strict=True)]
+        for i, values in enumerate((likely, per_length)):
+            right[i] += values.index(max(values)) == gold(document)
+    return right[0] / len(documents), right[1] / len(documents)
+
+
+def test_the_papers_tasks_run_offline_and_give_the_numbers_by_hand(tmp_path, checkpoint, capsys):
+    data, model = write_hub_copies(tmp_path / "data"), tiny_model("lssar")
+    tasks = [task for task in SETS["paper"] if task != "mmlu"]
+    out = tmp_path / "results/d.json"
+    rows = evaluate(checkpoint, out, "--tasks", ",".join(tasks), "--data-dir", data)
+    assert list(rows) == tasks
+    metrics = {
+        task: {m: v["value"] for m, v in row["metrics"].items()} for task, row in rows.items()
+    }
+
+    def arc_gold(d):
+        return d["choices"]["label"].index(d["answerKey"])
+
+    expected = {
+        "arc_easy": choice_scores(
+            model,
+            DOCUMENTS["arc"],
+            lambda d: f"Question: {d['question']}\nAnswer:",
+            lambda d: d["choices"]["text"],
+            arc_gold,
+        ),
+        "piqa": choice_scores(
+            model,
+            DOCUMENTS["piqa"],
+            lambda d: f"Question: {d['goal']}\nAnswer:",
+            lambda d: [d["sol1"], d["sol2"]],
+            lambda d: d["label"],
+        ),
+        "sciq": choice_scores(
+            model,
+            DOCUMENTS["sciq"],
+            lambda d: f"{d['support']}\nQuestion: {d['question']}\nAnswer:",
+            lambda d: [d["distractor1"], d["distractor2"], d["distractor3"], d["correct_answer"]],
+            lambda d: 3,
+        ),
+    }
+    expected["arc_challenge"] = expected["arc_easy"]
+    for task, (acc, acc_norm) in expected.items():
+        assert (metrics[task]["acc"], metrics[task]["acc_norm"]) == (acc, acc_norm), task
+        n = len(DOCUMENTS[task.partition("_")[0]])
+        error = rows[task]["metrics"]["acc"]["stderr"]
+        assert error == pytest.approx(math.sqrt(acc * (1 - acc) / (n - 1)))
+
+    last = [d["text"].rpartition(" ") for d in DOCUMENTS["lambada"]]
+    found = [text_by_hand(model, before, f" {word}", MAX_LENGTH) for before, _, word in last]
+    mean = sum(likely for likely, _ in found) / len(found)
+    assert metrics["lambada_openai"]["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-4)
+    assert metrics["lambada_openai"]["acc"] == sum(greedy for _, greedy in found) / len(found)
+    assert rows["lambada_openai"]["metrics"]["perplexity"]["stderr"] > 0
+
+    # Six lines, two of each document: three summaries to write, each with two references.
+    assert rows["scrolls_summscreenfd"]["samples"] == 3
+    assert {"rouge1", "rouge2", "rougeL"} == set(metrics["scrolls_summscreenfd"])
+    assert rows["scrolls_summscreenfd"]["length"] == MAX_LENGTH
+
+    printed = capsys.readouterr().out
+    assert "ARC-E" in printed and "SummScreen" in printed and "Perplexity" in printed
+    assert "39.77" in printed and "10720.6" in printed  # the paper's
+    assert (tmp_path / "results/d.png").stat().st_size > 0
+    file = read_results(out)
+    assert file["kind"] == "downstream"
+    assert set(file["about"]["versions"]) == {"lm_eval", "transformers", "datasets", "rouge_score"}
+
+    # A second run computes nothing, and the table is printed again.
+    again = evaluate(checkpoint, out, "--tasks", ",".join(tasks), "--data-dir", data)
+    assert again == rows
+    second = capsys.readouterr().out
+    assert f"{len(tasks)} finished rows are kept" in second
+    assert "ARC-E" in second
+
+
+@pytest.mark.slow
+def test_mmlu_is_the_mean_over_the_questions_of_its_57_parts(tmp_path, checkpoint):
+    parts = sorted(p.stem.removeprefix("mmlu_") for p in (HARNESS / "mmlu/default").glob("mmlu_*"))
+    assert len(parts) == 57
+    for part in parts:
+        write_lines(tmp_path / "data/mmlu" / part / "test.jsonl", DOCUMENTS["mmlu"])
+    row = evaluate(
+        checkpoint, tmp_path / "m.json", "--tasks", "mmlu", "--data-dir", tmp_path / "data"
+    )["mmlu"]
+    assert row["samples"] == 114
+    assert len(row["subtasks"]) == 57
+    accuracies = [part["acc"] for part in row["subtasks"].values()]
+    assert row["metrics"]["acc"]["value"] == pytest.approx(sum(accuracies) / 57)
+
+
+def test_rouge_is_the_best_references_f_measure_with_stems():
+    found = rouge("The cats sat", ["nothing here", "the cat ran fast"])
+    assert found["rouge1"] == pytest.approx(100 * 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+    assert found["rouge2"] == pytest.approx(100 * 2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3))
+    assert rouge("", ["words"])["rouge1"] == 0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    files = [ROOT / name for name in ("attention.py", "model.py", "config.py", "train.py")]
+    done = run_prepare(
+        "text", *files, "--tokeniser", "bytes", "--val-tokens", 40_000, "--out", folder / "c"
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "c"
+
+
+def test_nano_tasks_are_the_same_every_time_and_what_they_say(tmp_path, corpus):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_tasks(tmp_path / name, corpus, list(COUNTS))
+    documents = {}
+    for task in COUNTS:
+        first, second = (tmp_path / n / f"{task}.jsonl" for n in "ab")
+        assert first.read_bytes() == second.read_bytes()
+        documents[task] = [json.loads(line) for line in first.read_text("utf-8").splitlines()]
+        assert 20 < len(documents[task]) <= COUNTS[task]
+    text = "".join(
+        (ROOT / n).read_text() for n in ("attention.py", "model.py", "config.py", "train.py")
+    )
+    for d in documents["nano_cloze"]:
+        assert len(d["context"]) == PASSAGE
+        assert d["context"] + d["target"] in text
+        name = d["context"].split()[-1] + d["target"]  # the name, perhaps with marks before it
+        assert any(d["context"].count(name[-n:]) for n in range(4, len(name) + 1))
+    for d in documents["nano_continuation"]:
+        assert len(set(d["choices"])) == 4
+        assert d["context"] + d["choices"][d["label"]] + "\n" in text
+    for d in documents["nano_line"]:
+        assert d["context"] + d["target"] + "\n" in text
+
+
+def test_nano_tasks_go_through_the_same_command(tmp_path, checkpoint, corpus, capsys):
+    out = tmp_path / "n.json"
+    options = ("--tasks", "nano", "--corpus", corpus, "--limit", 6)
+    rows = evaluate(checkpoint, out, *options)
+    assert {t: set(r["metrics"]) for t, r in rows.items()} == {
+        "nano_cloze": {"acc", "perplexity"},
+        "nano_continuation": {"acc", "acc_norm"},
+        "nano_line": {"chrf", "rouge1", "exact_match"},
+    }
+    assert all(row["samples"] == 6 for row in rows.values())
+    assert "cloze ppl" in capsys.readouterr().out
+    with pytest.raises(UserError, match="was made with limit = 6, this is 7"):
+        evaluate(checkpoint, out, *options[:-1], 7)
+
+
+def test_a_yaml_of_ones_own_is_a_task(tmp_path, checkpoint):
+    documents = [{"before": "The sky is", "after": " blue"}, {"before": "a", "after": "b"}]
+    data = write_lines(tmp_path / "own.jsonl", documents)
+    task = {
+        "task": "own",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "before",
+        "doc_to_target": "after",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}],
+    }
+    (tmp_path / "own.yaml").write_text(json.dumps(task), encoding="utf-8")
+    rows = evaluate(checkpoint, tmp_path / "o.json", "--tasks", tmp_path / "own.yaml")
+    model = tiny_model("lssar")
+    found = [text_by_hand(model, d["before"], d["after"], MAX_LENGTH)[0] for d in documents]
+    value = rows["own"]["metrics"]["perplexity"]["value"]
+    assert value == pytest.approx(math.exp(-sum(found) / 2), rel=1e-4)
+
+
+def test_mistakes_are_one_line(tmp_path, checkpoint):
+    out = tmp_path / "x.json"
+
+    def fails(message, *arguments):
+        with pytest.raises(UserError, match=message):
+            evaluate(checkpoint, out, *arguments)
+
+    fails("--tasks papr: unknown; did you mean 'paper'", "--tasks", "papr")
+    fails("no such file", "--tasks", "nowhere.yaml")
+    fails("--limit 0: must be at least 1", "--limit", 0)
+    fails("--data-dir .*: no such folder", "--data-dir", tmp_path / "nowhere")
+    fails("nano_cloze is made from a corpus' held-out text; give --corpus", "--tasks", "nano")
+    (tmp_path / "empty").mkdir()
+    data = ("--data-dir", tmp_path / "empty")
+    fails(r"arc_easy: no test\*.parquet or test\*.jsonl in .*ARC-Easy; put allenai/ai2_arc", *data)
+    fails("no validation.jsonl in .*summ_screen_fd", "--tasks", "scrolls_summscreenfd", *data)
+    bad = write_lines(tmp_path / "bad/sciq/test.jsonl", [])
+    bad.write_text("{not json", encoding="utf-8")
+    fails("sciq: its documents cannot be read", "--tasks", "sciq", "--data-dir", tmp_path / "bad")
+    assert not out.exists() or not read_results(out)["rows"]
+
+
+def test_sets_and_names_can_be_mixed():
+    assert chosen_tasks("lambada,arc_easy,lambada_openai") == ["lambada_openai", "arc_easy"]
+    assert chosen_tasks("paper") == list(PLACES)
+
+
+def run_python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_hub_out_of_reach_is_named_with_the_way_out(tmp_path, checkpoint):
+    done = run_python(
+        *("downstream.py", checkpoint, "--tasks", "arc_easy", "--out", tmp_path / "x.json"),
+        HF_HOME=str(tmp_path),
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()[-1:]
+    assert "arc_easy: the data set allenai/ai2_arc is not reachable on the hub" in line
+    assert "--data-dir DIR, in DIR/ai2_arc/ARC-Easy" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_the_harness_learns_the_name_lssar_when_it_is_imported():
+    program = "from lm_eval.models import MODEL_MAPPING; from lm_eval.api.registry import *\n"
+    program += "print(model_registry._objs['lssar'], 'hf' in model_registry)"
+    done = run_python("-c", program, PYTHONPATH=str(ROOT / "integrations/harness"))
+    assert done.stdout == "integrations.lm_eval_model:CheckpointLM True\n", done.stderr
+
+
+@pytest.mark.slow
+def test_the_harness_own_command_gives_the_same_numbers(tmp_path, checkpoint):
+    data = write_hub_copies(tmp_path / "data")
+    rows = evaluate(checkpoint, tmp_path / "r.json", "--tasks", "sciq", "--data-dir", data)
+    task = {
+        "include": str(HARNESS / "sciq/sciq.yaml"),
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data / "sciq/test.jsonl")}},
+        "training_split": None,
+        "validation_split": None,
+    }
+    (tmp_path / "sciq.yaml").write_text(json.dumps(task), encoding="utf-8")
+    done = run_python(
+        *("-m", "lm_eval", "run", "--model", "lssar", "--tasks", tmp_path / "sciq.yaml"),
+        *("--model_args", f"checkpoint={checkpoint},max_length={MAX_LENGTH}"),
+        *("--output_path", tmp_path / "theirs"),
+        PYTHONPATH=str(ROOT / "integrations/harness"),
+        HF_HOME=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "theirs").rglob("results_*.json")
+    theirs = json.loads(file.read_text(encoding="utf-8"))["results"]["sciq"]
+    assert theirs["acc,none"] == rows["sciq"]["metrics"]["acc"]["value"]
+    assert theirs["acc_norm,none"] == rows["sciq"]["metrics"]["acc_norm"]["value"]
