@@ -8,19 +8,27 @@ REPOSITORY = Path(__file__).parent.parent
 
 PROGRAM = """
 import sys
+from importlib.metadata import packages_distributions
 
-# torch itself cannot be imported without these.
-OWN = {"torch", "torchgen", "functorch", "typing_extensions", "attention", "errors", "kernels"}
-
-
-class Refuse:
-    def find_spec(self, name, path, target=None):
-        top = name.partition(".")[0]
-        if top not in OWN and top not in sys.stdlib_module_names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+# What `pip install torch` brings along.
+TORCH = {"torch", "torchgen", "functorch", "typing_extensions", "filelock", "fsspec", "sympy"}
+TORCH |= {"mpmath", "networkx", "jinja2", "markupsafe", "setuptools", "_distutils_hack"}
+OTHERS = set(packages_distributions()) - TORCH
+assert "numpy" in OTHERS
 
 
-sys.meta_path.insert(0, Refuse())
+class Without:
+    # A finder that does not find them.
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.partition(".")[0] in OTHERS
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import torch
 from attention import MECHANISMS, attend
 
