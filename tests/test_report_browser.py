@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import report_results as made
 from browser import CHROMIUM, DRIVER, Browser
-from test_report import HOSTILE, hostile_results
+from test_report_hostile import HOSTILE, hostile_results
 
 import report
 
