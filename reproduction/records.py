@@ -4,6 +4,7 @@ import json
 import statistics
 from dataclasses import asdict
 
+from config import parse_config
 from reproduction.experiments import Run, all_runs
 from reproduction.plan import Workspace
 from run_log import read_metrics
@@ -20,13 +21,14 @@ def runs_record(space: Workspace) -> dict:
 
 
 def run_record(run: Run, seed: int, space: Workspace) -> dict | None:
-    """None for a run that has not begun."""
+    """What the run's own directory says of it; None for a run that has not begun."""
     directory = space.run_directory(run.key, seed)
     try:
         about = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+        text = (directory / "config.toml").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
-    metrics, config = read_metrics(directory), space.config(run, seed)
+    metrics, config = read_metrics(directory), parse_config(text, str(directory / "config.toml"))
     losses = [m["val_loss"] for m in metrics if "val_loss" in m]
     speeds = [m["tokens_per_s"] for m in metrics if "tokens_per_s" in m]
     tokens = config.train.steps * config.train.batch_tokens
