@@ -165,6 +165,7 @@ inline v8 sigmoid(v8 s) {
 // z^p for 0 <= z <= 1; 0 at z = 0 also for p = 0, as relu'(0) = 0. The whole part of p by squaring:
 // exp2(p log2 z) alone would lose p log2(z) ulps.
 inline v8 power(v8 z, float p) {
+  p = std::min(p, 1e9f);  // beyond, any z < 1 gives 0 as well, and an int could not hold p
   int whole = (int)p;
   float rest = p - (float)whole;
   v8 y = all(1.f), square = z;

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # The whole test suite: `bash scripts/test.sh [--slow] [pytest arguments]`.
+# `bash scripts/test.sh --drill [NAME ...]` attacks the system and writes docs/reliability.md.
 # Makes .venv when missing, installs what the tests need, checks style, runs the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh requirements.txt requirements-test.txt
+
+if [ "${1:-}" = "--drill" ]; then
+  shift
+  OMP_NUM_THREADS=1 PYTHONPATH=.:tests exec python -m drill "$@"
+fi
 
 select=(-m "not slow")
 if [ "${1:-}" = "--slow" ]; then

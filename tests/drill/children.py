@@ -1,0 +1,122 @@
+"""Real processes to attack: forked after the imports, which cost seconds, and before any thread.
+
+A forked child runs a script's own `main` as `python SCRIPT` would and can be killed like any other
+process; nothing of torch's threads exists in the parent, so nothing of them is inherited.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from errors import UserError
+
+PATIENCE = 300.0  # seconds until a child counts as hanging
+
+
+class Child:
+    """A forked `main(argv)`, its output in a file."""
+
+    def __init__(self, main: Callable, argv: list[str], log: Path, before: Callable = lambda: None):
+        self.log, self.code = log, None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be(main, argv, log, before)
+
+    def poll(self) -> int | None:
+        """Exit code, -9 when killed; None while it runs."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        end = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"hung for {seconds} s: {self.shown()}")
+            time.sleep(0.002)
+        return code
+
+    def kill(self) -> bool:
+        """kill -9; False when it had ended by itself."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.wait() == -signal.SIGKILL
+
+    def shown(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+def _be(main: Callable, argv: list[str], log: Path, before: Callable) -> None:
+    """The child: `errors.run`'s exit codes, without the parent's exit handlers."""
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        before()
+        code = main(argv) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def finish(main: Callable, argv: list[str], log: Path, before: Callable = lambda: None) -> str:
+    """Run to the end; it must succeed. What it printed."""
+    child = Child(main, argv, log, before)
+    code = child.wait()
+    assert code == 0, f"exit code {code}: {child.shown()}"
+    return child.shown()
+
+
+def refused(main: Callable, argv: list[str], log: Path, before: Callable = lambda: None) -> str:
+    """Run to the end; it must stop with one line and exit code 2. The line."""
+    child = Child(main, argv, log, before)
+    code = child.wait()
+    shown = child.shown()
+    assert code == 2, f"exit code {code}: {shown}"
+    assert "Traceback" not in shown, shown
+    return next(line for line in shown.splitlines() if line.startswith("error: "))
+
+
+def killed_until_done(
+    main: Callable,
+    argv: list[str],
+    log: Path,
+    random: random.Random,
+    longest: float,
+    most: int,
+    before: Callable = lambda: None,
+) -> Iterator[Child]:
+    """At most so many children killed after random times, then one to the end; yields the dead."""
+    for number in itertools.count():
+        child = Child(main, argv, log, before)
+        end = time.monotonic() + (random.uniform(0, longest) if number < most else PATIENCE)
+        while time.monotonic() < end and child.poll() is None:
+            time.sleep(0.001)
+        if not child.kill():
+            assert child.code == 0, f"exit code {child.code}: {child.shown()}"
+            return
+        assert number < most, f"hung: {child.shown()}"
+        yield child
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names that only a file in the making has."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*.tmp*"))

@@ -1,0 +1,203 @@
+"""kill -9 at random instants: the next start continues, to the same bits, and tidies up."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import training
+from data_sets import contents
+
+import data.prepare
+import train
+from checkpoint import Store, read_trainer
+from evaluation import open_checkpoints
+
+from .attack import Told, attack
+from .children import Child, killed_until_done, leftovers
+from .subjects import a_preparation, a_training, evaluations, fresh, small_chunks
+
+
+@attack("crashes", "training, `kill -9` at random instants, `--resume`", full=60, short=4)
+def training_killed(times: int, folder: Path) -> Told:
+    subject, chance, kills, runs = a_training(folder), random.Random(1), 0, 0
+    while kills < times:
+        place = fresh(folder / "runs")
+        # Between one and six steps from one checkpoint to the next.
+        interval = f"--checkpoint.interval={chance.randint(1, 6)}"
+        command = subject.arguments(place, interval, "--resume")
+        for _ in killed_until_done(
+            train.main, command, folder / "log", chance, 1.2, most(times, kills)
+        ):
+            kills += 1
+        subject.assert_same(place)
+        assert not leftovers(place), leftovers(place)
+        if kills >= times:
+            break
+    return Told(
+        f"every start continued; {runs} runs ended with the weights and measurements of the "
+        "undisturbed run, bit for bit; no temporary file left",
+        times=kills,
+        kills=kills,
+        figures={"runs": runs},
+    )
+
+
+@attack("crashes", "`kill -9` while a checkpoint is being written", full=60, short=4)
+def checkpoint_writing(times: int, folder: Path) -> Told:
+    subject, chance, seen, runs = a_training(folder), random.Random(2), [], 0
+    while len(seen) < times:
+        place = fresh(folder / "runs")
+        command = subject.arguments(place, "--checkpoint.interval=1", "--resume")
+        store = Store(place / "nano-lssar")
+        enough = len(seen) + most(times, len(seen))
+        while (
+            written := killed_while_saving(command, folder, store, chance, len(seen) < enough)
+        ) is not None:
+            seen.append(written)
+            for checkpoint in store.candidates():  # whole, whatever the instant
+                open_checkpoints([str(checkpoint)])
+                read_trainer(checkpoint)
+        runs += 1
+        subject.assert_same(place)
+        assert not leftovers(place), leftovers(place)
+    stages = {f"{n} of 3 files there": seen.count(n) for n in sorted(set(seen))}
+    shown = ", ".join(f"{count} with {stage}" for stage, count in stages.items())
+    return Told(
+        f"killed {shown}; every checkpoint with a final name was whole, and {runs} runs ended bit "
+        "for bit as undisturbed; no temporary file left",
+        times=len(seen),
+        kills=len(seen),
+        figures=stages,
+    )
+
+
+def most(times: int, kills: int) -> int:
+    """Of one subject, so that there are many: then it is let through and looked at."""
+    return min(20, times - kills)
+
+
+def killed_while_saving(command, folder: Path, store: Store, chance, kill: bool) -> int | None:
+    """Files that the killed checkpoint had; None when the run got to its end."""
+    child, before = Child(train.main, command, folder / "log"), None
+    target = chance.randint(1, 5) if kill else 0
+    while child.poll() is None:
+        unfinished = next(store.directory.glob(".step-*.tmp"), None)
+        if unfinished is not None and unfinished != before:
+            before, target = unfinished, target - 1
+            if target == 0:
+                time.sleep(chance.uniform(0, 0.02))
+                return len(list(unfinished.glob("*"))) if child.kill() else None
+        time.sleep(0.0002)
+    assert child.code == 0, f"exit code {child.code}: {child.shown()}"
+    return None
+
+
+@attack("crashes", "data preparation, `kill -9` at random instants", full=50, short=4)
+def preparation(times: int, folder: Path) -> Told:
+    subject, chance, kills, sets = a_preparation(folder), random.Random(3), 0, 0
+    while kills < times:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        command = [*subject.arguments, "--out", str(folder / "out")]
+        for _ in killed_until_done(
+            data.prepare.main,
+            command,
+            folder / "log",
+            chance,
+            0.6,
+            most(times, kills),
+            small_chunks,
+        ):
+            kills += 1
+        assert contents(folder / "out") == subject.whole, "other bytes"
+        if kills >= times:
+            break
+    return Told(
+        f"every start continued; {sets} sets ended with the same bytes as undisturbed, no other "
+        "file beside them",
+        times=kills,
+        kills=kills,
+        figures={"sets": sets},
+    )
+
+
+@attack("crashes", "evaluation (loss, passkey), `kill -9` at random instants", full=40, short=4)
+def evaluation(times: int, folder: Path) -> Told:
+    subjects, chance, kills, number = evaluations(folder), random.Random(4), 0, 0
+    while kills < times:
+        subject = subjects[number % 2]
+        place = fresh(folder / "results")
+        command = [*subject.arguments, "--out", str(place / "x.json")]
+        for _ in killed_until_done(
+            subject.main, command, folder / "log", chance, 1.0, most(times, kills)
+        ):
+            kills += 1
+        subject.assert_same(place / "x.json")
+        assert not leftovers(place), leftovers(place)
+        if kills >= times:
+            break
+    return Told(
+        f"every start kept the finished rows; {number} results files ended with the numbers of the "
+        "undisturbed ones, bit for bit; no temporary file left",
+        times=kills,
+        kills=kills,
+        figures={"files": number},
+    )
+
+
+@attack("crashes", "one rank of two under torchrun, `kill -9`, `--max-restarts=1`", full=3)
+def rank_of_two(times: int, folder: Path) -> Told:
+    corpus = training.make_corpus(folder / "corpus")
+    more = ("--train.micro_batch=4", "--train.steps=60", "--log.interval=5")
+    arguments = training.arguments(corpus, folder / "whole", *more, config="nano-softmax")
+    whole = training.run_process(*arguments, processes=2)
+    assert whole.returncode == 0, whole.stderr
+    expected = folder / "whole/nano-softmax"
+    for number in range(times):
+        place = folder / f"runs-{number}"
+        command = training.arguments(corpus, place, *more, config="nano-softmax")
+        shown = kill_rank(command, rank=number % 2)
+        run = place / "nano-softmax"
+        assert training.losses(run) == training.losses(expected), shown
+        assert weights_of(run) == weights_of(expected), "other weights"
+        assert not leftovers(place), leftovers(place)
+    return Told(
+        "torchrun restarted both ranks, they went on from the last checkpoint and ended with the "
+        "weights and measurements of two undisturbed ranks, bit for bit",
+        times=times,
+        kills=times,
+    )
+
+
+def weights_of(run: Path) -> bytes:
+    return (Store(run).candidates()[0] / "model.safetensors").read_bytes()
+
+
+def kill_rank(arguments: list[str], rank: int) -> str:
+    """Start two ranks, kill one after step 20, wait for the end."""
+    process = subprocess.Popen(
+        training.command(*arguments, processes=2, torchrun=("--max-restarts=1",)),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=training.environment(),
+    )
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("step 20/"):
+            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = {rank_of(pid): pid for pid in workers}
+            os.kill(int(ranks[str(rank)]), signal.SIGKILL)
+    shown = "".join(lines)
+    assert process.wait() == 0, shown
+    assert "Traceback" not in shown, shown
+    return shown
+
+
+def rank_of(pid: str) -> str | None:
+    """RANK in the environment of a worker."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((e.partition(b"=")[2].decode() for e in entries if e.startswith(b"RANK=")), None)

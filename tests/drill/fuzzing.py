@@ -1,0 +1,345 @@
+"""Input that nobody would give on purpose: one line, never a traceback, never a hang."""
+
+import argparse
+import contextlib
+import io
+import json
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from eval_helpers import tiny_model, write_checkpoint, write_tokens
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import attention_maps
+import data.prepare
+import eval_extrapolation
+import generate
+import passkey
+import train
+from checkpoint import load_model, read_trainer
+from config import load_config
+from data.passkey_text import ANSWER_TOKENS, make_prompt
+from data.pipeline import ChunkEncoder
+from data.shards import HEADER_BYTES, header_bytes, open_split, verify
+from data.tokeniser import TOKENISERS, get_tokeniser
+from errors import UserError
+from model import GPT
+
+from .attack import Told, attack
+
+SECONDS, MEMORY = 20, 3 * 2**30  # for one input; what is more counts as a hang or a leak
+
+
+class Hang(Exception):
+    """An input took longer than any of its size may."""
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    def late(*_):
+        raise Hang(f"not finished after {SECONDS} s")
+
+    previous = signal.signal(signal.SIGALRM, late)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, hard))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, previous)
+
+
+def fuzz(times: int, strategy: st.SearchStrategy, feed: Callable) -> Told:
+    """Feed so many inputs; UserError is an answer, as is success, and nothing else is."""
+    counts = {"taken": 0, "refused in one line": 0}
+
+    @seed(0)
+    @given(strategy)
+    @settings(
+        max_examples=times,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        phases=[Phase.generate],
+    )
+    def one(value):
+        quiet = io.StringIO()
+        try:
+            with bounded(), contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
+                feed(value)
+            counts["taken"] += 1
+        except UserError as error:
+            assert str(error).strip() and "\n" not in str(error), repr(str(error))
+            counts["refused in one line"] += 1
+        except SystemExit as end:  # --help
+            assert not end.code
+            counts["taken"] += 1
+
+    one()
+    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
+    return Told(f"{shown}; no traceback, no hang", times=sum(counts.values()), figures=counts)
+
+
+# --- strategies -----------------------------------------------------------------------------------
+
+HOSTILE = (
+    *("", "0", "-1", "1", "3", "nan", "inf", "-inf", "1e400", "1e-400", "true", "[]", "{}", "''"),
+    *("9" * 25, "-" + "9" * 25, "9" * 5000, "1_000", "0x10", "1e3", "2024-01-31", "..", ".", "/"),
+    *("../x", "a/b", "\0", "\n", "\udcff", "é", "a b", '"', "'", "[" * 5000, "{a=1}", "%s", "~"),
+    *("--resume", "-h", "lssar", "bytes", "x" * 5000, "1,2", ",", "1,", "64,128", "0.5", "=", "²"),
+)
+
+
+def words() -> st.SearchStrategy[str]:
+    return st.sampled_from(HOSTILE) | st.text(max_size=12) | st.integers().map(str)
+
+
+def option_keys() -> list[str]:
+    from config import _SECTIONS
+
+    return [f"{s}.{k}" for s, kind in _SECTIONS.items() for k in kind.__dataclass_fields__]
+
+
+# --- parsers --------------------------------------------------------------------------------------
+
+
+@attack("input", "config overrides on the command line, fuzzed", full=3000, short=150)
+def config_overrides(times: int, folder: Path) -> Told:
+    keys = st.sampled_from([*option_keys(), "train.step", "x.y", "train", ""])
+    override = st.builds("--{}={}".format, keys, words()) | words()
+
+    def feed(overrides: list[str]) -> None:
+        config = load_config("configs/nano-lssar.toml", overrides)
+        config.batch_plan(1)
+        config.model_config()
+        text = config.to_toml()
+        (folder / "x.toml").write_text(text, encoding="utf-8")
+        assert load_config(folder / "x.toml") == config, "does not read back equal"
+        inside = (folder / config.log.name).resolve()
+        assert inside.parent == folder.resolve(), f"log.name = {config.log.name!r} leaves its place"
+
+    return fuzz(times, st.lists(override, max_size=2), feed)
+
+
+@attack("input", "config files, fuzzed", full=2000, short=100)
+def config_files(times: int, folder: Path) -> Told:
+    sound = Path("configs/gpt2-124m-lssar.toml").read_text()
+    lines = st.builds("{} = {}".format, st.sampled_from(["lr", "base", "steps", "é"]), words())
+    section = st.sampled_from(["[train]", "[[train]]", "[x]", "[train.lr]", "[model]"])
+    text = st.lists(section | lines | words(), max_size=5).map("\n".join)
+    mixed = st.tuples(text, st.integers(0, len(sound))).map(
+        lambda t: sound[: t[1]] + t[0] + sound[t[1] :]
+    )
+    content = (text | mixed).map(lambda t: t.encode(errors="surrogateescape"))
+
+    def feed(data: bytes) -> None:
+        (folder / "x.toml").write_bytes(data)
+        load_config(folder / "x.toml")
+
+    return fuzz(times, content | st.binary(max_size=80), feed)
+
+
+@attack("input", "the command lines of six scripts, fuzzed", full=1500, short=60)
+def command_lines(times: int, folder: Path) -> Told:
+    model = str(write_checkpoint(folder / "model", tiny_model(layers=1, width=8)))
+    tokens = str(write_tokens(folder / "tokens", 1200))
+    (folder / "a.txt").write_text("some text " * 200)
+    out = str(folder / "x.json")
+    small = ["--lengths=16,32", "--tokens=64"]
+    commands = {
+        "train.py": (train, ["configs/nano-lssar.toml", "--dry-run"]),
+        "prepare.py": (data.prepare, ["text", str(folder / "a.txt"), "--tokeniser=bytes"]),
+        "eval_extrapolation.py": (eval_extrapolation, [model, "--data", tokens, *small]),
+        "passkey.py": (passkey, [model, "--lengths=400", "--trials=1"]),
+        "generate.py": (generate, [model, "--tokens=2"]),
+        "attention_maps.py": (attention_maps, [model, "--text=abc"]),
+    }
+    options = {name: known_options(module) for name, (module, _) in commands.items()}
+
+    def feed(case: tuple[str, list[tuple[str, str]], bool]) -> None:
+        name, extra, reset = case
+        module, argv = commands[name]
+        for file in folder.glob("x*"):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        argv = [*argv, *([] if name in ("train.py", "generate.py") else ["--out", out])]
+        for option, value in extra:
+            argv.append(f"{option}={value}" if option.startswith("--") else value)
+        module.main(argv[1:] if reset else argv)
+
+    cases = st.sampled_from(sorted(commands)).flatmap(
+        lambda name: st.tuples(
+            st.just(name),
+            st.lists(st.tuples(st.sampled_from(options[name]), words()), max_size=3),
+            st.integers(0, 9).map(lambda n: n == 0),
+        )
+    )
+    with contextlib.chdir(folder_with_configs(folder)):
+        return fuzz(times, cases, feed)
+
+
+def known_options(module) -> list[str]:
+    """What a script's own help lists, an unknown option, and a bare word."""
+    found: list[str] = []
+    original = argparse.ArgumentParser.add_argument
+
+    def noted(self, *names, **options):
+        found.extend(n for n in names if n.startswith("--") and options.get("action") is None)
+        return original(self, *names, **options)
+
+    argparse.ArgumentParser.add_argument = noted
+    try:
+        with contextlib.suppress(UserError, SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            module.main(["--help"])
+    finally:
+        argparse.ArgumentParser.add_argument = original
+    # How long a user wants to wait, and on what, is no mistake.
+    long = {"--trials", "--tokens", "--device", "--workers", "--out", "--world-size"}
+    return [*sorted(set(found) - long), "--unknown", "word"]
+
+
+def folder_with_configs(folder: Path) -> Path:
+    """Where a fuzzed relative path can do no harm."""
+    place = folder / "cwd"
+    place.mkdir()
+    (place / "configs").symlink_to(Path("configs").resolve())
+    return place
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+@attack("input", "shard files, fuzzed", full=1500, short=80)
+def shard_reader(times: int, folder: Path) -> Told:
+    header = st.builds(header_bytes, st.integers(-(2**31), 2**31 - 1))
+    numbers = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=256, max_size=256)
+    any_header = numbers.map(lambda n: np.array(n, "<i4").tobytes())
+    body = st.binary(max_size=300)
+    sound = body.map(lambda b: header_bytes(len(b) // 2) + b[: len(b) // 2 * 2])
+    content = st.one_of(
+        body,
+        sound,
+        st.tuples(header | any_header, body).map(b"".join),
+        st.just(bytes(HEADER_BYTES)),
+    )
+    names = st.sampled_from(
+        ["x_train_000000.bin", "x_val_000000.bin", "x_train_1.bin", "manifest.json"]
+    )
+    files = st.dictionaries(names, content, max_size=3)
+
+    def feed(found: dict[str, bytes]) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        for name, value in found.items():
+            (folder / name).write_bytes(value)
+        tokens = open_split(folder, "train", vocab_size=50304)
+        assert len(tokens.slice(0, tokens.total_tokens)) == tokens.total_tokens
+        verify(folder)
+
+    return fuzz(times, files, feed)
+
+
+@attack("input", "checkpoint files, fuzzed", full=1500, short=80)
+def checkpoint_reader(times: int, folder: Path) -> Told:
+    model = tiny_model(layers=1, width=8)
+    path = write_checkpoint(folder / "model", model)
+    description = json.loads((path / "model.json").read_text())
+    del description["sha256"], description["files"]  # nothing vouches for what an attacker wrote
+    weights = (path / "model.safetensors").read_bytes()
+    value = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | words(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+        max_leaves=4,
+    )
+    sizes = st.sampled_from([0, -1, 2, 2**31, 2**40, 2**63, 10**30, 1.5, True, "8"])
+    places = [(part, key) for part in ("model", "info") for key in description[part]]
+    places += [
+        ("model",),
+        ("info",),
+        ("format",),
+        ("files",),
+        ("model", "attention", "p"),
+        ("new",),
+    ]
+    places += [("model", "attention", "name"), ("model", "attention", "window"), ("model", "new")]
+    edits = st.lists(st.tuples(st.sampled_from(places), value | sizes), min_size=1, max_size=2)
+    bits = st.integers(0, 8 * len(weights) - 1).map(lambda n: flipped(weights, n))
+    cut = st.integers(0, len(weights)).map(lambda n: weights[:n])
+    files = st.tuples(
+        edits.map(lambda e: edited(description, e)) | st.binary(max_size=40),
+        st.just(weights) | bits | cut | st.binary(max_size=40),
+        st.binary(max_size=60),
+    )
+
+    def feed(found: tuple[bytes, bytes, bytes]) -> None:
+        names = ("model.json", "model.safetensors", "trainer.pt")
+        for name, content in zip(names, found, strict=True):
+            (path / name).write_bytes(content)
+        with contextlib.suppress(UserError):
+            read_trainer(path)
+        loaded, info = load_model(path)
+        assert isinstance(loaded, GPT) and info.step >= 0
+
+    return fuzz(times, files, feed)
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def edited(description: dict, edits: list[tuple[tuple[str, ...], object]]) -> bytes:
+    copy = json.loads(json.dumps(description))
+    for (*parents, key), value in edits:
+        place = copy
+        for parent in parents:
+            place = place[parent] if isinstance(place.get(parent), dict) else {}
+        place[key] = value
+    return json.dumps(copy).encode()
+
+
+@attack("input", "passkey prompts of any length, trial and seed", full=1500, short=80)
+def passkey_builder(times: int, folder: Path) -> Told:
+    numbers = st.integers(-5, 3000) | st.sampled_from([2**31, 2**63, 2**64, 10**30, -(2**63)])
+    cases = st.tuples(st.sampled_from(sorted(TOKENISERS)), numbers, st.integers(0, 10**6), numbers)
+
+    def feed(case: tuple[str, int, int, int]) -> None:
+        name, length, trial, number = case
+        tokeniser = get_tokeniser(name)
+        prompt = make_prompt(tokeniser, length, trial, number)
+        assert len(prompt.tokens) == length - ANSWER_TOKENS
+        assert f"pass key is {prompt.key}." in tokeniser.decode(prompt.tokens)
+
+    return fuzz(times, cases, feed)
+
+
+@attack(
+    "input", "tokenisers: any Unicode there and back, whole and in pieces", full=2000, short=100
+)
+def tokeniser_round_trip(times: int, folder: Path) -> Told:
+    letters = st.characters() | st.sampled_from("\ud800\udfff\ufeff\u2028\0é中😀 \n\t\x1c")
+    pieces = st.text(letters, max_size=60) | st.sampled_from(["<|endoftext|>", " " * 3000 + "x"])
+    encoders = {name: ChunkEncoder(name) for name in TOKENISERS}
+
+    def feed(text: str) -> None:
+        expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for name, chunk_encoder in encoders.items():
+            tokeniser = get_tokeniser(name)
+            ids = tokeniser.encode(text)
+            assert tokeniser.decode(ids) == expected, f"{name}: {text!r}"
+            assert tokeniser.eot not in ids
+            streamed = "".join(generate.text_pieces(tokeniser, ids.tolist()))
+            assert streamed == expected, f"{name}, streamed: {text!r}"
+            tokens, _ = chunk_encoder([(text, True)])
+            assert tokens[0] == tokeniser.eot and np.array_equal(tokens[1:], ids), name
+
+    return fuzz(times, st.lists(pieces, max_size=4).map("".join), feed)

@@ -1,0 +1,59 @@
+"""The table in docs/reliability.md, made from the JSON of a drill and from nothing else."""
+
+import json
+from pathlib import Path
+
+from files import write_text
+
+from .attack import GROUPS
+
+HEAD = """# What was tried against the system, and what happened
+
+Written by `{command}` on {date} (Python {python}, torch {torch}, {user}); the
+numbers are in `results/reliability.json`. {verdict} {kills} processes were ended by `kill -9`.
+"""
+
+
+def read_outcomes(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # begun anew, whatever spoiled it
+        return None
+
+
+def write_table(target: Path, source: Path) -> Path:
+    found = read_outcomes(source)
+    attacks = found["attacks"]
+    broken = [a["name"] for a in attacks if not a["passed"]]
+    verdict = f"{len(attacks)} attacks, all of them held off."
+    if broken:
+        verdict = f"{len(attacks)} attacks, of which {', '.join(broken)} got through."
+    head = HEAD.format(
+        command=found["command"],
+        date=found["date"],
+        python=found["python"],
+        torch=found["torch"],
+        user="as root" if found["root"] else "without root",
+        verdict=verdict,
+        kills=sum(a["kills"] for a in attacks),
+    )
+    parts = [head]
+    for group, title in GROUPS.items():
+        rows = [row(a) for a in attacks if a["group"] == group]
+        if rows:
+            lines = [f"## {title}", "", "| what was tried | how often | what happened | |"]
+            parts.append("\n".join([*lines, "|---|---|---|---|", *rows, ""]))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_text(target, "\n".join(parts))
+    return target
+
+
+def row(outcome: dict) -> str:
+    cells = (outcome["what"], f"{outcome['times']:,}", outcome["happened"])
+    verdict = "held" if outcome["passed"] else "**broke**"
+    return "| " + " | ".join(plain(cell) for cell in (*cells, verdict)) + " |"
+
+
+def plain(text: str) -> str:
+    """One cell: no line breaks, no bars."""
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,465 @@
+"""Full, read-only and rotten disks, and two processes that want the same directory."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from data_sets import contents
+from eval_helpers import tiny_model, write_checkpoint
+
+import data.prepare
+import train
+from checkpoint import Store, load_model, read_description, read_trainer
+from config import load_config
+from data.shards import open_split, read_manifest, verify
+from data.tokeniser import get_tokeniser
+from data.writer import ShardWriter, read_progress
+from errors import UserError
+from files import checked_line
+from passkey import Answers
+from results_io import Results, read_results
+from run_log import read_metrics
+
+from .attack import Told, attack
+from .children import Child, finish, leftovers, refused
+from .subjects import a_preparation, a_training, evaluations, small_chunks
+
+NOBODY = 65534
+
+
+# --- full -----------------------------------------------------------------------------------------
+
+
+class SmallDisk:
+    """A folder on a disk of so many bytes; without root, files of at most so many."""
+
+    def __init__(self, folder: Path, size: int):
+        self.folder, self.size = folder, size
+        folder.mkdir()
+        options = f"size={size}"
+        self.mounted = (
+            os.geteuid() == 0
+            and not subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
+            ).returncode
+        )
+
+    def limit(self) -> None:
+        """To be called in the process that writes."""
+        if not self.mounted:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
+
+    def enlarge(self) -> None:
+        if self.mounted:
+            command = ["mount", "-o", "remount,size=100m", self.folder]
+            subprocess.run(command, check=True, capture_output=True)
+
+    def __enter__(self) -> "SmallDisk":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.mounted:
+            subprocess.run(["umount", self.folder], check=True)
+
+
+def fill(
+    main: Callable, command: Callable[[Path], list[str]], folder: Path, sizes: list[int], check
+) -> Told:
+    """Run on disks of these sizes until refused, then with room; `check` the end."""
+    reasons, how = {}, ""
+    for number, size in enumerate(sizes):
+        with SmallDisk(folder / f"disk-{number}", size) as disk:
+            how = "a small tmpfs" if disk.mounted else "a limit on the size of files"
+            line = refused(main, command(disk.folder), folder / "log", disk.limit)
+            assert "cannot write" in line, line
+            assert not leftovers_but_partial(disk.folder), leftovers(disk.folder)
+            place = line.split("cannot write ")[1].split(":")[0].removeprefix("checkpoint ")
+            kind = Path(place).name.rstrip("0123456789")
+            reasons[kind] = reasons.get(kind, 0) + 1
+            disk.enlarge()
+            finish(main, command(disk.folder), folder / "log")
+            check(disk.folder)
+    where = ", ".join(f"{count} at {name}" for name, count in reasons.items())
+    return Told(
+        f"({how}) one line that names the file ({where}); with room again the same command ended "
+        "as if nothing had happened",
+        times=len(sizes),
+        figures=reasons,
+    )
+
+
+def leftovers_but_partial(folder: Path) -> list[str]:
+    """A shard in the making is not a leftover: the next start goes on with it."""
+    return [name for name in leftovers(folder) if not name.endswith(".bin.tmp")]
+
+
+@attack("storage", "disk full while shards are written", full=8, short=2)
+def full_disk_shards(times: int, folder: Path) -> Told:
+    subject = a_preparation(folder)
+    total = sum(map(len, subject.whole.values()))
+    sizes = [max(4096, total * (n + 1) // (times + 2)) for n in range(times)]
+
+    def check(place: Path) -> None:
+        assert contents(place / "out") == subject.whole, "other bytes"
+
+    def command(place: Path) -> list[str]:
+        return [*subject.arguments, "--out", str(place / "out")]
+
+    return fill(data.prepare.main, command, folder, sizes, check)
+
+
+@attack("storage", "disk full while checkpoints are written", full=8, short=2)
+def full_disk_checkpoint(times: int, folder: Path) -> Told:
+    subject = a_training(folder)
+    one = sum(f.stat().st_size for f in Store(subject.whole).candidates()[0].iterdir())
+    sizes = [20_000 + one * (n + 1) // 3 for n in range(times)]
+
+    def command(place: Path) -> list[str]:
+        return subject.arguments(place, "--checkpoint.keep=99", "--resume")
+
+    return fill(train.main, command, folder, sizes, subject.assert_same)
+
+
+@attack("storage", "disk full while measurements are written", full=4, short=1)
+def full_disk_metrics(times: int, folder: Path) -> Told:
+    subject = a_training(folder)
+    # Three pages hold everything but the measurements; one checkpoint, at the end.
+    sizes = [4096 * (3 + n % 2) if os.geteuid() == 0 else 2500 for n in range(times)]
+
+    def command(place: Path) -> list[str]:
+        return subject.arguments(place, "--checkpoint.interval=99", "--resume")
+
+    told = fill(train.main, command, folder, sizes, subject.assert_same)
+    assert set(told.figures) == {"metrics.jsonl"}, told.happened
+    return told
+
+
+@attack("storage", "disk full while results are written", full=4, short=1)
+def full_disk_results(times: int, folder: Path) -> Told:
+    subjects = evaluations(folder)
+    sizes = [4096 * (1 + n // 2) for n in range(times)]
+    chosen = iter([subjects[n % 2] for n in range(times) for _ in range(2)])
+    last = []
+
+    def command(place: Path) -> list[str]:
+        last[:] = [next(chosen)]
+        return [*last[0].arguments, "--out", str(place / "x.json")]
+
+    def main(argv: list[str]):
+        return last[0].main(argv)
+
+    return fill(main, command, folder, sizes, lambda place: last[0].assert_same(place / "x.json"))
+
+
+# --- read-only ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[Callable]:
+    """Nothing in the folder can be changed; gives what a child must call first."""
+    bind = ["mount", "--bind", folder, folder]
+    if os.geteuid() == 0 and not subprocess.run(bind, capture_output=True).returncode:
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+        try:
+            yield lambda: None
+        finally:
+            subprocess.run(["umount", folder], check=True)
+        return
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        yield lambda: os.seteuid(NOBODY) if os.geteuid() == 0 else None
+    finally:
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+@attack("storage", "read-only directories", full=7, short=7)
+def read_only_directory(times: int, folder: Path) -> Told:
+    subject, log = a_training(folder), folder / "log"
+    evaluated, prepared = evaluations(folder), a_preparation(folder)
+    locked, free = folder / "locked", folder / "free"
+    locked.mkdir()
+    free.mkdir()
+    free.chmod(0o777)
+    subject.corpus.rename(locked / "corpus")
+    (folder / "softmax").rename(locked / "softmax")
+    half = [*prepared.arguments, "--out", str(locked / "set")]
+    child = Child(data.prepare.main, half, log, small_chunks)
+    while child.poll() is None and not list(locked.glob("set/*.bin")):
+        time.sleep(0.001)
+    child.kill()
+    tokens = f"--data.directory={locked / 'corpus'}"
+    with read_only(locked) as before:
+        for command, main in (
+            (subject.arguments(locked, tokens), train.main),
+            (subject.arguments(locked / "new", tokens), train.main),
+            ([*prepared.arguments, "--out", str(locked / "other")], data.prepare.main),
+            (half, data.prepare.main),
+            ([*evaluated[0].arguments[1:], "--out", str(locked / "x.json")], evaluated[0].main),
+        ):
+            line = refused(main, command, log, before)
+            assert "Read-only file system" in line or "Permission denied" in line, line
+            assert str(locked) in line, line
+        # To read is enough for what is only read.
+        finish(train.main, subject.arguments(free, tokens), log, before)
+        models = [str(locked / "softmax"), *evaluated[0].arguments[1:]]
+        finish(evaluated[0].main, [*models, "--out", str(free / "x.json")], log, before)
+    finish(data.prepare.main, half, log, small_chunks)
+    assert contents(locked / "set") == prepared.whole, "other bytes"
+    return Told(
+        "writing: one line that names the directory and the reason; reading data and checkpoints "
+        "from there works; a half-prepared set in it was finished afterwards to the same bytes",
+        times=7,
+    )
+
+
+# --- rotten ---------------------------------------------------------------------------------------
+
+
+def damages(sound: bytes, times: int, chance: random.Random) -> Iterator[bytes]:
+    """Three in four with one bit turned over, the others with their end, or a middle, cut out."""
+    for number in range(times):
+        damaged = bytearray(sound)
+        if number % 4 < 3:
+            place = chance.randrange(8 * len(sound))
+            damaged[place // 8] ^= 1 << place % 8
+        else:
+            start = chance.randrange(len(sound))
+            del damaged[start : start + chance.choice([1, 2, 100, len(sound)])]
+        yield bytes(damaged)
+
+
+def spoil(file: Path, times: int, read: Callable[[], object], name: str = "") -> Told:
+    """Damage the file again and again: `read` must name it, or return what it did before."""
+    sound, expected, chance = file.read_bytes(), read(), random.Random(file.name)
+    named = harmless = 0
+    for damaged in damages(sound, times, chance):
+        file.write_bytes(damaged)
+        try:
+            got = read()
+        except UserError as error:
+            assert (name or file.name) in str(error) and "\n" not in str(error), str(error)
+            named += 1
+        else:
+            place = next(
+                (i for i, (a, b) in enumerate(zip(sound, damaged, strict=False)) if a != b), -1
+            )
+            assert got == expected, f"damage at byte {place} of {file.name} was taken for sound"
+            harmless += 1
+    file.write_bytes(sound)
+    assert read() == expected
+    without = f", {harmless} changed nothing that is read" if harmless else ""
+    figures = {"named": named, "harmless": harmless}
+    return Told(f"{named} named{without}", times=times, figures=figures)
+
+
+@attack("storage", "shard: a bit flipped or bytes cut (`prepare.py verify`)", full=400, short=20)
+def rotten_shard(times: int, folder: Path) -> Told:
+    a_preparation(folder, 12)
+    files = sorted((folder / "whole-set").glob("*.bin"))
+    return spoil(files[-1], times, lambda: verify(folder / "whole-set"))
+
+
+@attack("storage", "manifest: a bit flipped or bytes cut", full=400, short=20)
+def rotten_manifest(times: int, folder: Path) -> Told:
+    a_preparation(folder, 12)
+    place = folder / "whole-set"
+
+    def read():
+        open_split(place, "train")
+        return read_manifest(place)
+
+    return spoil(place / "manifest.json", times, read)
+
+
+@attack("storage", "record of an unfinished set: a bit flipped or bytes cut", full=200, short=20)
+def rotten_progress(times: int, folder: Path) -> Told:
+    writer = ShardWriter(folder, "x", get_tokeniser("bytes"), {"a": 1}, 100)
+    writer.save({"file": 3, "at": 77}, 5)
+    return spoil(folder / "progress.json", times, lambda: read_progress(folder))
+
+
+def a_checkpoint(folder: Path) -> Path:
+    finish(train.main, a_training(folder).arguments(folder / "runs"), folder / "log")
+    return Store(folder / "runs/nano-lssar").candidates()[0]
+
+
+@attack("storage", "model.safetensors: a bit flipped or bytes cut", full=200, short=20)
+def rotten_weights(times: int, folder: Path) -> Told:
+    path = write_checkpoint(folder / "model", tiny_model())
+    return spoil(path / "model.safetensors", times, lambda: load_model(path)[1])
+
+
+@attack("storage", "model.json: a bit flipped or bytes cut", full=400, short=20)
+def rotten_description(times: int, folder: Path) -> Told:
+    path = write_checkpoint(folder / "model", tiny_model())
+    return spoil(path / "model.json", times, lambda: read_description(path))
+
+
+@attack("storage", "trainer.pt: a bit flipped or bytes cut", full=200, short=20)
+def rotten_trainer(times: int, folder: Path) -> Told:
+    path = a_checkpoint(folder)
+    return spoil(path / "trainer.pt", times, lambda: sorted(read_trainer(path)))
+
+
+@attack("storage", "the latest checkpoint damaged, `--resume`", full=6, short=1)
+def rotten_latest(times: int, folder: Path) -> Told:
+    subject, chance = a_training(folder), random.Random(5)
+    for number in range(times):
+        runs = folder / f"runs-{number}"
+        finish(train.main, subject.arguments(runs), folder / "log")
+        latest = Store(runs / "nano-lssar").candidates()[0]
+        name = ("model.safetensors", "trainer.pt", "model.json")[number % 3]
+        sound = (latest / name).read_bytes()
+        (latest / name).write_bytes(list(damages(sound, number + 1, chance))[-1])
+        shown = finish(train.main, subject.arguments(runs, "--resume"), folder / "log")
+        assert f"warning: passing over {latest}" in shown and name in shown, shown
+        subject.assert_same(runs)
+    return Told(
+        "the damaged file was named, the checkpoint before it taken, and the run ended bit for bit "
+        "as undisturbed",
+        times=times,
+    )
+
+
+@attack("storage", "config.toml of a run: a bit flipped or bytes cut", full=12, short=2)
+def rotten_run_config(times: int, folder: Path) -> Told:
+    subject, chance = a_training(folder), random.Random(6)
+    file = folder / "runs/nano-lssar/config.toml"
+    finish(train.main, subject.arguments(folder / "runs"), folder / "log")
+    sound = file.read_bytes()
+    for damaged in damages(sound, times, chance):
+        file.write_bytes(damaged)
+        finish(train.main, subject.arguments(folder / "runs", "--resume"), folder / "log")
+        assert file.read_bytes() == sound
+        subject.assert_same(folder / "runs")
+    return Told(
+        "harmless: it is written for the reader, the checkpoint has its own copy, and the next "
+        "start wrote it anew",
+        times=times,
+    )
+
+
+@attack("storage", "a config given to `--resume`: a bit flipped or bytes cut", full=400, short=30)
+def rotten_config(times: int, folder: Path) -> Told:
+    file, counts = folder / "x.toml", {"refused": 0, "difference listed": 0, "of no consequence": 0}
+    text = load_config("configs/nano-lssar.toml").to_toml()
+    file.write_text(text)
+    expected = load_config(file)
+    for damaged in damages(text.encode(), times, random.Random(7)):
+        file.write_bytes(damaged)
+        try:
+            found = load_config(file)
+        except UserError as error:
+            assert file.name in str(error), str(error)
+            counts["refused"] += 1
+        else:  # `--resume` refuses what `differences` lists
+            listed = bool(expected.differences(found))
+            counts["difference listed" if listed else "of no consequence"] += 1
+    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
+    return Told(
+        f"{shown} (only places, or how often is reported and saved)", times=times, figures=counts
+    )
+
+
+@attack("storage", "metrics.jsonl: a bit flipped or bytes cut", full=400, short=30)
+def rotten_metrics(times: int, folder: Path) -> Told:
+    values = [{"step": n, "loss": n / 7, "lr": 1e-3} for n in range(30)]
+    file = folder / "metrics.jsonl"
+    sound = "".join(map(checked_line, values)).encode()
+    counts = {"lines left out and named": 0, "changed nothing": 0, "end missing": 0}
+    for damaged in damages(sound, times, random.Random(8)):
+        file.write_bytes(damaged)
+        with (folder / "log").open("w") as log, contextlib.redirect_stderr(log):
+            found = read_metrics(folder)
+        kept = [{k: m[k] for k in ("step", "loss", "lr")} for m in found]
+        assert all(m in values for m in kept), "a number that was never measured"
+        if "metrics.jsonl, line" in (folder / "log").read_text():
+            counts["lines left out and named"] += 1
+        elif kept == values:
+            counts["changed nothing"] += 1
+        else:
+            assert kept == values[: len(kept)], "a measurement is gone without a word"
+            counts["end missing"] += 1
+    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
+    return Told(
+        f"{shown} (as after a kill); no number was ever read that had not been measured, and "
+        "training never reads the file",
+        times=times,
+        figures=counts,
+    )
+
+
+@attack("storage", "results JSON: a bit flipped or bytes cut", full=400, short=20)
+def rotten_results(times: int, folder: Path) -> Told:
+    results = Results(folder / "x.json", "kind", {"seed": 1}, about={})
+    results.checkpoints["a"] = {"run": "a", "step": 7}
+    for length in (8, 16, 32):
+        results.add({"checkpoint": "a", "variant": "v", "length": length, "loss": 1 / length})
+
+    def read():
+        found = read_results(folder / "x.json")
+        keys = ("kind", "settings", "checkpoints", "rows")
+        return json.dumps([found[key] for key in keys])
+
+    return spoil(folder / "x.json", times, read)
+
+
+@attack("storage", "passkey answers: a bit flipped or bytes cut", full=200, short=20)
+def rotten_answers(times: int, folder: Path) -> Told:
+    file = folder / "x-answers.jsonl"
+    lines = [
+        {"checkpoint": "a", "variant": "v", "length": 9, "trial": n, "key": n, "right": n > 3}
+        for n in range(12)
+    ]
+    sound = "".join(map(checked_line, lines)).encode()
+    counts = {"named": 0, "asked again": 0, "changed nothing": 0}
+    for damaged in damages(sound, times, random.Random(9)):
+        file.write_bytes(damaged)
+        try:
+            known = [{k: a[k] for k in lines[0]} for a in Answers(file).known.values()]
+        except UserError as error:
+            assert file.name in str(error), str(error)
+            counts["named"] += 1
+            continue
+        assert all(answer in lines for answer in known), "an answer that was never given"
+        counts["changed nothing" if len(known) == len(lines) else "asked again"] += 1
+    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
+    return Told(f"{shown}; never another answer", times=times, figures=counts)
+
+
+# --- contested ------------------------------------------------------------------------------------
+
+
+@attack("storage", "a second process in one run directory, set or results file", full=9, short=3)
+def two_in_one_place(times: int, folder: Path) -> Told:
+    subject, prepared = a_training(folder), a_preparation(folder)
+    evaluated = evaluations(folder)[0]
+    for number in range(times):
+        place = folder / str(number)
+        out = [*prepared.arguments, "--out", str(place / "set")]
+        x = [*evaluated.arguments, "--out", str(place / "x.json")]
+        main, command, words, sign = (
+            (train.main, subject.arguments(place), "in use by another", "nano-lssar/metrics.jsonl"),
+            (data.prepare.main, out, "written by another", "set/progress.json"),
+            (evaluated.main, x, "another process", "x.json"),
+        )[number % 3]
+        first = Child(main, command, folder / "log", small_chunks)
+        while first.poll() is None and not (place / sign).exists():
+            time.sleep(0.001)
+        os.kill(first.pid, signal.SIGSTOP)  # it holds the place for as long as the second needs
+        try:
+            line = refused(main, command, folder / "second", small_chunks)
+        finally:
+            os.kill(first.pid, signal.SIGCONT)
+        assert words in line, line
+        assert first.wait() == 0, first.shown()
+    return Told("the second was refused in one line, the first ended well", times=times)

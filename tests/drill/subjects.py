@@ -1,0 +1,123 @@
+"""What is attacked: the smallest corpus, run, prepared set and evaluation that are still real."""
+
+import functools
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import test_data_resume
+import training
+from data_sets import contents
+from eval_helpers import tiny_model, write_checkpoint, write_tokens
+
+import data.pipeline
+import data.prepare
+import eval_extrapolation
+import passkey
+import train
+from checkpoint import WEIGHTS, find
+
+from .children import finish
+
+
+@dataclass(frozen=True)
+class Training:
+    """A corpus, a command line, and the run that nothing disturbed."""
+
+    corpus: Path
+    whole: Path
+
+    def arguments(self, runs: Path, *more: str) -> list[str]:
+        return training.arguments(self.corpus, runs, *more)
+
+    def assert_same(self, runs: Path) -> None:
+        """The same weights to the bit and the same measurements, and nothing left behind."""
+        run = runs / "nano-lssar"
+        assert training.losses(run) == training.losses(self.whole), "other measurements"
+        mine, reference = ((find(r) / WEIGHTS).read_bytes() for r in (run, self.whole))
+        assert mine == reference, "other weights"
+
+
+def a_training(folder: Path) -> Training:
+    corpus = training.make_corpus(folder / "corpus")
+    whole = folder / "whole"
+    finish(train.main, training.arguments(corpus, whole), folder / "log")
+    return Training(corpus, whole / "nano-lssar")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    arguments: list[str]
+    whole: dict[str, bytes]
+
+
+def a_preparation(folder: Path, documents: int = 120) -> Preparation:
+    """Parquet, JSON lines and plain text into a dozen shards."""
+    texts = test_data_resume.corpus(folder / "texts", documents)
+    arguments = ["text", str(texts), "--tokeniser=bytes", "--workers=0"]
+    arguments += ["--shard-tokens=60K", "--val-tokens=7K"]
+    whole = folder / "whole-set"
+    finish(data.prepare.main, [*arguments, "--out", str(whole)], folder / "log", small_chunks)
+    return Preparation(arguments, contents(whole))
+
+
+def small_chunks() -> None:
+    """Many records in a small set, so that a kill finds all of its states."""
+    data.pipeline.CHUNK_CHARS = 20_000
+    data.prepare.SECONDS_BETWEEN_RECORDS = 0.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    main: object
+    arguments: list[str]
+    whole: dict
+    name: str
+
+    def assert_same(self, out: Path) -> None:
+        assert rows_of(out) == self.whole, f"other rows in {self.name}"
+
+
+def rows_of(path: Path) -> dict:
+    """A results file without what a clock wrote into it."""
+    found = json.loads(path.read_text())
+    del found["sha256"]
+    for row in found["rows"]:
+        row.pop("seconds")
+    return found
+
+
+def evaluations(folder: Path) -> list[Evaluation]:
+    tokens = write_tokens(folder / "tokens", 2000)
+    models = [
+        str(write_checkpoint(folder / name, tiny_model(name))) for name in ("softmax", "lssar")
+    ]
+    commands = {
+        "eval_extrapolation.py": (
+            eval_extrapolation.main,
+            [*models, "--data", str(tokens), "--lengths=16,32,64,128", "--window=16"],
+        ),
+        "passkey.py": (passkey.main, [*models, "--lengths=400,405,410", "--trials=4"]),
+    }
+    found = []
+    for name, (main, arguments) in commands.items():
+        out = folder / f"whole-{Path(name).stem}.json"
+        finish(main, [*arguments, "--out", str(out)], folder / "log")
+        found.append(Evaluation(main, arguments, rows_of(out), name))
+    return found
+
+
+@functools.cache
+def warm() -> None:
+    """Import what a child would otherwise import for seconds; starts no thread."""
+    import datasets  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+
+    import plots  # noqa: F401
+
+
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

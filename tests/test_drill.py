@@ -1,0 +1,63 @@
+"""The fault drill in its short form, and what the drill promises of itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from training import ROOT
+
+
+def drill(out, *arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "drill", "--out", str(out), *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def outcomes(out):
+    found = json.loads((out / "results/reliability.json").read_text())
+    return found["complete"], {a["name"]: a for a in found["attacks"]}
+
+
+def test_the_system_withstands_the_short_drill(tmp_path):
+    process = drill(tmp_path, "--short")
+    shown = process.communicate()[0]
+    assert process.returncode == 0, shown
+    complete, found = outcomes(tmp_path)
+    assert complete and len(found) > 20
+    assert sum(a["kills"] for a in found.values()) >= 8
+    table = (tmp_path / "docs/reliability.md").read_text()
+    assert all(a["what"] in table for a in found.values())
+    assert len({len(line.split(" | ")) for line in table.splitlines() if " | " in line}) == 1
+
+
+def test_a_killed_drill_keeps_what_it_has_finished(tmp_path):
+    names = ("security-shared-formats", "security-escaping-names", "crashes-training-killed")
+    process = drill(tmp_path, "--short", *names)
+    path = tmp_path / "results/reliability.json"
+    while process.poll() is None and not (path.exists() and len(outcomes(tmp_path)[1]) == 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    complete, kept = outcomes(tmp_path)
+    assert not complete and set(kept) == {"security-shared-formats", "security-escaping-names"}
+    process = drill(tmp_path, "--short", "security-shared-formats")
+    assert process.wait() == 0
+    assert outcomes(tmp_path)[1]["security-escaping-names"] == kept["security-escaping-names"]
+
+
+@pytest.mark.parametrize("name", ["crashes-trainin", "all"])
+def test_an_unknown_attack_is_one_line(tmp_path, name):
+    process = drill(tmp_path, name)
+    shown = process.communicate()[0]
+    assert process.returncode == 2
+    assert shown.startswith(f"error: no attack {name!r}; ") and shown.count("\n") == 1

@@ -1,0 +1,237 @@
+"""What the fault drill (`bash scripts/test.sh --drill`) found, each kept as a claim."""
+
+import json
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from eval_helpers import tiny_model, write_checkpoint
+from training import arguments, make_corpus
+
+from attention import attend, attention_weights, get_mechanism
+from checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
+from config import load_config
+from data.passkey_text import make_prompt
+from data.tokeniser import get_tokeniser
+from errors import UserError
+from files import checked_line, read_line, seal, unseal, write_json
+from kernels import cpu
+from results_io import Results, read_results
+from run_log import read_metrics
+
+ROOT = Path(__file__).parents[1]
+KEY = {"checkpoint": "a", "variant": "as trained", "length": 8}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def flip(path: Path, chance: random.Random) -> bytes:
+    """Turn one bit over; the bytes as they were."""
+    sound = path.read_bytes()
+    damaged = bytearray(sound)
+    place = chance.randrange(8 * len(sound))
+    damaged[place // 8] ^= 1 << place % 8
+    path.write_bytes(damaged)
+    return sound
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("model.safetensors", load_model), ("model.json", load_model), ("trainer.pt", read_trainer)],
+)
+def test_a_flipped_bit_in_a_checkpoint_is_named_before_anything_is_computed(tmp_path, name, read):
+    """safetensors has no checksum and torch ignores the one of its zip: weights were just wrong."""
+    store = Store(tmp_path)
+    model, info = tiny_model(), CheckpointInfo("run", 3, 16)
+    path = store.save(model, info, {"state": torch.arange(999.0)}, keep=1, best=False)
+    expected, chance = read_description(path), random.Random(0)
+    for _ in range(40):
+        sound = flip(path / name, chance)
+        try:
+            read(path)
+            assert name == "model.json" and read_description(path) == expected
+        except UserError as error:
+            assert name in str(error) and "\n" not in str(error)
+        (path / name).write_bytes(sound)
+    read(path)
+
+
+def test_a_flipped_digit_in_a_results_file_is_not_published(tmp_path):
+    results = Results(tmp_path / "x.json", "kind", {}, about={})
+    results.checkpoints["a"] = {"run": "a"}
+    results.add(KEY | {"loss": 3.25})
+    text = (tmp_path / "x.json").read_text()
+    (tmp_path / "x.json").write_text(text.replace("3.25", "3.26"))
+    with pytest.raises(UserError, match=r"x\.json is damaged"):
+        read_results(tmp_path / "x.json")
+
+
+def test_a_seal_survives_json_and_no_change(tmp_path):
+    value = {"b": [1.5, None, {"ü": "\u2028"}], "a": {"10": 1, "9": 2}}
+    write_json(tmp_path / "x.json", seal(value))
+    assert unseal(json.loads((tmp_path / "x.json").read_text())) == value
+    with pytest.raises(ValueError, match="checksum"):
+        unseal(seal(value) | {"b": []})
+
+
+@pytest.mark.parametrize("value", [{"step": 1}, {"text": 'ü "crc32": "00000000"}\\'}, {"x": [{}]}])
+def test_a_checked_line_reads_back_and_a_changed_one_does_not(value):
+    line = checked_line(value).removesuffix("\n")
+    assert "\n" not in line and read_line(line) == value
+    assert read_line(json.dumps(value)) == value  # plain JSON is welcome
+    with pytest.raises(ValueError, match="checksum"):
+        read_line(line.replace(":", ": ", 1))
+
+
+def test_a_damaged_measurement_is_named_and_the_others_are_kept(tmp_path, capsys):
+    lines = [checked_line({"step": n, "loss": n / 7}) for n in range(4)]
+    lines[2] = lines[2].replace("0.28", "0.38")
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
+    assert [m["step"] for m in read_metrics(tmp_path)] == [0, 1, 3]
+    assert "metrics.jsonl, line 3 is damaged" in capsys.readouterr().err
+
+
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+sys.argv = ["train.py", *sys.argv[2:]]
+runpy.run_path("train.py", {}, "__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "place", "more"),
+    [(60_000, "step-00000005", []), (2_500, "metrics.jsonl", ["--checkpoint.interval=100"])],
+)
+def test_a_full_disk_stops_training_with_one_line(corpus, tmp_path, limit, place, more):
+    """torch's error hides the reason, and that of a measurement was nobody's to catch."""
+    given = arguments(corpus, tmp_path, *more)
+    command = [sys.executable, "-c", FULL_DISK, str(limit), *given]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 2, result.stderr
+    assert last.startswith("error: cannot write") and f"{place}: File too large" in last
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_one_line_and_leave_nothing(tmp_path):
+    """safetensors raises an error of its own."""
+    store, hard = Store(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"cannot write checkpoint .*File too large"):
+            store.save(tiny_model(), CheckpointInfo("run", 1, 16), {}, keep=1, best=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert not list(store.directory.iterdir())
+
+
+def test_a_checkpoint_half_removed_by_a_kill_is_tidied_up(tmp_path, monkeypatch):
+    """It had no weights any more, so nothing ever looked at it again."""
+    store, model = Store(tmp_path), tiny_model()
+    for step in (1, 2):
+        store.save(model, CheckpointInfo("run", step, 16), {}, keep=2, best=False)
+
+    def killed(path, **_):
+        next(Path(path).iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoint.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(model, CheckpointInfo("run", 3, 16), {}, keep=2, best=False)
+    assert [p.name for p in store.candidates()] == ["step-00000003", "step-00000002"]
+    store.remove_leftovers()
+    kept = {p.name for p in store.directory.iterdir()}
+    assert kept == {"step-00000002", "step-00000003", "latest"}
+
+
+def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
+    """Both wrote through the same temporary file, and the last to finish won."""
+    path = tmp_path / "x.json"
+    first = Results(path, "kind", {}, about={})
+    first.checkpoints["a"] = {"run": "a"}
+    first.save()
+    script = (
+        "import sys; from results_io import Results; from errors import run\n"
+        "run(lambda argv: Results(argv[0], 'kind', {}, about={}).save())"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 2
+    assert f"{path} is being written by another process" in second.stderr
+    first.add(KEY | {"loss": 1.5})
+    late = Results(path, "kind", {}, about={})
+    first.add(KEY | {"length": 9, "loss": 2.5})
+    with pytest.raises(UserError, match="another process has added"):
+        late.save()
+    assert len(read_results(path)["rows"]) == 2
+    del first, late
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--log.name=..",
+        "--log.name=\0",
+        "--log.name=\udcff",
+        "--log.directory=a\0b",
+        "--data.directory=\udcff",
+        "--train.lr=" + "9" * 400,
+        "--train.steps=" + "9" * 5000,
+        "--train.steps=" + "[" * 5000,
+        "--train.batch_tokens=" + "9" * 25,
+        "--train.steps=1\n[model]",
+    ],
+    ids=lambda text: ascii(text)[:24],
+)
+def test_no_override_is_a_traceback_or_leaves_the_run_directory(override):
+    """A name of `..` put a run above its directory; the others ended in Python's own errors."""
+    with pytest.raises(UserError) as refused:
+        load_config(ROOT / "configs/nano-lssar.toml", [override])
+    assert "command line" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_hint_about_a_huge_batch_does_not_take_years():
+    """The nearest divisor was sought among all smaller numbers."""
+    config = ROOT / "configs/nano-lssar.toml"
+    overrides = ["--train.length=1", "--eval.tokens=1", f"--train.batch_tokens={2**40 - 87}"]
+    with pytest.raises(UserError, match="nearest that does: 1"):
+        load_config(config, [*overrides, "--train.micro_batch=2"])
+
+
+@pytest.mark.parametrize(("length", "seed"), [(10**30, 0), (2**40, 0), (-1, 0), (1024, -1)])
+def test_an_impossible_passkey_prompt_is_one_line(length, seed):
+    with pytest.raises(UserError, match=r"length|--seed"):
+        make_prompt(get_tokeniser("bytes"), length, 0, seed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("layers", 2**40), ("width", 2**40), ("layers", 1.5), ("vocab_rows", "9")]
+)
+def test_a_description_of_an_impossible_model_is_refused_at_once(tmp_path, key, value):
+    path = write_checkpoint(tmp_path / "model", tiny_model())
+    description = json.loads((path / "model.json").read_text())
+    description["model"][key] = value
+    (path / "model.json").write_text(json.dumps({k: description[k] for k in ("model", "info")}))
+    with pytest.raises(UserError, match=r"do not belong together|model\.json"):
+        load_model(path)
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+@pytest.mark.parametrize("p", [1e9, 1e30, 1e308])
+def test_a_huge_exponent_does_not_hang_the_cpu_kernel(p):
+    """It counted down the whole part of p in an int that could not hold it."""
+    q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
+    got = attend(q, k, v, get_mechanism("lssar", p=p), backend="cpu")
+    sharpest = attention_weights(q, k, "lssar").argmax(-1)  # of each row: the limit of p
+    torch.testing.assert_close(got, v.gather(2, sharpest.unsqueeze(-1).expand_as(got)))
