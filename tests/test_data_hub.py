@@ -82,6 +82,8 @@ def test_ready_made_shards_are_downloaded_checked_and_kept(tmp_path, against):
         assert done.returncode == 0, done.stderr
         assert contents(out).keys() == {*names[:3], "manifest.json"}
         assert verify(out) == {"val": 5, "train": 10}
+        assert COMMIT in (out / "manifest.json").read_text(), "pinned to one commit"
+        assert all(COMMIT in r for r in hub.requests if "resolve" in r or "tree" in r)
         assert open_split(out, "train", vocab_size=50304).tokeniser == "gpt2"
 
         (out / names[1]).write_bytes(files[names[1]][:-1])
