@@ -333,8 +333,8 @@ def claims_record(space: Workspace) -> dict:
         evidence = Evidence(space)
         try:
             measured, verdict = claim.judge(evidence)
-        except (LookupError, StopIteration, UserError) as error:
-            measured, verdict = f"not measured: {error}", UNSEEN
+        except (LookupError, StopIteration, UserError):
+            measured, verdict = "not measured", UNSEEN
         found.append(
             {
                 "claim": claim.text,

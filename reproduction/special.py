@@ -4,6 +4,7 @@ Each is one command over several checkpoints, and a way to read its results file
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,6 +178,14 @@ def downstream_arguments(tasks: dict[str, str]):
     return arguments
 
 
+def task_noise(found: dict, task: str, metric: str) -> float | None:
+    """Two standard errors of a difference of two models, from the task's own standard errors."""
+    errors = [row["metrics"][metric]["stderr"] for row in found["rows"] if row["variant"] == task]
+    if None in errors:
+        return None
+    return 2 * math.sqrt(2) * max(errors) * (100 if metric in PER_CENT else 1)
+
+
 def downstream_rows(found: dict, special: Special) -> tuple[list[dict], list[dict]]:
     """The columns of the paper's layout that were measured; its numbers where it prints them."""
     paper = paper_numbers()[special.label]
@@ -187,7 +196,7 @@ def downstream_rows(found: dict, special: Special) -> tuple[list[dict], list[dic
             "key": f"{task} {metric}",
             "title": title,
             "paper": next((n for n in (metric, task) if n in paper["columns"]), None),
-            "noise": None,
+            "noise": task_noise(found, task, metric),
             "better": "lower" if metric in LOWER_IS_BETTER else "higher",
         }
         for task, metric, title in layout

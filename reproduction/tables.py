@@ -21,6 +21,8 @@ EVALUATIONS = {
     "gain": ("extrapolation", "evaluate"),
     "accuracy": ("passkey", "passkey"),
 }
+# Per cent: two standard errors of a difference of two proportions of 100 trials, at most.
+ACCURACY_NOISE = 200 * math.sqrt(2 * 0.25 / 100)
 PAPER = Path(__file__).parent.parent / "paper.json"
 
 
@@ -90,7 +92,7 @@ def build(table: Table, space: Workspace, states: dict[str, str]) -> dict:
             "key": f"{column.metric}@{column_length(column, space)}",
             "title": column_title(column, space),
             "paper": column.paper if column.paper in paper["columns"] else None,
-            "noise": None if column.metric == "accuracy" else seed_noise(column, space),
+            "noise": ACCURACY_NOISE if column.metric == "accuracy" else seed_noise(column, space),
         }
         for column in table.columns
     ]
