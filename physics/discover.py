@@ -42,7 +42,7 @@ SUBSAMPLES, SUBSAMPLE = 5, 1000
 
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="none: the oracle and the truth")
     parser.add_argument("--forces", required=True, type=Path, help="of physics/simulate.py")
     parser.add_argument("--planets", required=True, type=Path, help="of physics/simulate.py")
     parser.add_argument("--out", required=True, type=Path)

@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import sympy
@@ -47,7 +47,7 @@ class Candidate:
 class Equation(Candidate):
     score: float
     seed: int
-    exponents: dict[str, float | None]  # median of d log|f| / d log x over the data
+    exponents: dict[str, float | None]  # median of d log|form| / d log x over the data
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -58,14 +58,14 @@ Engine = Callable[[np.ndarray, np.ndarray, int, Effort], list[Candidate]]
 
 def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: Effort) -> Equation:
     """The best-scored equation over the seeds; x (samples, 3) as NAMES say, y (samples,)."""
-    best = None
+    constant = Candidate(repr(float(np.median(y))), 1, loss_of(np.median(y), y))
+    found = []
     for seed in SEEDS:
-        chosen, score = choose(engine(x, y, seed, effort))
-        if best is None or score > best.score:
-            chosen = replace(chosen, equation=readable(chosen.equation))
-            found = exponents(chosen.equation, x)
-            best = Equation(**asdict(chosen), score=score, seed=seed, exponents=found)
-    return best
+        chosen, score = choose([constant, *engine(x, y, seed, effort)])
+        found.append((score, -seed, chosen))
+    score, seed, chosen = max(found, key=lambda item: item[:2])
+    equation = readable(chosen.equation)
+    return Equation(equation, chosen.complexity, chosen.loss, score, -seed, exponents(equation, x))
 
 
 def choose(candidates: list[Candidate]) -> tuple[Candidate, float]:
@@ -101,19 +101,25 @@ def _parse(equation: str) -> sympy.Expr:
     return sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
 
 
+def form(equation: str) -> str:
+    """The equation without an added constant, which Operon fits to every one."""
+    return str(_parse(equation).as_independent(*sympy.symbols(NAMES), as_Add=True)[1])
+
+
 def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
-    """Median local exponent of each variable: -2, 1, 1 for Newton's law, whatever its constant."""
-    found = {}
-    for i, name in enumerate(NAMES):
-        up, down = x.copy(), x.copy()
-        up[:, i] *= 1 + 1e-4
-        down[:, i] /= 1 + 1e-4
-        with np.errstate(all="ignore"):
-            ratio = np.log(np.abs(evaluate(equation, up) / evaluate(equation, down)))
-        slopes = ratio / (2 * np.log1p(1e-4))
-        slopes = slopes[np.isfinite(slopes)]
-        found[name] = float(np.median(slopes)) if len(slopes) else None
-    return found
+    """Median local exponent of each variable in its form: -2, 1, 1 for Newton's law."""
+    equation = form(equation)
+    step = 1 + 1e-4
+    turns = np.stack(
+        [np.where(np.arange(3) == i, step**sign, 1) for i in range(3) for sign in (1, -1)]
+    )
+    values = evaluate(equation, (x * turns[:, None]).reshape(-1, 3)).reshape(3, 2, len(x))
+    with np.errstate(all="ignore"):
+        slopes = np.log(np.abs(values[:, 0] / values[:, 1])) / (2 * np.log(step))
+    kept = (row[np.isfinite(row)] for row in slopes)
+    return {
+        n: float(np.median(row)) if len(row) else None for n, row in zip(NAMES, kept, strict=True)
+    }
 
 
 # --- engines -------------------------------------------------------------------------------------

@@ -113,8 +113,8 @@ def begin(out: Path, settings: dict) -> bool:
 
 def _json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
         raise UserError(f"{path} is damaged; delete {path.parent} and start again") from None
 
 
@@ -272,11 +272,10 @@ def magnitude(states: np.ndarray) -> np.ndarray:
 def choose(
     rng: np.random.Generator, rows: int, columns: int, count: int, among: np.ndarray | None = None
 ) -> np.ndarray:
-    """(rows, columns) bool with `count` chosen in every row, out of `among`."""
-    lot = rng.random((rows, columns))
-    if among is not None:
-        lot[~among] = 2.0
-    return lot.argsort(axis=1).argsort(axis=1) < count
+    """(rows, columns) bool with `count` chosen in every row, out of `among`, or all of those."""
+    among = np.ones((rows, columns), dtype=bool) if among is None else among
+    lot = np.where(among, rng.random((rows, columns)), np.inf)
+    return (lot.argsort(axis=1).argsort(axis=1) < count) & among
 
 
 def only(labels: np.ndarray, shown: np.ndarray) -> np.ndarray:

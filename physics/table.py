@@ -8,7 +8,7 @@ import numpy as np
 
 from errors import UserError
 from files import finite, write_json
-from physics.regression import NAMES, evaluate
+from physics.regression import NAMES, evaluate, form
 
 LABEL = "tab:symbolic_regression"
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ NEAR = 0.1  # of an exponent, for an equation to have Newton's form
 
 
 def newtonian(equation: dict) -> bool:
-    """Whether an equation goes as m1 / r^2, whatever it makes of m2, which is nearly constant."""
+    """Whether an equation goes as m1 / r^2, whatever it makes of m2 and whatever is added."""
     e = equation["exponents"]
     return all(
         e[key] is not None and abs(e[key] - value) < NEAR
@@ -37,7 +37,9 @@ def newtonian(equation: dict) -> bool:
 def constant(equations: list[dict]) -> float | None:
     """k = F r^2 / m1 at the masses of Earth and Sun, the median over Newtonian equations."""
     at = np.array([[1.0, 3e-6, 1.0]])
-    found = [float(evaluate(e["equation"], at)[0]) / at[0, 1] for e in equations if newtonian(e)]
+    found = [
+        float(evaluate(form(e["equation"]), at)[0]) / at[0, 1] for e in equations if newtonian(e)
+    ]
     return median(found) if found else None
 
 

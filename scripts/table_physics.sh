@@ -22,7 +22,7 @@ case $SCALE in
     shape=(--points 101 --bins 500)
     orbits=(--planets 1 --sequences 20000 --val-sequences 500 --shard-sequences 5000)
     forces=(--labelled 1800 --probed 200 --held-out 60 --unit deviation)
-    search=(--population 300 --evaluations 30000)
+    search=(--population 200 --evaluations 15000)
     ;;
   paper)
     data=corpora/physics size=109m
