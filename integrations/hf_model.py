@@ -74,6 +74,11 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, embedding) -> None:
         self.gpt.embedding = embedding
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_) -> Tensor | None:
+        """With a static cache too, the padding is all there is to say."""
+        return attention_mask
+
     def forward(
         self,
         input_ids: Tensor,
