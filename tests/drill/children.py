@@ -23,7 +23,7 @@ class Child:
     """A forked `main(argv)`, its output in a file."""
 
     def __init__(self, main: Callable, argv: list[str], log: Path, before: Callable = lambda: None):
-        self.log, self.code = log, None
+        self.log, self.code, self.cpu = log, None, 0.0
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -33,9 +33,17 @@ class Child:
     def poll(self) -> int | None:
         """Exit code, -9 when killed; None while it runs."""
         if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status, used = os.wait4(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
+            self.cpu = used.ru_utime + used.ru_stime
         return self.code
+
+    def cpu_so_far(self) -> float:
+        """Seconds of computing: unlike the clock's, they mean the same on a loaded machine."""
+        try:
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
+        except (OSError, IndexError):
+            return self.cpu
 
     def wait(self, seconds: float = PATIENCE) -> int:
         end = time.monotonic() + seconds
@@ -77,12 +85,17 @@ def _be(main: Callable, argv: list[str], log: Path, before: Callable) -> None:
         os._exit(code)
 
 
-def finish(main: Callable, argv: list[str], log: Path, before: Callable = lambda: None) -> str:
-    """Run to the end; it must succeed. What it printed."""
+def finished(main: Callable, argv: list[str], log: Path, before: Callable = lambda: None) -> Child:
+    """Run to the end; it must succeed."""
     child = Child(main, argv, log, before)
     code = child.wait()
     assert code == 0, f"exit code {code}: {child.shown()}"
-    return child.shown()
+    return child
+
+
+def finish(main: Callable, argv: list[str], log: Path, before: Callable = lambda: None) -> str:
+    """Run to the end; it must succeed. What it printed."""
+    return finished(main, argv, log, before).shown()
 
 
 def refused(main: Callable, argv: list[str], log: Path, before: Callable = lambda: None) -> str:
@@ -104,11 +117,14 @@ def killed_until_done(
     most: int,
     before: Callable = lambda: None,
 ) -> Iterator[Child]:
-    """At most so many children killed after random times, then one to the end; yields the dead."""
+    """At most so many children killed at random instants of their work, then one to the end.
+
+    `longest` is in seconds of computing. Yields the dead.
+    """
     for number in itertools.count():
         child = Child(main, argv, log, before)
-        end = time.monotonic() + (random.uniform(0, longest) if number < most else PATIENCE)
-        while time.monotonic() < end and child.poll() is None:
+        instant = random.uniform(0, longest) if number < most else PATIENCE
+        while child.poll() is None and child.cpu_so_far() < instant:
             time.sleep(0.001)
         if not child.kill():
             assert child.code == 0, f"exit code {child.code}: {child.shown()}"

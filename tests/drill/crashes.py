@@ -29,14 +29,12 @@ def training_killed(times: int, folder: Path) -> Told:
         # Between one and six steps from one checkpoint to the next.
         interval = f"--checkpoint.interval={chance.randint(1, 6)}"
         command = subject.arguments(place, interval, "--resume")
-        for _ in killed_until_done(
-            train.main, command, folder / "log", chance, 1.2, most(times, kills)
-        ):
+        limit, log = most(times, kills), folder / "log"
+        for _ in killed_until_done(train.main, command, log, chance, subject.cpu, limit):
             kills += 1
+        runs += 1
         subject.assert_same(place)
         assert not leftovers(place), leftovers(place)
-        if kills >= times:
-            break
     return Told(
         f"every start continued; {runs} runs ended with the weights and measurements of the "
         "undisturbed run, bit for bit; no temporary file left",
@@ -90,7 +88,9 @@ def killed_while_saving(command, folder: Path, store: Store, chance, kill: bool)
             before, target = unfinished, target - 1
             if target == 0:
                 time.sleep(chance.uniform(0, 0.02))
-                return len(list(unfinished.glob("*"))) if child.kill() else None
+                if not child.kill():
+                    return None
+                return len(list(unfinished.glob("*"))) if unfinished.exists() else 3
         time.sleep(0.0002)
     assert child.code == 0, f"exit code {child.code}: {child.shown()}"
     return None
@@ -102,19 +102,13 @@ def preparation(times: int, folder: Path) -> Told:
     while kills < times:
         shutil.rmtree(folder / "out", ignore_errors=True)
         command = [*subject.arguments, "--out", str(folder / "out")]
+        limit, log = most(times, kills), folder / "log"
         for _ in killed_until_done(
-            data.prepare.main,
-            command,
-            folder / "log",
-            chance,
-            0.6,
-            most(times, kills),
-            small_chunks,
+            data.prepare.main, command, log, chance, subject.cpu, limit, small_chunks
         ):
             kills += 1
+        sets += 1
         assert contents(folder / "out") == subject.whole, "other bytes"
-        if kills >= times:
-            break
     return Told(
         f"every start continued; {sets} sets ended with the same bytes as undisturbed, no other "
         "file beside them",
@@ -131,14 +125,12 @@ def evaluation(times: int, folder: Path) -> Told:
         subject = subjects[number % 2]
         place = fresh(folder / "results")
         command = [*subject.arguments, "--out", str(place / "x.json")]
-        for _ in killed_until_done(
-            subject.main, command, folder / "log", chance, 1.0, most(times, kills)
-        ):
+        limit, log = most(times, kills), folder / "log"
+        for _ in killed_until_done(subject.main, command, log, chance, subject.cpu, limit):
             kills += 1
+        number += 1
         subject.assert_same(place / "x.json")
         assert not leftovers(place), leftovers(place)
-        if kills >= times:
-            break
     return Told(
         f"every start kept the finished rows; {number} results files ended with the numbers of the "
         "undisturbed ones, bit for bit; no temporary file left",

@@ -112,7 +112,7 @@ def option_keys() -> list[str]:
 # --- parsers --------------------------------------------------------------------------------------
 
 
-@attack("input", "config overrides on the command line, fuzzed", full=3000, short=150)
+@attack("input", "config overrides on the command line, fuzzed", full=1500, short=100)
 def config_overrides(times: int, folder: Path) -> Told:
     keys = st.sampled_from([*option_keys(), "train.step", "x.y", "train", ""])
     override = st.builds("--{}={}".format, keys, words()) | words()
@@ -130,7 +130,7 @@ def config_overrides(times: int, folder: Path) -> Told:
     return fuzz(times, st.lists(override, max_size=2), feed)
 
 
-@attack("input", "config files, fuzzed", full=2000, short=100)
+@attack("input", "config files, fuzzed", full=1000, short=60)
 def config_files(times: int, folder: Path) -> Told:
     sound = Path("configs/gpt2-124m-lssar.toml").read_text()
     lines = st.builds("{} = {}".format, st.sampled_from(["lr", "base", "steps", "é"]), words())
@@ -148,7 +148,7 @@ def config_files(times: int, folder: Path) -> Told:
     return fuzz(times, content | st.binary(max_size=80), feed)
 
 
-@attack("input", "the command lines of six scripts, fuzzed", full=1500, short=60)
+@attack("input", "the command lines of six scripts, fuzzed", full=400, short=25)
 def command_lines(times: int, folder: Path) -> Told:
     model = str(write_checkpoint(folder / "model", tiny_model(layers=1, width=8)))
     tokens = str(write_tokens(folder / "tokens", 1200))
@@ -161,7 +161,7 @@ def command_lines(times: int, folder: Path) -> Told:
         "eval_extrapolation.py": (eval_extrapolation, [model, "--data", tokens, *small]),
         "passkey.py": (passkey, [model, "--lengths=400", "--trials=1"]),
         "generate.py": (generate, [model, "--tokens=2"]),
-        "attention_maps.py": (attention_maps, [model, "--text=abc"]),
+        "attention_maps.py": (attention_maps, [model, "--text=abcdef"]),
     }
     options = {name: known_options(module) for name, (module, _) in commands.items()}
 
@@ -217,7 +217,7 @@ def folder_with_configs(folder: Path) -> Path:
 # --- readers --------------------------------------------------------------------------------------
 
 
-@attack("input", "shard files, fuzzed", full=1500, short=80)
+@attack("input", "shard files, fuzzed", full=800, short=50)
 def shard_reader(times: int, folder: Path) -> Told:
     header = st.builds(header_bytes, st.integers(-(2**31), 2**31 - 1))
     numbers = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=256, max_size=256)
@@ -247,7 +247,7 @@ def shard_reader(times: int, folder: Path) -> Told:
     return fuzz(times, files, feed)
 
 
-@attack("input", "checkpoint files, fuzzed", full=1500, short=80)
+@attack("input", "checkpoint files, fuzzed", full=800, short=50)
 def checkpoint_reader(times: int, folder: Path) -> Told:
     model = tiny_model(layers=1, width=8)
     path = write_checkpoint(folder / "model", model)
@@ -307,7 +307,7 @@ def edited(description: dict, edits: list[tuple[tuple[str, ...], object]]) -> by
     return json.dumps(copy).encode()
 
 
-@attack("input", "passkey prompts of any length, trial and seed", full=1500, short=80)
+@attack("input", "passkey prompts of any length, trial and seed", full=500, short=40)
 def passkey_builder(times: int, folder: Path) -> Told:
     numbers = st.integers(-5, 3000) | st.sampled_from([2**31, 2**63, 2**64, 10**30, -(2**63)])
     cases = st.tuples(st.sampled_from(sorted(TOKENISERS)), numbers, st.integers(0, 10**6), numbers)
@@ -322,9 +322,7 @@ def passkey_builder(times: int, folder: Path) -> Told:
     return fuzz(times, cases, feed)
 
 
-@attack(
-    "input", "tokenisers: any Unicode there and back, whole and in pieces", full=2000, short=100
-)
+@attack("input", "tokenisers: any Unicode there and back, whole and in pieces", full=600, short=40)
 def tokeniser_round_trip(times: int, folder: Path) -> Told:
     letters = st.characters() | st.sampled_from("\ud800\udfff\ufeff\u2028\0é中😀 \n\t\x1c")
     pieces = st.text(letters, max_size=60) | st.sampled_from(["<|endoftext|>", " " * 3000 + "x"])

@@ -17,7 +17,7 @@ from .children import Child
 
 
 @attack(
-    "load", "soak: steps with a validation and a checkpoint at every fourth", full=3000, short=0
+    "load", "soak: steps with a validation and a checkpoint at every fourth", full=2000, short=0
 )
 def soak(times: int, folder: Path) -> Told:
     corpus = training.make_corpus(folder / "corpus")

@@ -100,7 +100,7 @@ def leftovers_but_partial(folder: Path) -> list[str]:
     return [name for name in leftovers(folder) if not name.endswith(".bin.tmp")]
 
 
-@attack("storage", "disk full while shards are written", full=8, short=2)
+@attack("storage", "disk full while shards are written", full=6, short=1)
 def full_disk_shards(times: int, folder: Path) -> Told:
     subject = a_preparation(folder)
     total = sum(map(len, subject.whole.values()))
@@ -115,7 +115,7 @@ def full_disk_shards(times: int, folder: Path) -> Told:
     return fill(data.prepare.main, command, folder, sizes, check)
 
 
-@attack("storage", "disk full while checkpoints are written", full=8, short=2)
+@attack("storage", "disk full while checkpoints are written", full=6, short=1)
 def full_disk_checkpoint(times: int, folder: Path) -> Told:
     subject = a_training(folder)
     one = sum(f.stat().st_size for f in Store(subject.whole).candidates()[0].iterdir())

@@ -18,7 +18,7 @@ import passkey
 import train
 from checkpoint import WEIGHTS, find
 
-from .children import finish
+from .children import finished
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Training:
 
     corpus: Path
     whole: Path
+    cpu: float  # seconds that it takes
 
     def arguments(self, runs: Path, *more: str) -> list[str]:
         return training.arguments(self.corpus, runs, *more)
@@ -42,14 +43,15 @@ class Training:
 def a_training(folder: Path) -> Training:
     corpus = training.make_corpus(folder / "corpus")
     whole = folder / "whole"
-    finish(train.main, training.arguments(corpus, whole), folder / "log")
-    return Training(corpus, whole / "nano-lssar")
+    done = finished(train.main, training.arguments(corpus, whole), folder / "log")
+    return Training(corpus, whole / "nano-lssar", done.cpu)
 
 
 @dataclass(frozen=True)
 class Preparation:
     arguments: list[str]
     whole: dict[str, bytes]
+    cpu: float
 
 
 def a_preparation(folder: Path, documents: int = 120) -> Preparation:
@@ -58,8 +60,9 @@ def a_preparation(folder: Path, documents: int = 120) -> Preparation:
     arguments = ["text", str(texts), "--tokeniser=bytes", "--workers=0"]
     arguments += ["--shard-tokens=60K", "--val-tokens=7K"]
     whole = folder / "whole-set"
-    finish(data.prepare.main, [*arguments, "--out", str(whole)], folder / "log", small_chunks)
-    return Preparation(arguments, contents(whole))
+    command = [*arguments, "--out", str(whole)]
+    done = finished(data.prepare.main, command, folder / "log", small_chunks)
+    return Preparation(arguments, contents(whole), done.cpu)
 
 
 def small_chunks() -> None:
@@ -74,6 +77,7 @@ class Evaluation:
     arguments: list[str]
     whole: dict
     name: str
+    cpu: float
 
     def assert_same(self, out: Path) -> None:
         assert rows_of(out) == self.whole, f"other rows in {self.name}"
@@ -103,8 +107,8 @@ def evaluations(folder: Path) -> list[Evaluation]:
     found = []
     for name, (main, arguments) in commands.items():
         out = folder / f"whole-{Path(name).stem}.json"
-        finish(main, [*arguments, "--out", str(out)], folder / "log")
-        found.append(Evaluation(main, arguments, rows_of(out), name))
+        done = finished(main, [*arguments, "--out", str(out)], folder / "log")
+        found.append(Evaluation(main, arguments, rows_of(out), name, done.cpu))
     return found
 
 
