@@ -1,14 +1,16 @@
-"""python kernels/triton_compile.py [--first] [--head-dim 64] [--out results/triton_resources.json]
+"""python kernels/triton_compile.py [--first] [--head-dim 64] [--workers 2] [--out FILE.json]
 
 Compile the Triton kernels for A100 (sm_80) and H100 (sm_90) without a GPU and list what ptxas says:
 registers a thread, bytes spilled, shared memory. Every configuration that `kernels/triton_op.py`
-may choose is compiled in bf16 with p = 15; the first of each also for LSSA, real p, fp16 and fp32.
+may choose is compiled, at head dim 64 in bf16 and fp16, with p = 15 and with a real p (which is
+also the adaptive one); the first of each also for LSSA, and at head dim 128 for all of these.
 """
 
 import argparse
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -19,30 +21,37 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import UserError, run
-from kernels.triton_op import CONFIGS, DECODE_CONFIGS
+from kernels.triton_op import CONFIGS, DECODE_CONFIGS, kernel_function
 
 ARCHITECTURES = (80, 90)
-TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Which powers: P of the kernel (0: real or adaptive), and whether rows are re-weighted at all.
 VARIANTS = {"p=15": (15, True), "real p": (0, True), "lssa": (1, False)}
-FLOAT_STATE = ("INV_K", "STATS", "DELTA")
+POWERS = ("p=15", "real p")
+FLOAT_STATE = ("INV_K", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
 SCALARS = ("log_d", "p", "alpha", "train_length")
 
 
 def jobs(head_dim: int, first_only: bool) -> list[dict]:
-    """Every compilation of the table, as keyword arguments of `resources`."""
+    """Every compilation of the table but for the architecture, as arguments of `resources`."""
     found = []
     for (kernel, dim, width), configs in CONFIGS.items():
-        if dim != head_dim:
+        if dim != head_dim or (first_only and width == 4):
             continue
-        job = {"kernel": kernel, "head_dim": dim}
-        main = {**job, "dtype": "bf16" if width == 2 else "fp32", "variant": "p=15"}
-        found += [{**main, "config": config} for config in configs[: 1 if first_only else None]]
-        if width == 2 and not first_only:
-            first = {**main, "config": configs[0]}
-            found += [{**first, "dtype": "fp16"}]
-            found += [{**first, "variant": variant} for variant in ("real p", "lssa")]
-            found += [{**main, "config": config} for config in DECODE_CONFIGS[kernel]]
+        types = ("bf16", "fp16") if width == 2 else ("fp32",)
+        job = {"kernel": kernel, "head_dim": dim, "dtype": types[0], "variant": "p=15"}
+        if first_only:
+            found.append({**job, "config": configs[0]})
+            continue
+        found += [{**job, "config": c} for c in configs]
+        wide = configs if dim == 64 else configs[:1]
+        found += [{**job, "variant": "real p", "config": c} for c in wide]
+        found.append({**job, "variant": "lssa", "config": configs[0]})
+        if width == 2:
+            decode = DECODE_CONFIGS[kernel]
+            found += [{**job, "variant": v, "config": c} for v in POWERS for c in decode]
+            found += [
+                {**job, "dtype": "fp16", "variant": v, "config": c} for v in POWERS for c in wide
+            ]
     return found
 
 
@@ -58,10 +67,8 @@ def resources(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from kernels import triton_lssar
-
     rows, keys, warps, stages = config
-    source = _source(getattr(triton_lssar, f"{kernel}_kernel"), head_dim, dtype, variant, config)
+    source = _source(kernel_function(kernel), head_dim, dtype, variant, config)
     target = GPUTarget("cuda", architecture, 32)
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=target, options=options)
@@ -81,6 +88,10 @@ def resources(
         "shared_bytes": compiled.metadata.shared,
         "cubin_bytes": len(compiled.asm["cubin"]),
     }
+
+
+def _resources(job: dict) -> dict:
+    return resources(**job)
 
 
 def _source(kernel, head_dim, dtype, variant, config):
@@ -140,6 +151,7 @@ def main(argv: list[str]) -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 2)[2])
     parser.add_argument("--first", action="store_true", help="only the first configuration of each")
     parser.add_argument("--head-dim", type=int, action="append", choices=(64, 128))
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile")
     parser.add_argument("--out", type=Path, help="also write the table to this JSON file")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -149,12 +161,17 @@ def main(argv: list[str]) -> int | None:
 
     head = ("kernel", "sm", "D", "type", "power", "tile", "warps", "stages")
     print(COLUMNS.format(*head, "registers", "spilled", "shared"))
+    todo = [
+        {**job, "architecture": architecture}
+        for architecture in ARCHITECTURES
+        for head_dim in args.head_dim or (64, 128)
+        for job in jobs(head_dim, args.first)
+    ]
     rows = []
-    for architecture in ARCHITECTURES:
-        for head_dim in args.head_dim or (64, 128):
-            for job in jobs(head_dim, args.first):
-                rows.append(resources(**job, architecture=architecture))
-                _print(rows[-1])
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        for row in pool.imap(_resources, todo):
+            rows.append(row)
+            _print(row)
     if args.out:
         table = {
             "status": "compiled with ptxas, not run on hardware",

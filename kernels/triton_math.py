@@ -1,4 +1,4 @@
-"""What the kernels of `kernels/triton_lssar.py` share: tiles, softplus, powers, norms.
+"""What the Triton kernels share: tiles, scores, softplus, powers, norms.
 
 Everything is in units of ln 2: a score arrives multiplied by log2(e) and softplus leaves divided by
 ln 2. The weights do not change when a row of softplus values is scaled.
@@ -7,10 +7,18 @@ ln 2. The weights do not change when a row of softplus values is scaled.
 import triton
 import triton.language as tl
 
+# Planes of the row statistics that the forward saves; `triton_forward.py` says what they are.
+SCALE, MEAN, INV_M, INV_L, COEF, DENSE = (tl.constexpr(i) for i in range(6))
 NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
 # fp32 tiles as three products of their tf32 halves: full precision, still on tensor cores. Plain
 # fp32 unrolls into scalar code that takes minutes to compile and spills.
 PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def scores(q, k, row_scale, inv_k):
+    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return dots * row_scale[:, None] * inv_k[None, :]
 
 
 @triton.jit
@@ -55,6 +63,12 @@ def power(z, exponent, INTEGER: tl.constexpr):
             if INTEGER >> (bit + 1):
                 square = square * square
     return r
+
+
+@triton.jit
+def weight_unit(dtype: tl.constexpr):
+    """Weights of long rows are subnormal in fp16; this many times as large, none overflows."""
+    return 2.0**14 if dtype == tl.float16 else 1.0
 
 
 @triton.jit
@@ -117,18 +131,47 @@ def load_vector(X, start, length, BLOCK: tl.constexpr, MASKED: tl.constexpr = Tr
 
 
 @triton.jit
+def store_rows(
+    X, x, start, stride, length, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of a tile that exist, in the type of X."""
+    pointers, mask = tile(X, start, stride, length, d, BLOCK, BLOCK_D)
+    tl.store(pointers, narrow(x, X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot(x, y, total):
+    """total + x y of an fp32 tile x. A 16-bit y takes x in two parts of its type: rounded once,
+    sums that nearly cancel (D and dOut . v, the gradients of keys alike) would keep no digit."""
+    if y.dtype == tl.float32:
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    else:
+        top = narrow(x, y.dtype)
+        total = tl.dot(top, y, total)
+        total = tl.dot(narrow(x - top.to(tl.float32), y.dtype), y, total)
+    return total
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Cast a gradient; fp16 saturates, so that infinity (times zero) cannot appear."""
+    """Cast to the type of a tensor; fp16 saturates: infinity (times zero) cannot appear."""
     if dtype == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(dtype)
 
 
 @triton.jit
+def length(x):
+    """|x_i| of every row."""
+    x = x.to(tl.float32)
+    return tl.sqrt(tl.sum(x * x, 1))
+
+
+@triton.jit
 def through_norm(x, grad):
     """The gradient to x of x / max(|x|, eps) . y, from `grad`: the one with the norm held fixed."""
+    norm = length(x)
     x = x.to(tl.float32)
-    norm = tl.sqrt(tl.sum(x * x, 1))
     unit = x / tl.maximum(norm, NORM_EPS)[:, None]
     radial = tl.where(norm > NORM_EPS, tl.sum(unit * grad, 1), 0.0)
     return grad - unit * radial[:, None]

@@ -1,8 +1,9 @@
 """`lssar(q, k, v, p=15.0)`: exact fused LSSAR and LSSA on a GPU, differentiable, in linear memory.
 
 Forward and backward are one torch.library operator each, so torch.compile, checkpointing and DDP
-see single nodes. The kernels are in `kernels/triton_lssar.py`; nothing here imports Triton before
-the first call. TRITON_INTERPRET=1 in the environment runs them on CPU tensors, slowly.
+see single nodes. The kernels are in `triton_forward.py` and `triton_backward.py`; nothing here
+imports Triton before the first call. TRITON_INTERPRET=1 in the environment runs them on CPU
+tensors, slowly, with the products of `triton_interpreter.py`.
 """
 
 import functools
@@ -19,21 +20,21 @@ from errors import UserError
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 128
 MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
-ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_lssar
+ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_math
 
 # (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
 # an element. `python kernels/triton_compile.py` lists the resources of each.
 CONFIGS = {
-    ("forward", 64, 2): [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
-    ("forward", 128, 2): [(64, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)],
+    ("forward", 64, 2): [(128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)],
+    ("forward", 128, 2): [(64, 32, 8, 2), (64, 64, 8, 2)],
     ("forward", 64, 4): [(32, 32, 8, 2), (16, 32, 4, 2)],
     ("forward", 128, 4): [(16, 32, 4, 2)],
-    ("dq", 64, 2): [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3)],
-    ("dq", 128, 2): [(64, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2)],
+    ("dq", 64, 2): [(64, 32, 4, 3), (128, 32, 8, 3)],
+    ("dq", 128, 2): [(64, 32, 8, 2), (64, 32, 4, 2)],
     ("dq", 64, 4): [(32, 32, 4, 2)],
     ("dq", 128, 4): [(16, 32, 4, 2)],
-    ("dkv", 64, 2): [(32, 64, 4, 2), (32, 128, 8, 2), (32, 64, 8, 3), (64, 32, 4, 2)],
-    ("dkv", 128, 2): [(32, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
+    ("dkv", 64, 2): [(64, 32, 4, 2), (32, 64, 8, 3), (32, 32, 4, 3)],
+    ("dkv", 128, 2): [(64, 32, 8, 2), (32, 32, 4, 2)],
     ("dkv", 64, 4): [(32, 32, 8, 2)],
     ("dkv", 128, 4): [(32, 16, 4, 2)],
 }
@@ -44,8 +45,6 @@ DECODE_CONFIGS = {
     "dq": [(16, 32, 4, 2)],
     "dkv": [(16, 32, 4, 2)],
 }
-# The interpreter multiplies with BLAS, whose rounding depends on the tile. Forward and dq share it,
-# or E would not cancel the scores' gradient in near-uniform rows; a GPU sums in one order.
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -113,29 +112,34 @@ def _forward(
     alpha: float,
     train_length: int,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what the backward needs of the rows and keys: G, statistics, 1/|k|."""
-    out, guide, stats, inv_k = _forward_outputs(q, k, v, p, alpha, train_length, save)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, and for the backward: it unrounded, G, row statistics, 1/|k|."""
+    out, exact, guide, stats, inv_k = _forward_outputs(q, k, v, p, alpha, train_length, save)
     torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=inv_k)
     inv_k.clamp_(min=1e-12).reciprocal_()
     if out.numel():
         d, rows = q.shape[-1], q.shape[2]
+        tensors = [q, k, v, inv_k, out, exact, guide, stats]
         strides = [x.stride()[:3] for x in (q, k, v, out)]
         _launch(
-            "forward", q, rows, k.shape[2], [q, k, v, inv_k, out, guide, stats], strides,
-            [math.log(d)], p, alpha, train_length, SAVE=save,
+            "forward", q, rows, k.shape[2], tensors, strides, [math.log(d)],
+            p, alpha, train_length, SAVE=save,
         )  # fmt: skip
-    return out, guide, stats, inv_k
+    return out, exact, guide, stats, inv_k
 
 
 @_forward.register_fake
 def _forward_outputs(q, k, v, p, alpha, train_length, save):
     batch, heads, rows, _ = q.shape
-    guide = torch.empty_like(q) if save and p is not None else q.new_empty(0)
-    planes = ROW_STATISTICS if save else 0
-    stats = q.new_empty((planes, batch, heads, rows), dtype=torch.float32)
+
+    def like_q(needed: bool) -> Tensor:
+        empty = torch.empty_like if needed else torch.Tensor.new_empty
+        return empty(q, *(() if needed else (0,)), dtype=torch.float32)
+
+    exact, guide = like_q(save and q.dtype != torch.float32), like_q(save and p is not None)
+    stats = q.new_empty((save * ROW_STATISTICS, batch, heads, rows), dtype=torch.float32)
     inv_k = q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32)
-    return torch.empty_like(q), guide, stats, inv_k
+    return torch.empty_like(q), exact, guide, stats, inv_k
 
 
 @torch.library.custom_op("lssa::triton_backward", mutates_args=())
@@ -144,7 +148,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    exact: Tensor,
     guide: Tensor,
     stats: Tensor,
     inv_k: Tensor,
@@ -152,20 +156,28 @@ def _backward(
     alpha: float,
     train_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from the one of `out`."""
+    """Gradients of q, k, v from the one of the output, which is `exact` in fp32."""
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if not out.numel():
+    if not exact.numel():
         return dq, dk.zero_(), dv.zero_()
-    delta = stats.new_empty((2, *stats.shape[1:]))  # D and E of every row
+    half = q.dtype == torch.float16  # its few exponents: scores' gradients are kept near one
+    delta = stats.new_empty((4 if half else 2, *stats.shape[1:]))  # D and E of every row
+    sizes = torch.stack([_largest(v), inv_k.amin(-1)]) if half else delta
     rest = (p, alpha, train_length)
-    tensors = [q, k, v, inv_k, out, guide, stats, grad, dq, delta]
-    strides = [x.stride()[:3] for x in (q, k, v, out, grad, dq)]
+    tensors = [q, k, v, inv_k, exact, guide, stats, grad, dq, delta, sizes]
+    strides = [x.stride()[:3] for x in (q, k, v, exact, grad, dq)]
     _launch("dq", q, q.shape[2], k.shape[2], tensors, strides, [], *rest)
-    tensors = [q, k, v, inv_k, stats, grad, dk, dv, delta]
+    sizes = delta[2:].amax(-1) if half else delta
+    tensors = [q, k, v, inv_k, stats, grad, dk, dv, delta, sizes]
     strides = [x.stride()[:3] for x in (q, k, v, grad, dk, dv)]
     _launch("dkv", q, k.shape[2], k.shape[2], tensors, strides, [], *rest)
     return dq, dk, dv
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest element of each head, in absolute value."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=(2, 3), dtype=torch.float32)
 
 
 @_backward.register_fake
@@ -175,9 +187,11 @@ def _(grad, q, k, v, *_):
 
 def _setup_context(ctx, inputs, output):
     q, k, v, p, alpha, train_length, save = inputs
+    out, exact, *rest = output
     ctx.set_materialize_grads(False)
     ctx.settings = (p, alpha, train_length)
-    ctx.save_for_backward(q, k, v, *(output if save else ()))
+    saved = (out if q.dtype == torch.float32 else exact, *rest) if save else ()
+    ctx.save_for_backward(q, k, v, *saved)
 
 
 def _autograd(ctx, grad, *_):
@@ -212,15 +226,23 @@ def padded(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
+def kernel_function(name: str):
+    """The Triton function "forward", "dq" or "dkv"."""
+    from kernels import triton_backward, triton_forward
+
+    return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
+
+
 @functools.cache
 def _kernel(name: str, block_d: int, width: int, decode: bool):
     """The kernel and its block sizes: tuned among CONFIGS on a GPU, fixed in the interpreter."""
     import triton
 
-    from kernels import triton_lssar
-
-    kernel = getattr(triton_lssar, f"{name}_kernel")
+    kernel = kernel_function(name)
     if interpreting():
+        from kernels import triton_interpreter
+
+        triton_interpreter.install()
         return kernel, INTERPRETED
     configs = DECODE_CONFIGS[name] if decode else CONFIGS[name, 64 if block_d <= 64 else 128, width]
     choices = [
