@@ -10,6 +10,7 @@ BENCHMARKS = {
     "gpu-check": "benchmarks.gpu_check",
     "tokenise": "benchmarks.tokenise",
     "train": "benchmarks.train",
+    "zero-blocks": "benchmarks.zero_blocks",
 }
 
 
