@@ -8,7 +8,8 @@ Attacks the system and writes what happened: docs/reliability.md and results/rel
     --list         print the attacks
 
 Finished attacks are kept: a drill that was interrupted continues when it is started again, one
-that was complete begins anew. Exit code 1 when an attack succeeded against the system.
+that was complete begins anew. Groups may run at the same time, each by its name. Exit code 1 when
+an attack got through.
 """
 
 import os
@@ -40,7 +41,8 @@ def main(argv: list[str]) -> int:
     chosen = choose(arguments.names, arguments.short)
     path = arguments.out / "results/reliability.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = keep(path, chosen, everything=not arguments.names)
+    kept = {} if arguments.names else continued(path)
+    save(path, {a.name: None for a in chosen} | kept)
     warm()
     for attack in chosen:
         if attack.name not in kept:
@@ -49,8 +51,7 @@ def main(argv: list[str]) -> int:
             kept[attack.name] = outcome.to_dict()
             verdict = "held" if outcome.passed else "BROKE"
             print(f"   {verdict} in {outcome.seconds} s: {outcome.happened}", flush=True)
-            save(path, kept, complete=False)
-    save(path, kept, complete=True)
+            save(path, kept)
     table = write_table(arguments.out / "docs/reliability.md", path)
     print(f"table: {table}")
     return 0 if all(outcome["passed"] for outcome in kept.values()) else 1
@@ -76,29 +77,30 @@ def choose(names: list[str], short: bool) -> list[Attack]:
     ]
 
 
-def keep(path: Path, chosen: list[Attack], everything: bool) -> dict[str, dict]:
-    """Outcomes that need not be made again, by name."""
+def continued(path: Path) -> dict[str, dict]:
+    """What an interrupted drill has finished; nothing when the last one was complete."""
     found = read_outcomes(path)
-    if found is None:
+    if found is None or found["unfinished"] == []:
+        path.unlink(missing_ok=True)
         return {}
-    outcomes = {o["name"]: o for o in found["attacks"] if o["name"] in ATTACKS}
-    if everything:
-        return {} if found["complete"] else {n: o for n, o in outcomes.items() if o["passed"]}
-    return {n: o for n, o in outcomes.items() if n not in {a.name for a in chosen}}
+    return {o["name"]: o for o in found["attacks"] if o["name"] in ATTACKS and o["passed"]}
 
 
-def save(path: Path, kept: dict[str, dict], complete: bool) -> None:
+def save(path: Path, mine: dict[str, dict | None]) -> None:
+    """Add these outcomes to those on disk; None for one that is still to come."""
+    found = read_outcomes(path) or {"attacks": [], "unfinished": []}
+    known = {o["name"]: o for o in found["attacks"]} | dict.fromkeys(found["unfinished"]) | mine
     write_json(
         path,
         {
             "command": "bash scripts/test.sh --drill",
-            "complete": complete,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "revision": git_revision(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "root": os.geteuid() == 0,
-            "attacks": [kept[name] for name in ATTACKS if name in kept],
+            "unfinished": [name for name in ATTACKS if name in known and known[name] is None],
+            "attacks": [known[name] for name in ATTACKS if known.get(name)],
         },
     )
 

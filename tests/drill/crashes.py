@@ -23,7 +23,7 @@ from .subjects import a_preparation, a_training, evaluations, fresh, small_chunk
 
 @attack("crashes", "training, `kill -9` at random instants, `--resume`", full=60, short=4)
 def training_killed(times: int, folder: Path) -> Told:
-    subject, chance, kills, runs = a_training(folder), random.Random(1), 0, 0
+    subject, chance, kills, runs = a_training(), random.Random(1), 0, 0
     while kills < times:
         place = fresh(folder / "runs")
         # Between one and six steps from one checkpoint to the next.
@@ -46,7 +46,7 @@ def training_killed(times: int, folder: Path) -> Told:
 
 @attack("crashes", "`kill -9` while a checkpoint is being written", full=60, short=4)
 def checkpoint_writing(times: int, folder: Path) -> Told:
-    subject, chance, seen, runs = a_training(folder), random.Random(2), [], 0
+    subject, chance, seen, runs = a_training(), random.Random(2), [], 0
     while len(seen) < times:
         place = fresh(folder / "runs")
         command = subject.arguments(place, "--checkpoint.interval=1", "--resume")
@@ -98,7 +98,7 @@ def killed_while_saving(command, folder: Path, store: Store, chance, kill: bool)
 
 @attack("crashes", "data preparation, `kill -9` at random instants", full=50, short=4)
 def preparation(times: int, folder: Path) -> Told:
-    subject, chance, kills, sets = a_preparation(folder), random.Random(3), 0, 0
+    subject, chance, kills, sets = a_preparation(), random.Random(3), 0, 0
     while kills < times:
         shutil.rmtree(folder / "out", ignore_errors=True)
         command = [*subject.arguments, "--out", str(folder / "out")]
@@ -120,7 +120,7 @@ def preparation(times: int, folder: Path) -> Told:
 
 @attack("crashes", "evaluation (loss, passkey), `kill -9` at random instants", full=40, short=4)
 def evaluation(times: int, folder: Path) -> Told:
-    subjects, chance, kills, number = evaluations(folder), random.Random(4), 0, 0
+    subjects, chance, kills, number = evaluations(), random.Random(4), 0, 0
     while kills < times:
         subject = subjects[number % 2]
         place = fresh(folder / "results")
@@ -140,7 +140,7 @@ def evaluation(times: int, folder: Path) -> Told:
     )
 
 
-@attack("crashes", "one rank of two under torchrun, `kill -9`, `--max-restarts=1`", full=3)
+@attack("crashes", "one rank of two under torchrun, `kill -9`, `--max-restarts=1`", full=2)
 def rank_of_two(times: int, folder: Path) -> Told:
     corpus = training.make_corpus(folder / "corpus")
     more = ("--train.micro_batch=4", "--train.steps=60", "--log.interval=5")

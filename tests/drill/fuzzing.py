@@ -32,7 +32,8 @@ from model import GPT
 
 from .attack import Told, attack
 
-SECONDS, MEMORY = 20, 3 * 2**30  # for one input; what is more counts as a hang or a leak
+# For one input; what takes more counts as a hang or a leak. Seconds of computing, and of waiting.
+SECONDS, WAITING, MEMORY = 20, 300, 3 * 2**30
 
 
 class Hang(Exception):
@@ -44,17 +45,20 @@ def bounded() -> Iterator[None]:
     def late(*_):
         raise Hang(f"not finished after {SECONDS} s")
 
-    previous = signal.signal(signal.SIGALRM, late)
+    previous = {n: signal.signal(n, late) for n in (signal.SIGALRM, signal.SIGPROF)}
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, hard))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WAITING)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def fuzz(times: int, strategy: st.SearchStrategy, feed: Callable) -> Told:
@@ -112,7 +116,7 @@ def option_keys() -> list[str]:
 # --- parsers --------------------------------------------------------------------------------------
 
 
-@attack("input", "config overrides on the command line, fuzzed", full=1500, short=100)
+@attack("input", "config overrides on the command line, fuzzed", full=1000, short=60)
 def config_overrides(times: int, folder: Path) -> Told:
     keys = st.sampled_from([*option_keys(), "train.step", "x.y", "train", ""])
     override = st.builds("--{}={}".format, keys, words()) | words()
@@ -130,7 +134,7 @@ def config_overrides(times: int, folder: Path) -> Told:
     return fuzz(times, st.lists(override, max_size=2), feed)
 
 
-@attack("input", "config files, fuzzed", full=1000, short=60)
+@attack("input", "config files, fuzzed", full=600, short=40)
 def config_files(times: int, folder: Path) -> Told:
     sound = Path("configs/gpt2-124m-lssar.toml").read_text()
     lines = st.builds("{} = {}".format, st.sampled_from(["lr", "base", "steps", "é"]), words())
@@ -148,7 +152,7 @@ def config_files(times: int, folder: Path) -> Told:
     return fuzz(times, content | st.binary(max_size=80), feed)
 
 
-@attack("input", "the command lines of six scripts, fuzzed", full=400, short=25)
+@attack("input", "the command lines of six scripts, fuzzed", full=150, short=12)
 def command_lines(times: int, folder: Path) -> Told:
     model = str(write_checkpoint(folder / "model", tiny_model(layers=1, width=8)))
     tokens = str(write_tokens(folder / "tokens", 1200))
@@ -217,7 +221,7 @@ def folder_with_configs(folder: Path) -> Path:
 # --- readers --------------------------------------------------------------------------------------
 
 
-@attack("input", "shard files, fuzzed", full=800, short=50)
+@attack("input", "shard files, fuzzed", full=500, short=40)
 def shard_reader(times: int, folder: Path) -> Told:
     header = st.builds(header_bytes, st.integers(-(2**31), 2**31 - 1))
     numbers = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=256, max_size=256)
@@ -247,7 +251,7 @@ def shard_reader(times: int, folder: Path) -> Told:
     return fuzz(times, files, feed)
 
 
-@attack("input", "checkpoint files, fuzzed", full=800, short=50)
+@attack("input", "checkpoint files, fuzzed", full=500, short=40)
 def checkpoint_reader(times: int, folder: Path) -> Told:
     model = tiny_model(layers=1, width=8)
     path = write_checkpoint(folder / "model", model)
@@ -307,7 +311,7 @@ def edited(description: dict, edits: list[tuple[tuple[str, ...], object]]) -> by
     return json.dumps(copy).encode()
 
 
-@attack("input", "passkey prompts of any length, trial and seed", full=500, short=40)
+@attack("input", "passkey prompts of any length, trial and seed", full=300, short=30)
 def passkey_builder(times: int, folder: Path) -> Told:
     numbers = st.integers(-5, 3000) | st.sampled_from([2**31, 2**63, 2**64, 10**30, -(2**63)])
     cases = st.tuples(st.sampled_from(sorted(TOKENISERS)), numbers, st.integers(0, 10**6), numbers)
@@ -322,7 +326,7 @@ def passkey_builder(times: int, folder: Path) -> Told:
     return fuzz(times, cases, feed)
 
 
-@attack("input", "tokenisers: any Unicode there and back, whole and in pieces", full=600, short=40)
+@attack("input", "tokenisers: any Unicode there and back, whole and in pieces", full=400, short=30)
 def tokeniser_round_trip(times: int, folder: Path) -> Told:
     letters = st.characters() | st.sampled_from("\ud800\udfff\ufeff\u2028\0é中😀 \n\t\x1c")
     pieces = st.text(letters, max_size=60) | st.sampled_from(["<|endoftext|>", " " * 3000 + "x"])

@@ -26,6 +26,8 @@ def write_table(target: Path, source: Path) -> Path:
     attacks = found["attacks"]
     broken = [a["name"] for a in attacks if not a["passed"]]
     verdict = f"{len(attacks)} attacks, all of them held off."
+    if found["unfinished"]:
+        verdict = f"Unfinished: {', '.join(found['unfinished'])} are still to come."
     if broken:
         verdict = f"{len(attacks)} attacks, of which {', '.join(broken)} got through."
     head = HEAD.format(

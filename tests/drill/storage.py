@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -100,9 +101,9 @@ def leftovers_but_partial(folder: Path) -> list[str]:
     return [name for name in leftovers(folder) if not name.endswith(".bin.tmp")]
 
 
-@attack("storage", "disk full while shards are written", full=6, short=1)
+@attack("storage", "disk full while shards are written", full=4, short=1)
 def full_disk_shards(times: int, folder: Path) -> Told:
-    subject = a_preparation(folder)
+    subject = a_preparation()
     total = sum(map(len, subject.whole.values()))
     sizes = [max(4096, total * (n + 1) // (times + 2)) for n in range(times)]
 
@@ -115,9 +116,9 @@ def full_disk_shards(times: int, folder: Path) -> Told:
     return fill(data.prepare.main, command, folder, sizes, check)
 
 
-@attack("storage", "disk full while checkpoints are written", full=6, short=1)
+@attack("storage", "disk full while checkpoints are written", full=4, short=1)
 def full_disk_checkpoint(times: int, folder: Path) -> Told:
-    subject = a_training(folder)
+    subject = a_training()
     one = sum(f.stat().st_size for f in Store(subject.whole).candidates()[0].iterdir())
     sizes = [20_000 + one * (n + 1) // 3 for n in range(times)]
 
@@ -127,9 +128,9 @@ def full_disk_checkpoint(times: int, folder: Path) -> Told:
     return fill(train.main, command, folder, sizes, subject.assert_same)
 
 
-@attack("storage", "disk full while measurements are written", full=4, short=1)
+@attack("storage", "disk full while measurements are written", full=2, short=1)
 def full_disk_metrics(times: int, folder: Path) -> Told:
-    subject = a_training(folder)
+    subject = a_training()
     # Three pages hold everything but the measurements; one checkpoint, at the end.
     sizes = [4096 * (3 + n % 2) if os.geteuid() == 0 else 2500 for n in range(times)]
 
@@ -141,9 +142,9 @@ def full_disk_metrics(times: int, folder: Path) -> Told:
     return told
 
 
-@attack("storage", "disk full while results are written", full=4, short=1)
+@attack("storage", "disk full while results are written", full=2, short=1)
 def full_disk_results(times: int, folder: Path) -> Told:
-    subjects = evaluations(folder)
+    subjects = evaluations()
     sizes = [4096 * (1 + n // 2) for n in range(times)]
     chosen = iter([subjects[n % 2] for n in range(times) for _ in range(2)])
     last = []
@@ -183,14 +184,14 @@ def read_only(folder: Path) -> Iterator[Callable]:
 
 @attack("storage", "read-only directories", full=7, short=7)
 def read_only_directory(times: int, folder: Path) -> Told:
-    subject, log = a_training(folder), folder / "log"
-    evaluated, prepared = evaluations(folder), a_preparation(folder)
+    subject, log = a_training(), folder / "log"
+    evaluated, prepared = evaluations(), a_preparation()
     locked, free = folder / "locked", folder / "free"
     locked.mkdir()
     free.mkdir()
     free.chmod(0o777)
-    subject.corpus.rename(locked / "corpus")
-    (folder / "softmax").rename(locked / "softmax")
+    shutil.copytree(subject.corpus, locked / "corpus")
+    shutil.copytree(evaluated[0].arguments[0], locked / "softmax")
     half = [*prepared.arguments, "--out", str(locked / "set")]
     child = Child(data.prepare.main, half, log, small_chunks)
     while child.poll() is None and not list(locked.glob("set/*.bin")):
@@ -263,15 +264,13 @@ def spoil(file: Path, times: int, read: Callable[[], object], name: str = "") ->
 
 @attack("storage", "shard: a bit flipped or bytes cut (`prepare.py verify`)", full=400, short=20)
 def rotten_shard(times: int, folder: Path) -> Told:
-    a_preparation(folder, 12)
-    files = sorted((folder / "whole-set").glob("*.bin"))
-    return spoil(files[-1], times, lambda: verify(folder / "whole-set"))
+    place = a_preparation().copy(folder / "set")
+    return spoil(max(place.glob("*.bin")), times, lambda: verify(place))
 
 
 @attack("storage", "manifest: a bit flipped or bytes cut", full=400, short=20)
 def rotten_manifest(times: int, folder: Path) -> Told:
-    a_preparation(folder, 12)
-    place = folder / "whole-set"
+    place = a_preparation().copy(folder / "set")
 
     def read():
         open_split(place, "train")
@@ -285,11 +284,6 @@ def rotten_progress(times: int, folder: Path) -> Told:
     writer = ShardWriter(folder, "x", get_tokeniser("bytes"), {"a": 1}, 100)
     writer.save({"file": 3, "at": 77}, 5)
     return spoil(folder / "progress.json", times, lambda: read_progress(folder))
-
-
-def a_checkpoint(folder: Path) -> Path:
-    finish(train.main, a_training(folder).arguments(folder / "runs"), folder / "log")
-    return Store(folder / "runs/nano-lssar").candidates()[0]
 
 
 @attack("storage", "model.safetensors: a bit flipped or bytes cut", full=200, short=20)
@@ -306,13 +300,14 @@ def rotten_description(times: int, folder: Path) -> Told:
 
 @attack("storage", "trainer.pt: a bit flipped or bytes cut", full=200, short=20)
 def rotten_trainer(times: int, folder: Path) -> Told:
-    path = a_checkpoint(folder)
+    latest = Store(a_training().whole).candidates()[0]
+    path = Path(shutil.copytree(latest, folder / "checkpoint"))
     return spoil(path / "trainer.pt", times, lambda: sorted(read_trainer(path)))
 
 
-@attack("storage", "the latest checkpoint damaged, `--resume`", full=6, short=1)
+@attack("storage", "the latest checkpoint damaged, `--resume`", full=3, short=0)
 def rotten_latest(times: int, folder: Path) -> Told:
-    subject, chance = a_training(folder), random.Random(5)
+    subject, chance = a_training(), random.Random(5)
     for number in range(times):
         runs = folder / f"runs-{number}"
         finish(train.main, subject.arguments(runs), folder / "log")
@@ -330,9 +325,9 @@ def rotten_latest(times: int, folder: Path) -> Told:
     )
 
 
-@attack("storage", "config.toml of a run: a bit flipped or bytes cut", full=12, short=2)
+@attack("storage", "config.toml of a run: a bit flipped or bytes cut", full=4, short=1)
 def rotten_run_config(times: int, folder: Path) -> Told:
-    subject, chance = a_training(folder), random.Random(6)
+    subject, chance = a_training(), random.Random(6)
     file = folder / "runs/nano-lssar/config.toml"
     finish(train.main, subject.arguments(folder / "runs"), folder / "log")
     sound = file.read_bytes()
@@ -439,10 +434,10 @@ def rotten_answers(times: int, folder: Path) -> Told:
 # --- contested ------------------------------------------------------------------------------------
 
 
-@attack("storage", "a second process in one run directory, set or results file", full=9, short=3)
+@attack("storage", "a second process in one run directory, set or results file", full=6, short=3)
 def two_in_one_place(times: int, folder: Path) -> Told:
-    subject, prepared = a_training(folder), a_preparation(folder)
-    evaluated = evaluations(folder)[0]
+    subject, prepared = a_training(), a_preparation()
+    evaluated = evaluations()[0]
     for number in range(times):
         place = folder / str(number)
         out = [*prepared.arguments, "--out", str(place / "set")]

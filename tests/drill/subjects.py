@@ -1,8 +1,10 @@
 """What is attacked: the smallest corpus, run, prepared set and evaluation that are still real."""
 
+import atexit
 import functools
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,17 @@ import passkey
 import train
 from checkpoint import WEIGHTS, find
 
+from .attack import MEMORY
 from .children import finished
+
+
+@functools.cache
+def shared() -> Path:
+    """For what is made once and attacked in copies; goes when the drill ends."""
+    folder = Path(tempfile.mkdtemp(prefix="drill-", dir=MEMORY if MEMORY.is_dir() else None))
+    folder.chmod(0o755)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,11 @@ class Training:
         assert mine == reference, "other weights"
 
 
-def a_training(folder: Path) -> Training:
-    corpus = training.make_corpus(folder / "corpus")
-    whole = folder / "whole"
-    done = finished(train.main, training.arguments(corpus, whole), folder / "log")
+@functools.cache
+def a_training() -> Training:
+    corpus = training.make_corpus(shared() / "corpus")
+    whole = shared() / "runs"
+    done = finished(train.main, training.arguments(corpus, whole), shared() / "log")
     return Training(corpus, whole / "nano-lssar", done.cpu)
 
 
@@ -53,15 +66,23 @@ class Preparation:
     whole: dict[str, bytes]
     cpu: float
 
+    def copy(self, folder: Path) -> Path:
+        """The whole set again, to be spoilt."""
+        folder.mkdir()
+        for name, content in self.whole.items():
+            (folder / name).write_bytes(content)
+        return folder
 
-def a_preparation(folder: Path, documents: int = 120) -> Preparation:
-    """Parquet, JSON lines and plain text into a dozen shards."""
-    texts = test_data_resume.corpus(folder / "texts", documents)
+
+@functools.cache
+def a_preparation() -> Preparation:
+    """Parquet, JSON lines and plain text into a handful of shards."""
+    texts = test_data_resume.corpus(shared() / "texts", 120)
     arguments = ["text", str(texts), "--tokeniser=bytes", "--workers=0"]
     arguments += ["--shard-tokens=60K", "--val-tokens=7K"]
-    whole = folder / "whole-set"
+    whole = shared() / "set"
     command = [*arguments, "--out", str(whole)]
-    done = finished(data.prepare.main, command, folder / "log", small_chunks)
+    done = finished(data.prepare.main, command, shared() / "log", small_chunks)
     return Preparation(arguments, contents(whole), done.cpu)
 
 
@@ -92,11 +113,11 @@ def rows_of(path: Path) -> dict:
     return found
 
 
-def evaluations(folder: Path) -> list[Evaluation]:
-    tokens = write_tokens(folder / "tokens", 2000)
-    models = [
-        str(write_checkpoint(folder / name, tiny_model(name))) for name in ("softmax", "lssar")
-    ]
+@functools.cache
+def evaluations() -> list[Evaluation]:
+    tokens = write_tokens(shared() / "tokens", 2000)
+    names = ("softmax", "lssar")
+    models = [str(write_checkpoint(shared() / name, tiny_model(name))) for name in names]
     commands = {
         "eval_extrapolation.py": (
             eval_extrapolation.main,
@@ -106,8 +127,8 @@ def evaluations(folder: Path) -> list[Evaluation]:
     }
     found = []
     for name, (main, arguments) in commands.items():
-        out = folder / f"whole-{Path(name).stem}.json"
-        done = finished(main, [*arguments, "--out", str(out)], folder / "log")
+        out = shared() / f"{Path(name).stem}.json"
+        done = finished(main, [*arguments, "--out", str(out)], shared() / "log")
         found.append(Evaluation(main, arguments, rows_of(out), name, done.cpu))
     return found
 
