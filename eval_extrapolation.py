@@ -5,8 +5,9 @@ Validation loss at and beyond the training length (`--lengths 1024,2048,4096,819
 
 Protocol. The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as
 many segments spread evenly over the set (`--spread`, for sets whose beginning is no fair sample).
-A segment is as long as the longest length, and each length cuts it into windows that do not
-overlap: every length, model and variant predicts the same tokens. Reported per length:
+A segment is as long as the longest length (or `--segment`, to predict the same tokens as an
+evaluation at longer lengths does), and each length cuts it into windows that do not overlap: every
+length, model and variant predicts the same tokens. Reported per length:
 
     loss            mean over tokens; its standard error is over segments
     by position     mean over tokens at a range of positions in their window
@@ -84,14 +85,16 @@ class Targets:
         return digest.hexdigest()
 
 
-def choose_targets(data: TokenSet, wanted: list[int], tokens: int | None, spread: bool) -> Targets:
+def choose_targets(
+    data: TokenSet, wanted: list[int], tokens: int | None, spread: bool, segment: int | None = None
+) -> Targets:
     """As many whole segments as were asked for and the set has, or an error with the numbers."""
-    segment = wanted[-1]
+    segment = segment or wanted[-1]
     for length in wanted:
         if segment % length:
             raise UserError(
                 f"--lengths: {length} does not divide {segment}, so the two could not predict the "
-                "same tokens; use lengths that divide the longest"
+                "same tokens; use lengths that divide the longest, or the --segment"
             )
     available = data.total_tokens - 1  # the last token has no successor to predict
     if available < segment:
@@ -220,6 +223,8 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--tokens", type=int, help=f"targets; default {PAPER_TOKENS:,}")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
+    parser.add_argument("--segment", type=int, help="default: the longest length")
+    parser.add_argument("--no-figures", action="store_true")
     add_variant_arguments(parser)
     return parser
 
@@ -239,7 +244,9 @@ def evaluate(arguments, world: World) -> None:
             f"{first.path} has a vocabulary of {a}, {other.path} one of {b}: losses of different "
             "tokens cannot be compared; evaluate them separately"
         )
-    targets = choose_targets(data, arguments.lengths, arguments.tokens, arguments.spread)
+    targets = choose_targets(
+        data, arguments.lengths, arguments.tokens, arguments.spread, arguments.segment
+    )
     with arithmetic(arguments.precision, world.device) as precision:
         results = open_results(arguments, targets, precision)
         announce(arguments, targets, results, world)
@@ -251,7 +258,7 @@ def evaluate(arguments, world: World) -> None:
         results.extra = {"paired": report.paired_differences(results, checkpoints[0].identity)}
         results.save()
         print(report.tables(results, checkpoints[0].identity))
-        for figure in report.figures(results):
+        for figure in () if arguments.no_figures else report.figures(results):
             print(f"figure: {figure}")
 
 

@@ -11,6 +11,7 @@ from evaluation import AS_TRAINED
 
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5)
 PI_FACTORS = (2, 4, 8)
+ALL_FACTORS = (1, 2, 4, 8, 16)
 SWEPT_P = (1, 3, 5, 10, 15, 20)
 HEADLINE = ("softmax", "ssmax", "lssa", "lssar-p3", "lssar-p15")
 
@@ -88,8 +89,9 @@ class Run:
     config: str  # a file of configs/
     overrides: tuple[str, ...] = ()
     init_from: str | None = None  # the key of the run whose weights it starts from
-    windows: bool = False  # evaluate it with a sliding window as well
-    alphas: bool = False  # and with adaptive p_i
+    factors: tuple[int, ...] = ALL_FACTORS  # lengths to evaluate at, over the training length
+    windows: bool = False  # with a sliding window as well
+    alphas: bool = False  # and, the first seed, with adaptive p_i
 
 
 def attention(name: str, p: float | None = None, numerics: str | None = None) -> tuple[str, ...]:
@@ -118,6 +120,11 @@ MECHANISM_OF = {
         )
     },
 }
+# In tables of the loss at the training length alone.
+ONE_LENGTH_RUNS = (
+    *("softmax-inverse", "softmax-recentred", "softmax-recentred-l1", "identity", "exp"),
+    *("identity-l1", "relu2-l1", "relu6-l1", "gelu-l1", "softplus-l1", "mish-l1"),
+)
 SWEEP_STEMS = {"softmax": "softmax-reweighted", "lssar": "lssar"}
 
 # Config files that differ between the scales.
@@ -136,6 +143,7 @@ def all_runs(scale: str) -> dict[str, Run]:
             key,
             main,
             attention(name, p),
+            factors=(1,) if key in ONE_LENGTH_RUNS else ALL_FACTORS,
             windows=key in ("softmax", "lssar-p15"),
             alphas=key == "lssar-p15",
         )
@@ -154,8 +162,8 @@ def all_runs(scale: str) -> dict[str, Run]:
     for factor in PI_FACTORS:
         config = FINETUNE[scale].format(factor)
         found += [
-            Run(f"pi-{factor}x", config, init_from="lssar-p15"),
-            Run(f"no-pi-{factor}x", config, ("--model.interpolation=1",), init_from="lssar-p15"),
+            Run(f"pi-{factor}x", config, (), "lssar-p15", (factor,)),
+            Run(f"no-pi-{factor}x", config, ("--model.interpolation=1",), "lssar-p15", (factor,)),
         ]
     found += [
         Run(f"edu-{size}-{name}", f"{config}-{name}", windows=name == "softmax")

@@ -10,7 +10,7 @@ from config import Config, load_config
 from data.shards import MANIFEST
 from estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
 from evaluation import AS_TRAINED, open_checkpoints
-from reproduction.experiments import ALPHAS, Run, Scale, Table, all_runs, run_seeds
+from reproduction.experiments import ALL_FACTORS, ALPHAS, Run, Scale, Table, all_runs, run_seeds
 from reproduction.jobs import Job, is_done, python, torchrun
 from results_io import read_results
 
@@ -106,10 +106,10 @@ def is_trained(config: Config) -> bool:
 
 def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
     scale, directory = space.scale, space.run_directory(run.key, seed)
-    lengths = [scale.length(f) for f in (1, 2, 4, 8, 16)]
+    lengths = [scale.length(f) for f in run.factors]
     variants = [f"window={scale.train_length}"] if run.windows else []
     extra = ["--window", str(scale.train_length)] if run.windows else []
-    if run.alphas:
+    if run.alphas and seed == space.seeds_of(run.key)[0]:
         variants += [f"alpha={a:g}" for a in ALPHAS]
         extra += ["--alpha", ",".join(f"{a:g}" for a in ALPHAS)]
     out = space.evaluation("extrapolation", run.key, seed)
@@ -117,8 +117,9 @@ def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
         *(space.processes, "eval_extrapolation.py", str(directory)),
         *("--data", space.config(run, seed).data.directory),
         *("--lengths", ",".join(map(str, lengths)), "--tokens", str(scale.eval_tokens)),
+        *("--segment", str(scale.length(max(ALL_FACTORS)))),
         *(["--spread"] if scale.spread else []),
-        *(*extra, "--out", str(out)),
+        *(*extra, "--no-figures", "--out", str(out)),
     )
     return evaluation_job("evaluate", run, seed, command, out, directory, variants, lengths)
 

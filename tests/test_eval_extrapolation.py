@@ -243,6 +243,24 @@ def test_more_checkpoints_and_variants_extend_a_file(workspace, capsys):
     assert len(load(workspace, "grown.json")["rows"]) == 4 + 8
 
 
+def test_a_segment_makes_a_short_evaluation_predict_the_tokens_of_a_long_one(workspace):
+    short = [
+        "--lengths",
+        str(LENGTHS[0]),
+        "--segment",
+        str(LENGTHS[-1]),
+        "--spread",
+        "--no-figures",
+    ]
+    main(command(workspace, ["softmax"], "short.json", *short))
+    main(command(workspace, ["softmax"], "long.json", "--spread", "--no-figures"))
+    alone, among = load(workspace, "short.json"), load(workspace, "long.json")
+    assert alone["settings"] == among["settings"]
+    assert len(alone["rows"]) == 1
+    assert alone["rows"][0]["loss"] == find(among, "softmax", "as trained", LENGTHS[0])["loss"]
+    assert not list(workspace.glob("short*.png"))
+
+
 def test_results_of_other_settings_are_not_mixed(workspace):
     before = (workspace / "all.json").read_bytes()
     other = command(workspace, ["softmax"], "all.json")
