@@ -253,7 +253,7 @@ def test_a_segment_makes_a_short_evaluation_predict_the_tokens_of_a_long_one(wor
         "--no-figures",
     ]
     main(command(workspace, ["softmax"], "short.json", *short))
-    main(command(workspace, ["softmax"], "long.json", "--spread", "--no-figures"))
+    main(command(workspace, ["softmax"], "long.json", "--no-figures"))
     alone, among = load(workspace, "short.json"), load(workspace, "long.json")
     assert alone["settings"] == among["settings"]
     assert len(alone["rows"]) == 1
