@@ -63,7 +63,11 @@ def tables(results: Results) -> str:
         columns = rest[start : start + 5]
         title = "\nthe other metrics of the same tasks\n" if not start else "\n"
         parts.append(title + table(["", *(c[2] for c in columns)], _rows(results, columns)))
-    return "\n".join(parts)
+    lengths = ", ".join(str(n) for n in sorted({row["length"] for row in results.rows}))
+    note = (
+        f"± standard error; inputs longer than max_length = {lengths} tokens lose their beginning"
+    )
+    return "\n".join([*parts, "", note])
 
 
 def _rows(results: Results, columns: list[Column]) -> list[list[str]]:

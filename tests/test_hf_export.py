@@ -51,7 +51,7 @@ for folder in folders:
         found[name] = [tokenizer.decode(row, skip_special_tokens=True) for row in out]
     one = tokenizer(prompts[0], return_tensors="pt")
     found["alone"] = model.generate(**one, max_new_tokens=new)[0].tolist()
-    found["parameters"] = {n: float(p.double().sum()) for n, p in model.named_parameters()}
+    found["parameters"] = {n: float(p.detach().double().sum()) for n, p in model.named_parameters()}
     everything.append(found)
 print(json.dumps(everything))
 """
@@ -90,7 +90,7 @@ def test_a_fresh_process_without_this_repository_writes_what_generate_writes(tmp
         ids = torch.tensor([[BYTES.eot, *BYTES.encode(PROMPTS[0]).tolist()]])
         tokens = model.generate(ids, NEW, temperature=0, stop=(BYTES.eot,))[0].tolist()
         assert found["alone"] == tokens
-        sums = {f"gpt.{n}": float(p.double().sum()) for n, p in model.named_parameters()}
+        sums = {f"gpt.{n}": float(p.detach().double().sum()) for n, p in model.named_parameters()}
         assert found["parameters"] == pytest.approx(sums)
 
 
