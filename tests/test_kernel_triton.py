@@ -27,7 +27,7 @@ def python(*arguments, interpret):
     return done.stdout
 
 
-@pytest.mark.parametrize("tests", ["random_input", "accuracy and not random_input", "not accuracy"])
+@pytest.mark.parametrize("tests", ["hostile", "accuracy and not hostile", "not accuracy"])
 def test_interpreted_kernels_equal_float64(tests):
     report = python(
         "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning",
@@ -36,17 +36,28 @@ def test_interpreted_kernels_equal_float64(tests):
     assert " passed" in report and "skipped" not in report
 
 
-def test_head_dim_64_compiles_for_a100_and_h100_without_a_spill(tmp_path):
+def compiled(*arguments, tmp_path):
     out = tmp_path / "resources.json"
-    python("kernels/triton_compile.py", "--first", "--head-dim", 64, "--out", out, interpret=False)
-    rows = json.loads(out.read_text())["kernels"]
-    assert {(row["kernel"], row["sm"]) for row in rows if row["dtype"] == "bf16"} == {
-        (kernel, sm) for kernel in ("forward", "dq", "dkv") for sm in (80, 90)
+    python("kernels/triton_compile.py", "--head-dim", 64, *arguments, "--out", out, interpret=False)
+    return json.loads(out.read_text())["kernels"]
+
+
+def test_first_configurations_compile_for_a100_and_h100_without_a_spill(tmp_path):
+    rows = compiled("--first", tmp_path=tmp_path)
+    assert {(row["kernel"], row["sm"], row["dtype"]) for row in rows} == {
+        (kernel, sm, "bf16") for kernel in ("forward", "dq", "dkv") for sm in (80, 90)
     }
     assert all(row["spilled_bytes"] == 0 for row in rows)
-    assert all(row["cubin_bytes"] > 0 and row["shared_bytes"] <= 163 * 1024 for row in rows)
+    assert all(row["cubin_bytes"] > 0 for row in rows)
     recorded = json.loads(RESOURCES.read_text())["kernels"]
     assert all(row in recorded for row in rows)
+
+
+@pytest.mark.slow
+def test_every_configuration_of_head_dim_64_compiles_as_recorded(tmp_path):
+    rows = compiled("--workers", 2, tmp_path=tmp_path)
+    recorded = json.loads(RESOURCES.read_text())["kernels"]
+    assert rows == [row for row in recorded if row["head_dim"] == 64]
 
 
 def test_recorded_resources_cover_every_shipped_configuration():
@@ -61,11 +72,31 @@ def test_recorded_resources_cover_every_shipped_configuration():
         for sm in triton_compile.ARCHITECTURES
     }
     assert recorded == shipped
-    spilling = [
-        row for row in table["kernels"]
-        if row["spilled_bytes"] and row["head_dim"] == 64 and row["variant"] == "p=15"
-    ]  # fmt: skip
-    assert not spilling
+    assert {row["dtype"] for row in table["kernels"]} == {"bf16", "fp16", "fp32"}
+    assert {row["variant"] for row in table["kernels"]} == {"p=15", "real p", "lssa"}
+
+
+def test_no_shipped_configuration_of_head_dim_64_spills():
+    rows = [r for r in json.loads(RESOURCES.read_text())["kernels"] if r["head_dim"] == 64]
+    assert len(rows) > 50
+    assert not [row for row in rows if row["spilled_bytes"]]
+    # 163 KiB is what an A100 gives a block; an H100 gives more.
+    assert all(row["shared_bytes"] <= 163 * 1024 for row in rows)
+
+
+def test_a_gpu_has_configurations_to_tune_for_every_kernel_type_and_head_dim():
+    code = (
+        "from kernels import triton_op as t\n"
+        "for name in ('forward', 'dq', 'dkv'):\n"
+        "    for d in (16, 32, 64, 128):\n"
+        "        for width in (2, 4):\n"
+        "            for decode in (False, True):\n"
+        "                tuner, fixed = t._kernel(name, d, width, decode)\n"
+        "                assert tuner.configs and not fixed\n"
+        "                wide = 64 if d <= 64 else 128\n"
+        "                assert decode or len(tuner.configs) == len(t.CONFIGS[name, wide, width])\n"
+    )
+    python("-c", code, interpret=False)
 
 
 def test_compiling_under_the_interpreter_is_refused(monkeypatch):
