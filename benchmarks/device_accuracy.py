@@ -2,7 +2,7 @@
 
 The input is rounded to the type under test first, so that only the computation is judged. As near-
 uniform rows are ill-conditioned for any implementation, the limit is twice what the eager form
-loses on the same input in the same type, plus the rounding of that type.
+loses on the same input in the same type, plus a few roundings of float32.
 """
 
 import functools
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from attention import BACKENDS, Call, attend, get_mechanism
 from benchmarks.measure import DTYPES
-from kernels import triton_op
 
 PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
-# Beyond twice eager: a unit of a 16-bit type, as kernels round the weights and the scores' gradient
-# to it before they multiply. Float32 has sums in other orders only.
-SLACK = {"fp32": 1e-6, "bf16": 2**-7, "fp16": 2**-10}
+# Beyond twice eager: a few roundings of float32, which is all that sums in another order cost.
+FLOOR = 2**-22
+# PyTorch's flash softmax is not ours to mend: in 16 bits it rounds the weights and the gradient of
+# the scores before it multiplies, where eager computes in float32. Half a unit of the type.
+SDPA_SLACK = {"fp32": 0, "bf16": 2**-8, "fp16": 2**-11}
 NAMES = ("out", "dq", "dk", "dv")
 
 # (batch, heads, query rows, keys, head dim). Few rows need many heads: a row whose gradient nearly
@@ -67,8 +68,6 @@ class Case:
         return get_mechanism(self.mechanism.split()[0], **MECHANISMS[self.mechanism])
 
     def refuses(self) -> str | None:
-        if self.backend == "triton" and self.dtype == "bf16" and triton_op.interpreting():
-            return "Triton's interpreter multiplies bf16 wrongly"
         backend, call = BACKENDS[self.backend], Call(self.device, DTYPES[self.dtype], 1, 64)
         return backend.refuses(self.value, call) or backend.missing()
 
@@ -137,10 +136,11 @@ def errors(case: Case, shape: tuple[int, ...]) -> Iterator[tuple[str, float, flo
     eager = run_of(replace(case, backend="eager", compiled=False))
     exact, plain = (results(eager, tensors, kind) for kind in (torch.float64, dtype))
     got = results(run_of(case), tensors, dtype)
+    slack = FLOOR + (SDPA_SLACK[case.dtype] if case.backend == "sdpa" else 0)
     for name, e, p, g in zip(NAMES, exact, plain, got, strict=True):
         # Gradients that are zero but for rounding are measured against the size of the others.
         size = e.norm().clamp(min=1e-6 * max(x.norm() for x in exact))
-        limit = 2 * ((p - e).norm() / size).item() + SLACK[case.dtype]
+        limit = 2 * ((p - e).norm() / size).item() + slack
         yield name, ((g - e).norm() / size).item(), limit
 
 
