@@ -51,7 +51,7 @@ class Child:
             if time.monotonic() > end:
                 self.kill()
                 raise AssertionError(f"hung for {seconds} s: {self.shown()}")
-            time.sleep(0.002)
+            time.sleep(0.01)
         return code
 
     def kill(self) -> bool:
@@ -125,7 +125,7 @@ def killed_until_done(
         child = Child(main, argv, log, before)
         instant = random.uniform(0, longest) if number < most else PATIENCE
         while child.poll() is None and child.cpu_so_far() < instant:
-            time.sleep(0.001)
+            time.sleep(0.005)
         if not child.kill():
             assert child.code == 0, f"exit code {child.code}: {child.shown()}"
             return

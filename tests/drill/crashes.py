@@ -91,7 +91,7 @@ def killed_while_saving(command, folder: Path, store: Store, chance, kill: bool)
                 if not child.kill():
                     return None
                 return len(list(unfinished.glob("*"))) if unfinished.exists() else 3
-        time.sleep(0.0002)
+        time.sleep(0.002)
     assert child.code == 0, f"exit code {child.code}: {child.shown()}"
     return None
 
