@@ -48,7 +48,10 @@ class CheckpointLM(TemplateLM):
             (checkpoint,) = open_checkpoints([str(checkpoint)])
         self.checkpoint = checkpoint
         self._tokeniser = checkpoint.tokeniser()
-        self._device = distributed.start((device or "auto").split(":")[0]).device
+        wanted = (device or "auto").split(":")[0]
+        if wanted == "cuda" and not torch.cuda.is_available():
+            wanted = "auto"  # lm_eval's command says cuda:0 where its user says nothing
+        self._device = distributed.start(wanted).device
         self._model = checkpoint.load(self._device)
         self.max_length = max_length or default_max_length(checkpoint)
         self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
