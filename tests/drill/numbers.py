@@ -179,7 +179,10 @@ def exponents(times: int, folder: Path) -> Told:
         k = k[:, :, :1].expand_as(k).contiguous() if done % 5 == 0 else k * scale
         m = get_mechanism(name, p=p)
         rows = attention_weights(q, k, m).sum(-1)
-        torch.testing.assert_close(rows, torch.ones_like(rows), rtol=1e-4, atol=1e-4)
+        # Where every sigmoid of a row underflows, the row attends to nothing: attention._l1.
+        empty = (rows == 0) & (m.phi == "sigmoid")
+        expected = torch.ones_like(rows).masked_fill(empty, 0)
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
         for backend in ("eager", "rowblock", "cpu"):
             if backend == "cpu" and (name != "lssar" or BACKENDS["cpu"].missing()):
                 continue
@@ -193,8 +196,8 @@ def exponents(times: int, folder: Path) -> Told:
     for bad in (0.999, 0, -1, math.nan, math.inf, True, "3"):
         refuse_exponent(bad)
     return Told(
-        "rows sum to one and outputs are finite at every p; gradients are finite up to p = 1e4; "
-        "p < 1, NaN, infinity and text are refused",
+        "rows sum to one (a sigmoid's, all of it underflown, to zero) and outputs are finite at "
+        "every p; gradients are finite up to p = 1e4; p < 1, NaN, infinity and text are refused",
         times=done + 7,
     )
 

@@ -132,7 +132,7 @@ def full_disk_checkpoint(times: int, folder: Path) -> Told:
 def full_disk_metrics(times: int, folder: Path) -> Told:
     subject = a_training()
     # Three pages hold everything but the measurements; one checkpoint, at the end.
-    sizes = [4096 * (3 + n % 2) if os.geteuid() == 0 else 2500 for n in range(times)]
+    sizes = [3 * 4096 if os.geteuid() == 0 else 2500] * times
 
     def command(place: Path) -> list[str]:
         return subject.arguments(place, "--checkpoint.interval=99", "--resume")
