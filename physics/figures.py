@@ -35,7 +35,7 @@ def vector_figure(vectors, directions: dict, shown: list[str], labels: dict, pla
         i = list(PLANETS).index(planet)
         position = vectors.position[i]
         picked = farthest_points(position, SAMPLES)
-        reach = 1.6 * np.abs(position).max()
+        reach = 1.25 * np.abs(position).max()
         for j, name in enumerate(shown):
             panel = axes[number // wide][(number % wide) * len(shown) + j]
             arrows = directions[name][i][picked] / vectors.unit[i]
@@ -52,11 +52,13 @@ def _orbit(panel, position, picked, arrows, reach: float, colour: int) -> None:
         *arrows.T,
         angles="xy",
         scale_units="xy",
-        scale=2.2 / reach,  # the largest true force is drawn as 45 % of the panel's half-width
-        width=0.008,
+        scale=2.0 / reach,  # the largest true force is half as long as the panel's half-width
+        width=0.006,
+        headwidth=4,
         color=plots.COLOURS[colour],
     )
-    panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
+    panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+    panel.set_axis_off()
 
 
 def farthest_points(points: np.ndarray, count: int) -> np.ndarray:

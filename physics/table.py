@@ -126,5 +126,9 @@ def notes(results: dict) -> list[str]:
         if engine == "pysr"
         else f"population {effort['population']}, {effort['evaluations']:,} evaluations"
     )
+    lines.append(
+        "The exponent of m1 tells whether a model knows the planet's mass, which a path hardly "
+        "shows: all it does is to move the star by m1 / m2 of the planet's own way."
+    )
     lines.append(f"Symbolic regression by {engine} ({extent}), three restarts, chosen by score.")
     return lines
