@@ -3,8 +3,8 @@
 Run by tests/test_kernel_triton.py in a process of its own, as TRITON_INTERPRET=1 must be set before
 triton is first imported. By hand: TRITON_INTERPRET=1 pytest tests/triton_interpreted.py
 
-The interpreter multiplies tiles with BLAS, which rounds q k' and (k q')' differently where a GPU
-does not. Inputs on a coarse grid make every score exact in fp32, whatever the order of its sum.
+Products are those of kernels/triton_interpreter.py, which rounds as tensor cores do; the bar is
+twice what eager loses that computes in fp32 and rounds its results to the type of its input.
 """
 
 import math
@@ -12,6 +12,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from errors import UserError
@@ -19,12 +22,17 @@ from kernels import triton_op
 
 NAMES = ("out", "dq", "dk", "dv")
 POWERS = (None, 1, 3, 15, 2.5, 30)
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# Below a unit of fp32 both are as good as exact; a row with one key has no error at all in eager.
+FLOOR = 2**-23
 
 
 def eager(q, k, v, p, alpha=0.0, train_length=1024):
-    """The paper's formulas with the whole matrix, in the type of q."""
+    """The paper's formulas with the whole matrix, in fp32 or fp64, rounded to the type of q."""
+    dtype = q.dtype if q.dtype == torch.float64 else FP32
+    given_type, (q, k, v) = q.dtype, (x.to(dtype) for x in (q, k, v))
     rows, keys, d = q.shape[-2], k.shape[-2], q.shape[-1]
-    n = torch.arange(keys - rows + 1, keys + 1, dtype=q.dtype)[:, None]
+    n = torch.arange(keys - rows + 1, keys + 1, dtype=dtype)[:, None]
     visible = torch.arange(1, keys + 1) <= n
     cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
     a = F.softplus(math.log(d) * n.log() * cosine, threshold=60) * visible
@@ -33,10 +41,10 @@ def eager(q, k, v, p, alpha=0.0, train_length=1024):
         exponent = torch.where(
             n > train_length, p * (1 + alpha * ((n / train_length) ** 0.5 - 1)), p
         )
-        y = torch.relu(n * a - (n > 3).to(q.dtype)) * visible
+        y = torch.relu(n * a - (n > 3).to(dtype)) * visible
         z = (y / y.detach().amax(-1, keepdim=True)) ** exponent
         a = z / z.sum(-1, keepdim=True)
-    return a @ v
+    return (a @ v).to(given_type)
 
 
 def run(attend, tensors, grad, dtype):
@@ -48,93 +56,121 @@ def run(attend, tensors, grad, dtype):
 
 
 def errors(results, exact):
+    """Relative norms; a gradient that is zero but for rounding is measured against the others."""
+    least = 1e-6 * max(x.norm() for x in exact)
     return [
-        ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item()
+        ((a.double() - b).norm() / b.norm().clamp(min=least)).item()
         for a, b in zip(results, exact, strict=True)
     ]
 
 
-def grid(x, step):
-    return (x / step).round() * step
-
-
-def inputs(kind, rows, keys, d, batch=1, heads=2):
-    q, k, v, grad = (torch.randn(batch, heads, n, d) for n in (rows, keys, keys, rows))
-    if kind == "near-uniform":  # deviations of 2^-11 around one key
-        q, k = grid(q, 2**-3), grid(k[:, :, :1], 2**-5) + grid(k, 2**-2) * 2**-9
-    elif kind == "peaked":  # every query looks for its own key
-        q, k = grid(k[:, :, -rows:] + 2 * q, 2**-5), grid(k, 2**-5)
+def inputs(kind, rows, keys, d, batch=1, heads=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, grad = (
+        torch.randn(batch, heads, n, d, generator=generator) for n in (rows, keys, keys, rows)
+    )
+    if kind == "near-uniform":  # keys that differ by a thousandth
+        k = k[:, :, :1] + k * 1e-3
+    elif kind == "peaked":  # every query is its own key, almost
+        q = 3 * k[:, :, -rows:] + 0.1 * q
+    elif kind == "leaning":  # every query looks for its own key
+        q = k[:, :, -rows:] + q
     elif kind == "huge":
-        q, k = grid(q, 2**-5) * 2**13, grid(k, 2**-5) * 2**20
-    else:
-        q, k = grid(q, 2**-5), grid(k, 2**-5)
+        q, k = q * 2**10, k * 2**9
+    elif kind == "opposite":  # all scores far below zero
+        q, k = q * 0.02 - 1, k * 0.02 + 1
+    elif kind == "mixed":  # norms and gradients of all sizes
+        octaves = torch.randint(-4, 5, (batch, heads, keys, 1), generator=generator)
+        q, k, v = q * 2.0 ** octaves[:, :, -rows:], k * 2.0**octaves, v * 2.0**-octaves
+        grad = grad * 2.0 ** -octaves[:, :, -rows:]
     return (q, k, v), grad
 
 
-def check(kind, rows, keys, d, p, **settings):
-    tensors, grad = inputs(kind, rows, keys, d, heads=2 if rows > 8 else 16 if keys < 8 else 4)
-    exact = run(lambda *t: eager(*t, p, **settings), tensors, grad, torch.float64)
-    lost = errors(run(lambda *t: eager(*t, p, **settings), tensors, grad, torch.float32), exact)
-    kernel = run(lambda *t: triton_op.lssar(*t, p=p, **settings), tensors, grad, torch.float32)
-    # The floor is three roundings of fp32: below it both are as good as exact.
+KINDS = ("random", "near-uniform", "peaked", "leaning", "huge", "opposite", "mixed")
+
+
+def check(kind, rows, keys, d, p, dtype=FP32, heads=2, seed=0, **adaptive):
+    """The kernel loses at most twice what eager loses on the same input in the same type.
+
+    Few rows need many heads: in one ill-conditioned row either may be lucky.
+    """
+    tensors, grad = inputs(kind, rows, keys, d, heads=heads, seed=seed)
+    tensors, grad = [x.to(dtype) for x in tensors], grad.to(dtype)
+    exact = run(lambda *t: eager(*t, p, **adaptive), tensors, grad, torch.float64)
+    lost = errors(run(lambda *t: eager(*t, p, **adaptive), tensors, grad, dtype), exact)
+    kernel = run(lambda *t: triton_op.lssar(*t, p=p, **adaptive), tensors, grad, dtype)
+    assert all(x.isfinite().all() for x in kernel)
     for name, ours, theirs in zip(NAMES, errors(kernel, exact), lost, strict=True):
-        assert ours <= 2 * theirs + 2e-7, f"{name}: {ours:.1e}, eager fp32 loses {theirs:.1e}"
+        assert ours <= 2 * theirs + FLOOR, f"{name}: {ours:.1e}, eager loses {theirs:.1e}"
 
 
 @pytest.mark.parametrize("p", POWERS)
-@pytest.mark.parametrize(("rows", "keys", "d"), [(111, 111, 64), (63, 63, 20), (5, 70, 128)])
+@pytest.mark.parametrize(("rows", "keys", "d"), [(100, 100, 64), (5, 70, 128)])
 def test_accuracy_on_random_input_is_eagers(rows, keys, d, p):
-    check("random", rows, keys, d, p)
+    check("random", rows, keys, d, p, heads=2 if rows > 8 else 8)
 
 
-@pytest.mark.parametrize("p", [1, 15, 2.5])
-@pytest.mark.parametrize("kind", ["peaked", "near-uniform", "huge"])
-def test_accuracy_on_hostile_input_is_eagers(kind, p):
-    check(kind, 111, 111, 64, p)
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("p", [None, 15, 2.5])
+def test_accuracy_on_random_16_bit_input_is_eagers(p, dtype):
+    check("random", 100, 100, 64, p, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_accuracy_on_hostile_input_is_eagers(kind, dtype):
+    check(kind, 100, 100, 64, 15, dtype)
+
+
+@pytest.mark.parametrize("p", [None, 1, 2.5])
+@pytest.mark.parametrize("kind", ["peaked", "near-uniform", "opposite"])
+def test_accuracy_on_hostile_input_is_eagers_for_every_kind_of_p(kind, p):
+    check(kind, 70, 70, 64, p, FP16)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 70),
+    past=st.integers(0, 70),
+    d=st.integers(2, 128),
+    p=st.sampled_from([None, 1, 1.7, 3, 15]),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([FP32, FP16, BF16]),
+    seed=st.integers(0, 99),
+)
+def test_accuracy_in_any_shape(rows, past, d, p, kind, dtype, seed):
+    check(kind, rows, rows + past, d, p, dtype, heads=1 + 32 // rows, seed=seed)
 
 
 @pytest.mark.parametrize("p", [None, 15, 2.5])
 def test_accuracy_in_the_first_rows(p):
-    check("random", 4, 4, 64, p)
+    check("random", 4, 4, 64, p, heads=16)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_shortest_sequences_equal_the_rows_of_a_longer_one(length):
     (q, k, v), grad = inputs("random", 4, 4, 64)
     grad[:, :, length:] = 0
-    longer = run(lambda *t: triton_op.lssar(*t, p=15), (q, k, v), grad, torch.float32)
+    longer = run(lambda *t: triton_op.lssar(*t, p=15), (q, k, v), grad, FP32)
     short = [x[:, :, :length] for x in (q, k, v, grad)]
-    shorter = run(lambda *t: triton_op.lssar(*t, p=15), short[:3], short[3], torch.float32)
+    shorter = run(lambda *t: triton_op.lssar(*t, p=15), short[:3], short[3], FP32)
     for a, b in zip(longer, shorter, strict=True):
         assert torch.allclose(a[:, :, :length], b, atol=1e-5)
 
 
-@pytest.mark.parametrize("p", [None, 15])
-def test_accuracy_in_rows_of_16k_keys(p):
-    (q, k, v), _ = inputs("random", 3, 16384, 64, heads=1)
-    exact = eager(q.double(), k.double(), v.double(), p)
-    ours, theirs = errors([triton_op.lssar(q, k, v, p=p), eager(q, k, v, p)], [exact, exact])
-    assert ours <= 2 * theirs + 2e-7, f"{ours:.1e}, eager fp32 loses {theirs:.1e}"
+def test_accuracy_in_rows_of_16k_keys():
+    check("random", 2, 16384, 64, 15, heads=1)
 
 
 def test_accuracy_with_adaptive_p():
     check("random", 90, 90, 64, 15, alpha=0.5, train_length=40)
 
 
-@pytest.mark.parametrize("p", [None, 1, 15])
-def test_half_precision_inputs_lose_only_their_own_rounding(p):
-    (q, k, v), grad = inputs("random", 63, 63, 64)
-    tensors = [x.half() for x in (q, k, v)]
-    exact = run(lambda *t: eager(*t, p), tensors, grad.half(), torch.float64)
-    kernel = run(lambda *t: triton_op.lssar(*t, p=p), tensors, grad.half(), torch.float16)
-    assert max(errors(kernel, exact)) < 2**-10
-
-
 @pytest.mark.parametrize("p", [1, 15, 2.5])
 def test_identical_keys_are_averaged_with_finite_gradients(p):
     (q, _, v), grad = inputs("random", 70, 70, 64)
     k = torch.randn(1, 2, 1, 64).expand(1, 2, 70, 64)
-    out, *grads = run(lambda *t: triton_op.lssar(*t, p=p), (q, k, v), grad, torch.float32)
+    out, *grads = run(lambda *t: triton_op.lssar(*t, p=p), (q, k, v), grad, FP32)
     mean = v.cumsum(2) / torch.arange(1, 71)[:, None]
     assert torch.allclose(out, mean, atol=1e-5)
     stage_one = run(lambda *t: eager(*t, None), (q, k, v), grad, torch.float64)
@@ -143,7 +179,7 @@ def test_identical_keys_are_averaged_with_finite_gradients(p):
     assert all(g.isfinite().all() for g in grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 def test_zero_vectors_leave_everything_finite(dtype):
     (q, k, v), grad = inputs("random", 20, 20, 64)
     q[:, :, [0, 7]] = 0
@@ -154,7 +190,7 @@ def test_zero_vectors_leave_everything_finite(dtype):
 
 def test_saturated_rows_have_vanishing_gradients():
     (_, k, v), grad = inputs("random", 40, 40, 64)
-    _, dq, dk, _ = run(lambda *t: triton_op.lssar(*t, p=30), (k, k, v), grad, torch.float32)
+    _, dq, dk, _ = run(lambda *t: triton_op.lssar(*t, p=30), (k, k, v), grad, FP32)
     assert dq[:, :, 8:].abs().max() < 1e-3 and dk.isfinite().all()
 
 
@@ -176,7 +212,7 @@ def test_strided_heads_equal_contiguous_ones():
     strided = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*strided)
     out.backward(grad)
-    contiguous = run(attend, [x.contiguous() for x in (q, k, v)], grad, torch.float32)
+    contiguous = run(attend, [x.contiguous() for x in (q, k, v)], grad, FP32)
     for a, b in zip([out.detach(), *(x.grad for x in strided)], contiguous, strict=True):
         assert torch.equal(a, b)
 
@@ -198,27 +234,67 @@ def test_nothing_of_size_l_squared_is_saved():
     assert saved(128) == 2 * saved(64)
 
 
-def test_operators_pass_opcheck():
-    (q, k, v), _ = inputs("random", 5, 9, 16, heads=1)
-    torch.library.opcheck(torch.ops.lssa.triton_forward, (q, k, v, None, 0.0, 1024, False))
+@pytest.mark.parametrize(("p", "dtype"), [(None, FP32), (3.0, BF16)])
+def test_operators_pass_opcheck(p, dtype):
+    (q, k, v), grad = inputs("random", 5, 9, 16, heads=1)
+    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
+    forward, backward = torch.ops.lssa.triton_forward, torch.ops.lssa.triton_backward
+    out, exact, *rest = forward(q, k, v, p, 0.0, 1024, True)
+    saved = (out if dtype == FP32 else exact, *rest)
+    # The backward has no derivative of its own to check.
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(backward, (grad, q, k, v, *saved, p, 0.0, 1024), test_utils=checks)
+    torch.library.opcheck(forward, (q, k, v, p, 0.0, 1024, False), test_utils=checks)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.lssa.triton_forward, (*leaves, 3.0, 0.0, 1024, True))
+    torch.library.opcheck(forward, (*leaves, p, 0.0, 1024, True))
 
 
-def test_compiled_checkpointed_and_autocast_calls_equal_the_plain_one():
-    (q, k, v), grad = inputs("random", 9, 9, 16)
+def attend_15(q, k, v):
+    return triton_op.lssar(q, k, v, p=15)
 
-    def attend(q, k, v):
-        return triton_op.lssar(q, k, v, p=15)
 
-    plain = run(attend, (q, k, v), grad, torch.float32)
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for other in (compiled, lambda *t: checkpoint(attend, *t, use_reentrant=False)):
-        for a, b in zip(plain, run(other, (q, k, v), grad, torch.float32), strict=True):
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+def test_compiled_and_checkpointed_calls_equal_the_plain_one(dtype):
+    tensors, grad = inputs("random", 9, 9, 16)
+    plain = run(attend_15, tensors, grad, dtype)
+    graphs = []
+    compiled = torch.compile(attend_15, backend=recording(graphs), fullgraph=True)
+    for other in (
+        compiled,
+        lambda *t: checkpoint(attend_15, *t, use_reentrant=False),
+        lambda *t: checkpoint(attend_15, *t, use_reentrant=True),
+    ):
+        for a, b in zip(plain, run(other, tensors, grad, dtype), strict=True):
             assert torch.equal(a, b)
-    with torch.autocast("cpu", torch.float16):
-        half = attend(q, k, v)
-    assert half.dtype == torch.float16 and torch.allclose(half.float(), plain[0], atol=2e-2)
+    assert [node_counts(g) for g in graphs] == [(1, 0), (0, 1)]
+
+
+def recording(graphs):
+    """A compiler that runs the forward and backward graphs as they are, and keeps them."""
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+def node_counts(graph):
+    targets = [str(node.target) for node in graph.graph.nodes]
+    return tuple(sum(f"triton_{way}" in t for t in targets) for way in ("forward", "backward"))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_autocast_rounds_the_input_and_returns_gradients_in_its_own_type(dtype):
+    tensors, grad = inputs("random", 9, 9, 16)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    with torch.autocast("cpu", dtype):
+        out = attend_15(*leaves)
+    out.backward(grad.to(dtype))
+    expected = run(attend_15, tensors, grad, dtype)
+    assert out.dtype == dtype and all(x.grad.dtype == FP32 for x in leaves)
+    for a, b in zip([out.detach(), *(x.grad for x in leaves)], expected, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
 
 
 def test_mistakes_are_refused_in_one_line():
