@@ -152,7 +152,7 @@ def config_files(times: int, folder: Path) -> Told:
     return fuzz(times, content | st.binary(max_size=80), feed)
 
 
-@attack("input", "the command lines of six scripts, fuzzed", full=150, short=12)
+@attack("input", "the command lines of six scripts, fuzzed", full=60, short=6)
 def command_lines(times: int, folder: Path) -> Told:
     model = str(write_checkpoint(folder / "model", tiny_model(layers=1, width=8)))
     tokens = str(write_tokens(folder / "tokens", 1200))
@@ -176,6 +176,7 @@ def command_lines(times: int, folder: Path) -> Told:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         argv = [*argv, *([] if name in ("train.py", "generate.py") else ["--out", out])]
         for option, value in extra:
+            value = value[:200] if option == "--text" else value  # a map has its square of cells
             argv.append(f"{option}={value}" if option.startswith("--") else value)
         module.main(argv[1:] if reset else argv)
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -256,7 +257,7 @@ def shell_metacharacters(times: int, folder: Path) -> Told:
     names = ("$(touch trap)", "; touch trap #", "`touch trap`", "| touch trap &")
     for name in names[:times]:
         done = subprocess.run(
-            ["python", str(REPOSITORY / "train.py"), *subject.arguments(folder / "runs"),
+            [sys.executable, str(REPOSITORY / "train.py"), *subject.arguments(folder / "runs"),
              f"--log.name={name}", "--train.steps=4"],
             cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip

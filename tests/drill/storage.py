@@ -271,10 +271,12 @@ def rotten_shard(times: int, folder: Path) -> Told:
 @attack("storage", "manifest: a bit flipped or bytes cut", full=400, short=20)
 def rotten_manifest(times: int, folder: Path) -> Told:
     place = a_preparation().copy(folder / "set")
+    keys = sorted(read_manifest(place))
 
     def read():
         open_split(place, "train")
-        return read_manifest(place)
+        found = read_manifest(place)
+        return [found.get(key) for key in keys]
 
     return spoil(place / "manifest.json", times, read)
 
