@@ -4,7 +4,7 @@
 # Makes .venv when missing, installs what the tests need, checks style, runs the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/env.sh requirements.txt requirements-test.txt
+source scripts/env.sh requirements.txt requirements-test.txt requirements-downstream.txt requirements-physics.txt
 
 if [ "${1:-}" = "--drill" ]; then
   shift
