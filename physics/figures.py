@@ -9,6 +9,7 @@ from physics.systems import PLANETS
 
 SAMPLES = 40  # arrows a panel
 ORDER = ("truth", "lssar", "softmax")  # the paper's panels, from left to right
+INK = {"lssar": 0, "softmax": 1, "oracle": 2, "truth": 3}  # of plots.COLOURS; others: the next
 
 
 def draw(out: Path, results: dict, magnitudes, predicted, vectors, directions) -> list[Path]:
@@ -35,11 +36,11 @@ def vector_figure(vectors, directions: dict, shown: list[str], labels: dict, pla
         i = list(PLANETS).index(planet)
         position = vectors.position[i]
         picked = farthest_points(position, SAMPLES)
-        reach = 1.25 * np.abs(position).max()
+        reach = 1.45 * np.abs(position).max()
         for j, name in enumerate(shown):
             panel = axes[number // wide][(number % wide) * len(shown) + j]
             arrows = directions[name][i][picked] / vectors.unit[i]
-            _orbit(panel, position, picked, arrows, reach, 3 if name == "truth" else j - 1)
+            _orbit(panel, position, picked, arrows, reach, INK.get(name, 4))
             panel.set_title(f"{planet}: {labels.get(name, name)}", fontsize=6)
     return figure
 
@@ -52,7 +53,7 @@ def _orbit(panel, position, picked, arrows, reach: float, colour: int) -> None:
         *arrows.T,
         angles="xy",
         scale_units="xy",
-        scale=2.0 / reach,  # the largest true force is half as long as the panel's half-width
+        scale=2.4 / reach,  # the largest true force is 42 % of the panel's half-width
         width=0.006,
         headwidth=4,
         color=plots.COLOURS[colour],
@@ -77,14 +78,14 @@ def magnitude_figure(truth: np.ndarray, predicted: dict, labels: dict):
         1, len(names), width=plots.PAGE, height=2.6, sharex=True, sharey=True, squeeze=False
     )
     limits = truth.min() / 2, truth.max() * 2
-    for i, (panel, name) in enumerate(zip(axes[0], names, strict=True)):
+    for panel, name in zip(axes[0], names, strict=True):
         values = predicted[name]
         positive = values > 0
         panel.loglog(
             truth[positive],
             values[positive],
             ".",
-            color=plots.COLOURS[i],
+            color=plots.COLOURS[INK.get(name, 4)],
             markersize=1.5,
             alpha=0.4,
         )
