@@ -123,9 +123,16 @@ def checked_line(value: dict) -> str:
     return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
 
 
-def read_line(line: str) -> dict:
-    """The value of a checked line, or of plain JSON; ValueError where it is damaged."""
+def are_checked(lines: list[str]) -> bool:
+    """Whether a file was written with checksums: then each of its lines must have one."""
+    return any(map(CHECKED_LINE.fullmatch, lines))
+
+
+def read_line(line: str, checked: bool = False) -> dict:
+    """The value of a checked line, or else of plain JSON; ValueError where it is damaged."""
     match = CHECKED_LINE.fullmatch(line)
+    if checked and not match:
+        raise ValueError("the line has no checksum")
     if match and zlib.crc32(match[1].encode()) != int(match[2], 16):
         raise ValueError("the line does not have the recorded checksum")
     value = json.loads(f"{match[1]}}}" if match else line)

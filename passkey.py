@@ -44,7 +44,7 @@ from evaluation import (
     series_label,
     variants,
 )
-from files import checked_line, read_line, writing
+from files import are_checked, checked_line, read_line, writing
 from model import GPT
 from results_io import Results
 
@@ -88,8 +88,10 @@ class Answers:
             found = self.path.read_bytes()
             whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
             try:
-                for line in whole.decode().split("\n")[:-1]:
-                    self._remember(read_line(line))
+                lines = whole.decode().split("\n")[:-1]
+                checked = are_checked(lines)
+                for line in lines:
+                    self._remember(read_line(line, checked))
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise UserError(
                     f"{self.path} is damaged; delete it and the results beside it, or give another "

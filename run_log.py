@@ -16,7 +16,7 @@ from tqdm import tqdm
 from config import Config
 from distributed import World
 from errors import UserError
-from files import checked_line, read_line, write_json, write_text, writing
+from files import are_checked, checked_line, read_line, write_json, write_text, writing
 
 METRICS = "metrics.jsonl"
 
@@ -163,9 +163,10 @@ def read_metrics(run_directory: Path) -> list[dict]:
     if not file.exists():
         return measured
     *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    checked = are_checked(lines)
     for number, line in enumerate(lines, start=1):
         try:
-            value = read_line(line)
+            value = read_line(line, checked)
             if type(value["step"]) is not int:
                 raise ValueError(f"step {value['step']!r}")
             measured.append(value)

@@ -1,16 +1,16 @@
 """What the fault drill (`bash scripts/test.sh --drill`) found, each kept as a claim."""
 
+import contextlib
 import json
 import random
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from drill.children import refused
 from eval_helpers import tiny_model, write_checkpoint
-from training import arguments, make_corpus
+from training import arguments, make_corpus, train_here
 
 from attention import attend, attention_weights, get_mechanism
 from checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
@@ -93,17 +93,23 @@ def test_a_checked_line_reads_back_and_a_changed_one_does_not(value):
 def test_a_damaged_measurement_is_named_and_the_others_are_kept(tmp_path, capsys):
     lines = [checked_line({"step": n, "loss": n / 7}) for n in range(4)]
     lines[2] = lines[2].replace("0.28", "0.38")
+    # Bytes cut out so that what is left is JSON, of a number that was never measured.
+    lines[1] = '{"step": 1, "loss": 0}\n'
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
-    assert [m["step"] for m in read_metrics(tmp_path)] == [0, 1, 3]
-    assert "metrics.jsonl, line 3 is damaged" in capsys.readouterr().err
+    assert [m["step"] for m in read_metrics(tmp_path)] == [0, 3]
+    shown = capsys.readouterr().err
+    assert "metrics.jsonl, line 2 is damaged" in shown and "line 3 is damaged" in shown
 
 
-FULL_DISK = """
-import resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
-sys.argv = ["train.py", *sys.argv[2:]]
-runpy.run_path("train.py", {}, "__main__")
-"""
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """What a full disk does to a process, for every file of its own."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.mark.parametrize(
@@ -112,25 +118,20 @@ runpy.run_path("train.py", {}, "__main__")
 )
 def test_a_full_disk_stops_training_with_one_line(corpus, tmp_path, limit, place, more):
     """torch's error hides the reason, and that of a measurement was nobody's to catch."""
-    given = arguments(corpus, tmp_path, *more)
-    command = [sys.executable, "-c", FULL_DISK, str(limit), *given]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    last = result.stderr.splitlines()[-1]
-    assert result.returncode == 2, result.stderr
-    assert last.startswith("error: cannot write") and f"{place}: File too large" in last
-    assert "Traceback" not in result.stderr
+    with files_of_at_most(limit), pytest.raises(UserError) as stopped:
+        train_here(*arguments(corpus, tmp_path, *more))
+    line = str(stopped.value)
+    assert line.startswith("cannot write") and f"{place}: File too large" in line
+    assert "\n" not in line
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_weights_that_do_not_fit_on_the_disk_are_one_line_and_leave_nothing(tmp_path):
     """safetensors raises an error of its own."""
-    store, hard = Store(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(UserError, match=r"cannot write checkpoint .*File too large"):
-            store.save(tiny_model(), CheckpointInfo("run", 1, 16), {}, keep=1, best=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    store, info = Store(tmp_path), CheckpointInfo("run", 1, 16)
+    too_large = pytest.raises(UserError, match=r"cannot write checkpoint .*File too large")
+    with files_of_at_most(10_000), too_large:
+        store.save(tiny_model(), info, {}, keep=1, best=False)
     assert not list(store.directory.iterdir())
 
 
@@ -160,14 +161,13 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
     first = Results(path, "kind", {}, about={})
     first.checkpoints["a"] = {"run": "a"}
     first.save()
-    script = (
-        "import sys; from results_io import Results; from errors import run\n"
-        "run(lambda argv: Results(argv[0], 'kind', {}, about={}).save())"
-    )
-    command = [sys.executable, "-c", script, str(path)]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert second.returncode == 2
-    assert f"{path} is being written by another process" in second.stderr
+
+    def second(argv):
+        Results(argv[0], "kind", {}, about={}).save()
+
+    line = refused(second, [str(path)], tmp_path / "log")
+    (tmp_path / "log").unlink()
+    assert f"{path} is being written by another process" in line
     first.add(KEY | {"loss": 1.5})
     late = Results(path, "kind", {}, about={})
     first.add(KEY | {"length": 9, "loss": 2.5})
@@ -196,9 +196,9 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
 )
 def test_no_override_is_a_traceback_or_leaves_the_run_directory(override):
     """A name of `..` put a run above its directory; the others ended in Python's own errors."""
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         load_config(ROOT / "configs/nano-lssar.toml", [override])
-    assert "command line" in str(refused.value) and "\n" not in str(refused.value)
+    assert "command line" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_hint_about_a_huge_batch_does_not_take_years():

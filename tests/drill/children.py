@@ -71,6 +71,8 @@ def _be(main: Callable, argv: list[str], log: Path, before: Callable) -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - a test may have replaced them
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         before()
         code = main(argv) or 0
     except UserError as error:

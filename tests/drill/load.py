@@ -16,9 +16,7 @@ from .attack import Told, attack
 from .children import Child
 
 
-@attack(
-    "load", "soak: steps with a validation and a checkpoint at every fourth", full=2000, short=0
-)
+@attack("load", "soak: steps with a validation and a checkpoint at every fourth", full=2000)
 def soak(times: int, folder: Path) -> Told:
     corpus = training.make_corpus(folder / "corpus")
     command = training.arguments(

@@ -100,7 +100,7 @@ def batch(times: int, folder: Path) -> Told:
     return one_bad_step(times, folder, poison_activations)
 
 
-@attack("numbers", "NaN and infinity in a gradient", full=3, short=1)
+@attack("numbers", "NaN and infinity in a gradient", full=3)
 def gradient(times: int, folder: Path) -> Told:
     return one_bad_step(times, folder, poison_gradient)
 
@@ -127,7 +127,7 @@ def weight(times: int, folder: Path) -> Told:
     )
 
 
-@attack("numbers", "a gradient a million times too large (a loss spike)", full=2, short=1)
+@attack("numbers", "a gradient a million times too large (a loss spike)", full=2)
 def spike(times: int, folder: Path) -> Told:
     subject, last = a_training(), []
     for number in range(times):

@@ -251,7 +251,7 @@ def html_report(times: int, folder: Path) -> Told:
     )
 
 
-@attack("security", "shell metacharacters in names and paths", full=2, short=0)
+@attack("security", "shell metacharacters in names and paths", full=2)
 def shell_metacharacters(times: int, folder: Path) -> Told:
     subject = a_training()
     names = ("$(touch trap)", "; touch trap #", "`touch trap`", "| touch trap &")

@@ -142,7 +142,7 @@ def full_disk_metrics(times: int, folder: Path) -> Told:
     return told
 
 
-@attack("storage", "disk full while results are written", full=2, short=1)
+@attack("storage", "disk full while results are written", full=2)
 def full_disk_results(times: int, folder: Path) -> Told:
     subjects = evaluations()
     sizes = [4096 * (1 + n // 2) for n in range(times)]
@@ -182,7 +182,7 @@ def read_only(folder: Path) -> Iterator[Callable]:
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-@attack("storage", "read-only directories", full=7, short=7)
+@attack("storage", "read-only directories", full=7)
 def read_only_directory(times: int, folder: Path) -> Told:
     subject, log = a_training(), folder / "log"
     evaluated, prepared = evaluations(), a_preparation()
@@ -307,7 +307,7 @@ def rotten_trainer(times: int, folder: Path) -> Told:
     return spoil(path / "trainer.pt", times, lambda: sorted(read_trainer(path)))
 
 
-@attack("storage", "the latest checkpoint damaged, `--resume`", full=3, short=0)
+@attack("storage", "the latest checkpoint damaged, `--resume`", full=3)
 def rotten_latest(times: int, folder: Path) -> Told:
     subject, chance = a_training(), random.Random(5)
     for number in range(times):
@@ -327,7 +327,7 @@ def rotten_latest(times: int, folder: Path) -> Told:
     )
 
 
-@attack("storage", "config.toml of a run: a bit flipped or bytes cut", full=4, short=1)
+@attack("storage", "config.toml of a run: a bit flipped or bytes cut", full=4)
 def rotten_run_config(times: int, folder: Path) -> Told:
     subject, chance = a_training(), random.Random(6)
     file = folder / "runs/nano-lssar/config.toml"
@@ -436,7 +436,7 @@ def rotten_answers(times: int, folder: Path) -> Told:
 # --- contested ------------------------------------------------------------------------------------
 
 
-@attack("storage", "a second process in one run directory, set or results file", full=6, short=3)
+@attack("storage", "a second process in one run directory, set or results file", full=6)
 def two_in_one_place(times: int, folder: Path) -> Told:
     subject, prepared = a_training(), a_preparation()
     evaluated = evaluations()[0]
