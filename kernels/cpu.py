@@ -34,6 +34,7 @@ VARIANTS = (
     (),
 )
 MAX_HEAD_DIM = 256
+ROW_STATISTICS = 5  # named in lssar_cpu.cpp
 
 
 class Unavailable(RuntimeError):
@@ -134,11 +135,13 @@ def unavailable() -> str | None:
     return None
 
 
-_Call = ctypes.c_int64 * 43  # struct Call: 7 numbers, then 9 views of (pointer, 3 strides)
+_Call = ctypes.c_int64 * 47  # struct Call: 7 numbers, then 10 views of (pointer, 3 strides)
 _NO_VIEW = (0, 0, 0, 0)
 
 
 def _view(x: Tensor) -> tuple[int, ...]:
+    if x.ndim != 4:
+        return _NO_VIEW
     b, h, l, _ = x.stride()
     return x.data_ptr(), b, h, l
 
@@ -164,47 +167,49 @@ def _like(x: Tensor) -> Tensor:
 
 _library = torch.library.Library("lssar", "DEF")
 _library.define(
-    "cpu_forward(Tensor q, Tensor k, Tensor v, float p, float alpha, int train_length)"
-    " -> (Tensor out, Tensor stats)"
+    "cpu_forward(Tensor q, Tensor k, Tensor v, float p, float alpha, int train_length, bool save)"
+    " -> (Tensor out, Tensor stats, Tensor guide)"
 )
 _library.define(
     "cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats,"
-    " float p, float alpha, int train_length) -> (Tensor dq, Tensor dk, Tensor dv)"
+    " Tensor guide, float p, float alpha, int train_length) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
-def _fake_forward(q, k, v, p, alpha, train_length):
-    return _like(q), q.new_empty((*q.shape[:3], 4))
+def _fake_forward(q, k, v, p, alpha, train_length, save):
+    """The output, and what a backward pass needs of the rows: statistics, and G unless LSSA."""
+    guide = _like(q) if save and p else q.new_empty(0)
+    return _like(q), q.new_empty((*q.shape[:3], ROW_STATISTICS)), guide
 
 
-def _fake_backward(dout, q, k, v, out, stats, p, alpha, train_length):
+def _fake_backward(dout, q, k, v, *_):
     return _like(q), _like(k), _like(v)
 
 
-def _forward(q, k, v, p, alpha, train_length):
-    out, stats = _fake_forward(q, k, v, p, alpha, train_length)
+def _forward(q, k, v, p, alpha, train_length, save):
+    out, stats, guide = _fake_forward(q, k, v, p, alpha, train_length, save)
     q, k, v = _readable(q), _readable(k), _readable(v)
-    views = [_view(q), _view(k), _view(v), _view(out), _view(stats), *[_NO_VIEW] * 4]
-    _call(_kernel().lssar_forward, q, k, train_length, views, p, alpha)
-    return out, stats
+    views = [_view(x) for x in (q, k, v, out, stats, guide)]
+    _call(_kernel().lssar_forward, q, k, train_length, [*views, *[_NO_VIEW] * 4], p, alpha)
+    return out, stats, guide
 
 
-def _backward(dout, q, k, v, out, stats, p, alpha, train_length):
-    grads = _fake_backward(dout, q, k, v, out, stats, p, alpha, train_length)
-    tensors = [_readable(x) for x in (q, k, v, out, stats, dout)]
+def _backward(dout, q, k, v, out, stats, guide, p, alpha, train_length):
+    grads = _fake_backward(dout, q, k, v)
+    tensors = [_readable(x) for x in (q, k, v, out, stats, guide, dout)]
     views = [_view(x) for x in (*tensors, *grads)]
     _call(_kernel().lssar_backward, q, k, train_length, views, p, alpha)
     return grads
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, *ctx.options = inputs
+    q, k, v, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _autograd(ctx, dout, _):
+def _autograd(ctx, dout, *_):
     grads = torch.ops.lssar.cpu_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 def _no_second_derivative(ctx, *_):
@@ -234,17 +239,18 @@ class _Direct(torch.autograd.Function):
     def backward(ctx, dout):
         # With create_graph the operator is recorded, and refuses when it is differentiated.
         run = torch.ops.lssar.cpu_backward if torch.is_grad_enabled() else _backward
-        return *run(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *run(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
     """Whoever traces or intercepts operators gets the operator; an ordinary call goes straight."""
     plain = type(q) is type(k) is type(v) is Tensor
+    save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
-        return torch.ops.lssar.cpu_forward(q, k, v, *options)[0]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Direct.apply(q, k, v, *options)
-    return _forward(q, k, v, *options)[0]
+        return torch.ops.lssar.cpu_forward(q, k, v, *options, save)[0]
+    if save:
+        return _Direct.apply(q, k, v, *options, save)
+    return _forward(q, k, v, *options, save)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) -> None:

@@ -5,24 +5,28 @@
 //
 //   f = log2(1 + 2^s)                     softplus, over ln 2
 //   z = relu(f - mu) / M                  mu = mean_j f (0 in rows 1..3), M = max_j f - mu
-//   w = z^p / l,  l = sum_j z^p           out = w V
-//   ds = (p z^(p-1) / (l M) (dW - D) - E) sigma(s),  dW = dOut V^T,  D = dOut . out
-//   E  = (1/N_i) sum_j p z^(p-1) / (l M) (dW - D)   (0 in rows 1..3)
+//   r = z^(p-1), w = z r / l              l = sum_j z r, out = w V
+//   G = sum_j r V_j / (l M) - H out       H = sum_j r / (l M)
+//   E = p/N_i dOut . G                    (0 in rows 1..3)
+//   ds = (p r / (l M) (dW - D) - E) sigma(s),  dW = dOut V^T,  D = dOut . out
 //
 // LSSA, and a row whose keys are all alike (M below fp32 resolution), are the case p = 1, mu = 0.
 //
-// Sparsity: the forward leaves out entries with z^p < 2^-24 / N_i, the backward those with
-// z^(p-1) < 2^-24 / N_i. As the largest z is 1, what is dropped is below 2^-24 of the row's sum of
-// z^p, and of z^(p-1). ds stays dense through E. A tile where most entries count is multiplied
-// densely instead.
+// Sparsity: entries with r < 2^-24 / N_i are left out. As the largest z is 1, what is dropped is
+// below 2^-24 of the row's sum of r, and of z r. ds stays dense through E. A tile where most
+// entries count is multiplied densely instead.
 //
-// A block of ROWS queries keeps its scores for all keys ("strip": [tile][row][key], ROWS x Lk), so
-// q k^T is computed once in each direction. Blocks never depend on the number of threads: out and
-// dq have the same bits for any number, dk and dv for the same number of chunks per head.
+// Both directions take a block of ROWS queries over tiles of keys, and nothing larger than a tile
+// has to stay near: the forward keeps of each tile the entries that can still count when mu and M
+// are known, the backward knows E beforehand. Tiles are [row][key] forward, so that a row's sums
+// run along it, and [key][row] backward, so that a key's v and dv are touched once. Blocks never
+// depend on the number of threads: out and dq have the same bits for any number, dk and dv for the
+// same number of chunks per head.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <type_traits>
 #ifdef __linux__
@@ -39,13 +43,12 @@ namespace {
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 typedef float v8u __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t i8u __attribute__((vector_size(32), aligned(4), may_alias));
 
 constexpr int MR = 6;      // microkernel: MR x 16 outputs in 12 registers
-constexpr int PANEL = 16;  // keys side by side in a transposed panel
-constexpr int TILE = 192;  // keys a tile: a multiple of PANEL and MR; one log per TILE / 8 factors
-constexpr int ROWS = 72;   // queries a block: a multiple of 8 and MR
-constexpr int LIST = 208;  // entries a row's list can hold: at least TILE + 8
+constexpr int PANEL = 16;  // columns side by side in a transposed panel
+constexpr int ROWS = 96;   // queries a block: a multiple of PANEL and MR, at most 256
+constexpr int TILE = 240;  // keys a tile, forward: a multiple of PANEL, at most 256
+constexpr int SPAN = 96;   // keys a tile, backward
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
 constexpr float MASKED = -126.f;  // |s| <= log2(e) log(256) log(2^23) < 126: nothing real is lower
 constexpr float EPS = 1e-12f;     // as F.normalize
@@ -56,7 +59,9 @@ inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
 inline v8 bits(i8 x) { return (v8)x; }
 inline i8 bits(v8 x) { return (i8)x; }
 inline v8 where(i8 c, v8 a, v8 b) { return bits((bits(a) & c) | (bits(b) & ~c)); }
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Packing: the chosen lanes of a vector first, in order; what follows them is arbitrary.
 #ifdef LSSAR_AVX2
 inline v8 maximum(v8 a, v8 b) { return _mm256_max_ps(a, b); }
 // the sums of four vectors, each ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
@@ -69,21 +74,41 @@ inline float sum(v8 x) {
   y = _mm256_hadd_ps(y, y);
   return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
-struct Lanes {  // for every 8-bit mask, the set lanes first
-  alignas(32) int32_t lane[256][8];
-  constexpr Lanes() : lane() {
+inline float largest(v8 x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+inline double wide_sum(v8 x) {
+  __m256d y = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)),
+                            _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+  __m128d z = _mm_add_pd(_mm256_castpd256_pd128(y), _mm256_extractf128_pd(y, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(z, _mm_unpackhi_pd(z, z)));
+}
+inline unsigned lanes(i8 chosen) { return _mm256_movemask_ps((__m256)chosen); }
+struct Orders {  // for every mask, the numbers of the set lanes
+  uint8_t lane[256][8];
+  constexpr Orders() : lane() {
     for (int m = 0; m < 256; m++)
       for (int b = 0, n = 0; b < 8; b++)
-        if (m >> b & 1) lane[m][n++] = b;
+        if (m >> b & 1) lane[m][n++] = (uint8_t)b;
   }
 };
-constexpr Lanes LANES;
-inline int compress(float* val, int32_t* idx, v8 x, v8 cut, int base) {
-  int mask = _mm256_movemask_ps(_mm256_cmp_ps(x, cut, _CMP_GT_OQ));
-  __m256i lanes = _mm256_load_si256((const __m256i*)LANES.lane[mask]);
-  store(val, _mm256_permutevar8x32_ps(x, lanes));
-  *(i8u*)idx = (i8)_mm256_add_epi32(lanes, _mm256_set1_epi32(base));
-  return __builtin_popcount(mask);
+constexpr Orders ORDERS;
+inline __m128i order(unsigned mask) { return _mm_loadl_epi64((const __m128i*)ORDERS.lane[mask]); }
+inline void pack(float* to, v8 x, unsigned mask) {
+  store(to, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(order(mask))));
+}
+inline void pack_numbers(uint8_t* to, int first, unsigned mask) {
+  _mm_storel_epi64((__m128i*)to, _mm_add_epi8(order(mask), _mm_set1_epi8((char)first)));
+}
+inline void pack_bytes(uint8_t* to, const uint8_t* from, unsigned mask) {
+  __m128i x = _mm_loadl_epi64((const __m128i*)from);
+  _mm_storel_epi64((__m128i*)to, _mm_shuffle_epi8(x, order(mask)));
+}
+inline v8 lookup(const float* table, const uint8_t* at) {
+  __m256i where = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at));
+  return _mm256_i32gather_ps(table, where, 4);
 }
 #else
 inline v8 maximum(v8 a, v8 b) { return where(a > b, a, b); }
@@ -93,34 +118,50 @@ inline float sum(v8 x) {
 inline void sum4(const v8* x, float* to) {
   for (int i = 0; i < 4; i++) to[i] = sum(x[i]);
 }
-inline int compress(float* val, int32_t* idx, v8 x, v8 cut, int base) {
-  int n = 0;
-  for (int b = 0; b < 8; b++) {
-    val[n] = x[b];
-    idx[n] = base + b;
-    n += x[b] > cut[0];
-  }
-  return n;
-}
-#endif
-
 inline float largest(v8 x) {
   float m = x[0];
   for (int b = 1; b < 8; b++) m = std::max(m, x[b]);
   return m;
 }
+inline double wide_sum(v8 x) {
+  double y[4];
+  for (int b = 0; b < 4; b++) y[b] = (double)x[b] + x[b + 4];
+  return (y[0] + y[2]) + (y[1] + y[3]);
+}
+inline unsigned lanes(i8 chosen) {
+  unsigned mask = 0;
+  for (int b = 0; b < 8; b++) mask |= (unsigned)(chosen[b] != 0) << b;
+  return mask;
+}
+template <class T, class F>
+inline void pack_each(T* to, unsigned mask, F&& from) {
+  for (int b = 0; b < 8; b++)
+    if (mask >> b & 1) *to++ = (T)from(b);
+}
+inline void pack(float* to, v8 x, unsigned mask) {
+  pack_each(to, mask, [&](int b) { return x[b]; });
+}
+inline void pack_numbers(uint8_t* to, int first, unsigned mask) {
+  pack_each(to, mask, [&](int b) { return first + b; });
+}
+inline void pack_bytes(uint8_t* to, const uint8_t* from, unsigned mask) {
+  pack_each(to, mask, [&](int b) { return from[b]; });
+}
+inline v8 lookup(const float* table, const uint8_t* at) {
+  v8 y;
+  for (int b = 0; b < 8; b++) y[b] = table[at[b]];
+  return y;
+}
+#endif
 
 // 2^x for -126 <= x <= 64, to 1 ulp
 inline v8 exp2v(v8 x) {
   const v8 magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to the nearest integer
   v8 t = x + magic, r = x - (t - magic);
-  v8 y = all(1.535275e-4f);
-  y = y * r + all(1.3398874e-3f);
-  y = y * r + all(9.6184373e-3f);
-  y = y * r + all(5.5503324e-2f);
-  y = y * r + all(2.4022648e-1f);
-  y = y * r + all(6.9314720e-1f);
-  y = y * r + all(1.f);
+  v8 square = r * r;
+  v8 high = (all(1.535275e-4f) * r + all(1.3398874e-3f)) * r + all(9.6184373e-3f);
+  v8 low = (all(5.5503324e-2f) * r + all(2.4022648e-1f)) * r + all(6.9314720e-1f);
+  v8 y = (high * square * r + low) * r + all(1.f);
   return bits(bits(y) + (bits(t) << 23));
 }
 
@@ -143,24 +184,22 @@ inline v8 log2v(v8 x) {
 
 inline v8 minus_abs(v8 x) { return bits(bits(x) | INT32_MIN); }
 
-inline v8 softplus(v8 s) {
-  v8 e = exp2v(minus_abs(s));
-  v8 y = all(7.5491729e-3f);
-  y = y * e + all(-4.2567025e-2f);
-  y = y * e + all(1.1285613e-1f);
-  y = y * e + all(-1.9711892e-1f);
-  y = y * e + all(2.7564139e-1f);
-  y = y * e + all(-3.5840847e-1f);
-  y = y * e + all(4.8069296e-1f);
-  y = y * e + all(-7.2134021e-1f);
-  y = y * e + all(1.4426950f);
-  return y * e + maximum(s, all(0.f));
-}
-
-inline v8 sigmoid(v8 s) {
-  v8 e = exp2v(minus_abs(s));
-  return where(s < all(0.f), e, all(1.f)) / (all(1.f) + e);
-}
+struct Activation {  // f and sigma of scores, from one exponential
+  v8 s, e;
+  explicit Activation(v8 s) : s(s), e(exp2v(minus_abs(s))) {}
+  v8 softplus() const {
+    // Estrin's scheme: a chain of ten multiplications would outlast what a processor looks ahead
+    v8 e2 = e * e, e4 = e2 * e2;
+    v8 a = all(7.5491729e-3f) * e + all(-4.2567025e-2f);
+    v8 b = all(1.1285613e-1f) * e + all(-1.9711892e-1f);
+    v8 c = all(2.7564139e-1f) * e + all(-3.5840847e-1f);
+    v8 d = all(4.8069296e-1f) * e + all(-7.2134021e-1f);
+    v8 y = (a * e2 + b) * e4 + (c * e2 + d);
+    return (y * e + all(1.4426950f)) * e + maximum(s, all(0.f));
+  }
+  v8 sigmoid() const { return where(s < all(0.f), e, all(1.f)) / (all(1.f) + e); }
+};
+inline v8 softplus(v8 s) { return Activation(s).softplus(); }
 
 // z^p for 0 <= z <= 1; 0 at z = 0 also for p = 0, as relu'(0) = 0. The whole part of p by squaring:
 // exp2(p log2 z) alone would lose p log2(z) ulps.
@@ -169,12 +208,29 @@ inline v8 power(v8 z, float p) {
   int whole = (int)p;
   float rest = p - (float)whole;
   v8 y = all(1.f), square = z;
+  if (p == 14.f) {  // the paper's 15, without a loop
+    v8 z2 = z * z, z4 = z2 * z2;
+    return where(z > all(0.f), z2 * z4 * (z4 * z4), all(0.f));
+  }
   for (int n = whole; n; n >>= 1) {
     if (n & 1) y = y * square;
     square = square * square;
   }
   if (rest != 0.f) y = y * exp2v(all(rest) * log2v(z));
   return where(z > all(0.f), y, all(0.f));
+}
+
+// the same with an exponent for each lane
+inline v8 power(v8 z, v8 p) {
+  p = where(p < all(1e9f), p, all(1e9f));
+  i8 whole = __builtin_convertvector(p, i8);
+  v8 rest = p - __builtin_convertvector(whole, v8), y = all(1.f), square = z;
+  for (i8 n = whole; lanes(n != 0); n >>= 1) {
+    y = where((n & 1) != 0, y * square, y);
+    square = square * square;
+  }
+  v8 root = where(rest > all(0.f), exp2v(rest * log2v(z)), all(1.f));
+  return where(z > all(0.f), y * root, all(0.f));
 }
 
 inline float dot(const float* a, const float* b, int64_t d) {
@@ -246,24 +302,24 @@ inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const f
   });
 }
 
-// The sparse products, columns in slices of up to 8 registers. Loops over R ask to be unrolled:
+// The sparse products, columns in slices of up to N registers. Loops over R ask to be unrolled:
 // otherwise filling an array of registers becomes a call to memcpy.
-template <class F>
+template <int N, class F>
 inline void by_columns(int cols, F&& f) {
-  for (int x = 0; x < cols; x += 64)
-    static_switch<8>(std::min(8, (cols - x) / 8), [&](auto regs) { f(regs, x); });
+  for (int x = 0; x < cols; x += 8 * N)
+    static_switch<N>(std::min(N, (cols - x) / 8), [&](auto regs) { f(regs, x); });
 }
 
-// out += sum_e w[e] V[idx[e]]
-inline void sparse_sum(int n, const int32_t* idx, const float* w, const float* v, int64_t ldv,
+// out += sum_e w[e] rows[at[e]]
+inline void sparse_sum(int n, const uint8_t* at, const float* w, const float* rows, int64_t ld,
                        float* out, int cols) {
-  by_columns(cols, [&](auto regs, int x) {
+  by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
     v8 acc[R];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) acc[i] = load(out + x + 8 * i);
     for (int e = 0; e < n; e++) {
-      const float* row = v + idx[e] * ldv + x;
+      const float* row = rows + at[e] * ld + x;
       v8 y = all(w[e]);
 #pragma GCC unroll 8
       for (int i = 0; i < R; i++) acc[i] += y * load(row + 8 * i);
@@ -273,49 +329,49 @@ inline void sparse_sum(int n, const int32_t* idx, const float* w, const float* v
   });
 }
 
-// to[at[e]] = a . rows[at[e] / LIST]: the products of one key with the rows that count it
-inline void sparse_dot(int n, const uint16_t* at, const float* a, const float* rows, float* to,
-                       int cols) {
-  by_columns(cols, [&](auto regs, int x) {
+// two such sums with different weights, each row loaded once
+inline void sparse_sums(int n, const uint8_t* at, const float* w0, const float* w1,
+                        const float* rows, int64_t ld, float* out0, float* out1, int cols) {
+  by_columns<4>(cols, [&](auto regs, int x) {
+    constexpr int R = decltype(regs)::value;
+    v8 a[R], b[R];
+#pragma GCC unroll 4
+    for (int i = 0; i < R; i++) a[i] = load(out0 + x + 8 * i), b[i] = load(out1 + x + 8 * i);
+    for (int e = 0; e < n; e++) {
+      const float* row = rows + at[e] * ld + x;
+      v8 y0 = all(w0[e]), y1 = all(w1[e]);
+#pragma GCC unroll 4
+      for (int i = 0; i < R; i++) {
+        v8 z = load(row + 8 * i);
+        a[i] += y0 * z, b[i] += y1 * z;
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < R; i++) store(out0 + x + 8 * i, a[i]), store(out1 + x + 8 * i, b[i]);
+  });
+}
+
+// to[e] = a . rows[at[e]], n a multiple of 4
+inline void sparse_dot(int n, const uint8_t* at, const float* a, const float* rows, int64_t ld,
+                       float* to, int cols) {
+  by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
     v8 y[R];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) y[i] = load(a + x + 8 * i);
-    auto lanes = [&](int e) {
-      const float* row = rows + at[e] / LIST * cols + x;
+    auto products = [&](int e) {
+      const float* row = rows + at[e] * ld + x;
       v8 even = y[0] * load(row), odd = all(0.f);
 #pragma GCC unroll 8
       for (int i = 1; i < R; i++) (i & 1 ? odd : even) += y[i] * load(row + 8 * i);
       return even + odd;
     };
-    auto put = [&](int e, float part) { to[at[e]] = x ? to[at[e]] + part : part; };
-    int e = 0;
-    for (; e + 4 <= n; e += 4) {
-      v8 four[4] = {lanes(e), lanes(e + 1), lanes(e + 2), lanes(e + 3)};
+    for (int e = 0; e < n; e += 4) {
+      v8 four[4] = {products(e), products(e + 1), products(e + 2), products(e + 3)};
       float part[4];
       sum4(four, part);
-      for (int i = 0; i < 4; i++) put(e + i, part[i]);
+      for (int i = 0; i < 4; i++) to[e + i] = x ? to[e + i] + part[i] : part[i];
     }
-    for (; e < n; e++) put(e, sum(lanes(e)));
-  });
-}
-
-// out += sum_e w[at[e]] rows[at[e] / LIST]
-inline void sparse_gather(int n, const uint16_t* at, const float* w, const float* rows, float* out,
-                          int cols) {
-  by_columns(cols, [&](auto regs, int x) {
-    constexpr int R = decltype(regs)::value;
-    v8 acc[R];
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++) acc[i] = load(out + x + 8 * i);
-    for (int e = 0; e < n; e++) {
-      const float* row = rows + at[e] / LIST * cols + x;
-      v8 y = all(w[at[e]]);
-#pragma GCC unroll 8
-      for (int i = 0; i < R; i++) acc[i] += y * load(row + 8 * i);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++) store(out + x + 8 * i, acc[i]);
   });
 }
 
@@ -326,7 +382,7 @@ struct View {  // (B, H, L, d) float32, unit stride along d
 
 struct Call {  // the layout of the int64 array that Python passes
   int64_t batch, heads, lq, lk, d, threads, train_length;
-  View q, k, v, out, stats, dout, dq, dk, dv;
+  View q, k, v, out, stats, guide, dout, dq, dk, dv;
 };
 
 struct Power {
@@ -342,7 +398,6 @@ struct Head {  // one head's tensors, and the rows [begin, end) of one task
   int64_t tiles = (keys + TILE - 1) / TILE;
   bool direct = end - begin <= DIRECT;
   float* row(const View& t, int64_t i) const { return t.data + b * t.b + h * t.h + i * t.l; }
-  float* stat(int64_t i) const { return row(call.stats, i); }
 };
 
 struct Arena {  // one allocation, handed out in aligned pieces
@@ -391,7 +446,10 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
   const Head& head;
   int64_t first;
   int rows;
-  alignas(32) float count[ROWS], scale[ROWS], p[ROWS], mu[ROWS], m[ROWS], cut[ROWS], l[ROWS];
+  bool mixed = head.power.alpha != 0;  // rows differ in p
+  alignas(32) float count[ROWS], scale[ROWS], p[ROWS], m[ROWS], inverse_m[ROWS];
+  alignas(32) float mu[ROWS], mu_rest[ROWS];  // the mean in two parts: f - mu is exact near it
+  alignas(32) float least[ROWS];  // the z above which an entry counts
 
   Block(const Head& head, int64_t first)
       : head(head), first(first), rows((int)std::min<int64_t>(ROWS, head.end - first)) {
@@ -404,172 +462,34 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
       if (count[r] > c.train_length && head.power.alpha != 0)
         p[r] = (float)(head.power.p *
                        (1 + head.power.alpha * (std::sqrt(count[r] / (double)c.train_length) - 1)));
-      mu[r] = 0.f, m[r] = 1.f, l[r] = 0.f, cut[r] = MASKED;
+      shape(r, 0.f, 0.f, 1.f);
+      if (lssa()) p[r] = 1.f;
+    }
+    for (int r = 0; r < ROWS; r += 8) {
+      v8 exponent = (log2v(load(count + r)) + all(24.f)) / (load(p + r) - all(1.f));
+      store(least + r, exp2v(maximum(-exponent, all(-120.f))));
     }
   }
   int64_t seen(int r) const { return head.call.lk - head.call.lq + first + r + 1; }
-  int64_t tiles() const { return (seen(rows - 1) + TILE - 1) / TILE; }
+  int64_t keys() const { return seen(rows - 1); }
   // keys of this tile that row r sees
   int width(int r, int64_t tile) const {
     return (int)std::max<int64_t>(0, std::min<int64_t>(TILE, seen(r) - tile * TILE));
   }
+  // rows that do not see this key
+  int hidden(int64_t key) const {
+    return (int)std::max<int64_t>(0, std::min<int64_t>(rows, key + 1 - seen(0)));
+  }
   bool lssa() const { return head.power.p == 0; }
-  void stage_one(int r) { mu[r] = 0.f, m[r] = 1.f, p[r] = 1.f; }
-
-  // The score below which z^(p-less) < 2^-24 / N, rounded down: s = log2(2^f - 1), f = mu + M z.
-  void cuts(float less) {
-    for (int r = 0; r < ROWS; r += 8) {
-      v8 exponent = (log2v(load(count + r)) + all(24.f)) / (load(p + r) - all(less));
-      v8 z = exp2v(maximum(-exponent, all(-126.f)));
-      v8 f = load(mu + r) + z * load(m + r);
-      v8 tiny = log2v(maximum(f, all(1e-37f))) - all(0.53f);  // 2^f - 1 = f ln 2
-      v8 medium = log2v(maximum(exp2v(where(f < all(20.f), f, all(20.f))) - all(1.f), all(1e-6f)));
-      v8 s = where(f < all(1e-3f), tiny, where(f < all(20.f), medium, f)) - all(2e-3f);
-      store(cut + r, maximum(s, all(MASKED)));
-    }
-    for (int r = 0; r < ROWS; r++)
-      if (p[r] == 1.f && mu[r] == 0.f) cut[r] = MASKED;  // every key counts
+  void shape(int r, float mean, float mean_rest, float range) {
+    mu[r] = mean, mu_rest[r] = mean_rest, m[r] = range, inverse_m[r] = 1.f / range;
   }
+  void stage_one(int r) {
+    shape(r, 0.f, 0.f, 1.f);
+    p[r] = 1.f, least[r] = 0x1p-120f, mixed = true;
+  }
+  v8 z(v8 f, int r) const { return (f - all(mu[r]) - all(mu_rest[r])) * all(inverse_m[r]); }
 };
-
-// Scores of a block against one tile, [row][TILE]; columns past a row's last key become MASKED
-// up to the next multiple of 8.
-void score_tile(const Block& block, int64_t tile, const float* q, const float* panels, float* to) {
-  int64_t d = block.head.d, cols = block.head.cols;
-  const float* panel = panels + tile * TILE * d;
-  for (int x = 0; x < block.width(block.rows - 1, tile); x += PANEL, panel += PANEL * d)
-    for (int r = 0; r < block.rows; r += MR) {
-      int m = std::min(MR, block.rows - r);
-      if (x < block.width(r + m - 1, tile))
-        gemm_rows<false>(m, d, q + r * cols, cols, panel, PANEL, to + r * TILE + x, TILE, PANEL,
-                         false);
-    }
-  for (int r = 0; r < block.rows; r++)
-    for (int x = block.width(r, tile); x % 8; x++) to[r * TILE + x] = MASKED;
-}
-
-// Scores of a few queries without packing the keys.
-void score_direct(const Block& block, const float* q, float* strip) {
-  const Head& head = block.head;
-  for (int64_t j = 0; j < block.seen(block.rows - 1); j++) {
-    const float* key = head.row(head.call.k, j);
-    float inverse = 1.f / std::max(norm(key, head.d), EPS);
-    float* to = strip + j / TILE * ROWS * TILE + j % TILE;
-    for (int r = 0; r < block.rows; r++)
-      if (j < block.seen(r)) to[r * TILE] = inverse * dot(q + r * head.cols, key, head.d);
-  }
-  for (int r = 0; r < block.rows; r++)
-    for (int64_t j = block.seen(r); j % 8; j++)
-      strip[j / TILE * ROWS * TILE + r * TILE + j % TILE] = MASKED;
-}
-
-// sum f = sum max(s, 0) + log2 prod(1 + 2^-|s|): one exp an entry and one log a tile. Two chains,
-// as a product waits for the one before.
-inline void tile_stats(const float* s, int width, double& total, float* top) {
-  v8 linear[2] = {}, product[2] = {all(1.f), all(1.f)}, high = load(top);
-  auto take = [&](int x, int chain) {
-    v8 y = load(s + x);
-    linear[chain] += maximum(y, all(0.f));
-    product[chain] += product[chain] * exp2v(minus_abs(y));
-    high = maximum(high, y);
-  };
-  int x = 0;
-  for (; x + 8 < width; x += 16) take(x, 0), take(x + 8, 1);
-  if (x < width) take(x, 0);
-  total += sum(linear[0] + linear[1] + log2v(product[0] * product[1]));
-  store(top, high);
-}
-
-double accurate_total(const Block& block, int r, const float* strip) {
-  double total = 0;
-  for (int64_t tile = 0; tile < block.tiles(); tile++) {
-    v8 part = all(0.f);
-    for (int x = 0; x < block.width(r, tile); x += 8)
-      part += softplus(load(strip + (tile * ROWS + r) * TILE + x));
-    total += sum(part);
-  }
-  return total;
-}
-
-// mu and M of every row; a row without contrast falls back to stage one.
-void row_statistics(Block& block, const float* strip, double* total, const float* top) {
-  alignas(32) float f_max[ROWS] = {};
-  for (int r = 0; r < block.rows; r++) f_max[r] = largest(load(top + 8 * r));
-  for (int r = 0; r < ROWS; r += 8) store(f_max + r, softplus(load(f_max + r)));
-  for (int r = 0; r < block.rows; r++) {
-    // 1 + e loses up to 2^-25 an entry, which only matters where the mean is small
-    if (total[r] < 0.25 * block.count[r]) total[r] = accurate_total(block, r, strip);
-    block.mu[r] = block.count[r] > 3 ? (float)(total[r] / block.count[r]) : 0.f;
-    block.m[r] = f_max[r] - block.mu[r];
-    if (block.m[r] <= 0x1p-20f * f_max[r]) block.stage_one(r);
-  }
-}
-
-// z^p of `n` scores in place (padded to 8), returns their sum
-inline float weigh(float* s, int n, const Block& block, int r) {
-  v8 total = all(0.f), mu = all(block.mu[r]), m = all(block.m[r]);
-  for (int e = 0; e < n; e += 8) {
-    v8 z = maximum((softplus(load(s + e)) - mu) / m, all(0.f));
-    v8 w = block.p[r] == 1.f ? z : z * power(z, block.p[r] - 1.f);
-    store(s + e, w);
-    total += w;
-  }
-  return sum(total);
-}
-
-struct Lists {  // per row of a tile: the entries that count, then their values
-  float* val;
-  int32_t* idx;
-  int* n;
-};
-
-// Lists of the entries above each row's cut; returns whether the tile is better taken densely.
-bool select(const Block& block, int64_t tile, const float* s, const Lists& to) {
-  int kept = 0, present = 0;
-  if (block.lssa() && block.rows > 1) return true;  // every entry counts
-  for (int r = 0; r < block.rows; r++) {
-    int n = 0, width = block.width(r, tile);
-    v8 cut = all(block.cut[r]);
-    float* val = to.val + r * LIST;
-    int32_t* idx = to.idx + r * LIST;
-    for (int x = 0; x < width; x += 8)
-      n += compress(val + n, idx + n, load(s + r * TILE + x), cut, x);
-    store(val + n, all(MASKED));
-    to.n[r] = n;
-    kept += n;
-    present += width;
-  }
-  // About where the two cost the same; a small tile has nothing to gain, and its short rows keep
-  // the exactly zero gradient of a single entry.
-  return present >= 2048 && kept > 0.55 * present;
-}
-
-inline void clear_after(float* row, int width) {  // zeros in columns [width, TILE)
-  for (int x = width; x < TILE; x++) row[x] = 0.f;
-}
-
-void forward_tile(Block& block, int64_t tile, float* s, const Lists& lists, const float* v,
-                  int64_t ldv, float* out, double* l) {
-  int cols = (int)block.head.cols;
-  v += tile * TILE * ldv;
-  if (select(block, tile, s, lists)) {
-    for (int r = 0; r < block.rows; r++) {
-      int width = block.width(r, tile);
-      l[r] += weigh(s + r * TILE, width, block, r);
-      clear_after(s + r * TILE, width);
-    }
-    for (int r = 0; r < block.rows; r += MR) {
-      int m = std::min(MR, block.rows - r);
-      gemm_rows<false>(m, block.width(r + m - 1, tile), s + r * TILE, TILE, v, ldv, out + r * cols,
-                       cols, cols, true);
-    }
-    return;
-  }
-  for (int r = 0; r < block.rows; r++) l[r] += weigh(lists.val + r * LIST, lists.n[r], block, r);
-  for (int r = 0; r < block.rows; r++)
-    sparse_sum(lists.n[r], lists.idx + r * LIST, lists.val + r * LIST, v, ldv, out + r * cols,
-               cols);
-}
 
 // q scaled to s = q . k_hat, rows [ROWS][cols]
 void pack_queries(const Block& block, float* q) {
@@ -586,207 +506,485 @@ void key_norms(const Head& head, float* inverse) {
     inverse[j] = 1.f / std::max(norm(head.row(head.call.k, j), head.d), EPS);
 }
 
+// Scores of the rows that see a key, without packing the keys: to[r * stride]
+void score_direct(const Block& block, int64_t key, const float* q, float* to, int stride) {
+  const Head& head = block.head;
+  const float* k = head.row(head.call.k, key);
+  float inverse = 1.f / std::max(norm(k, head.d), EPS);
+  for (int r = block.hidden(key); r < block.rows; r++)
+    to[r * stride] = inverse * dot(q + r * head.cols, k, head.d);
+}
+
+// --- forward ------------------------------------------------------------------------------------
+
 struct ForwardScratch {
-  float *inverse = nullptr, *panels = nullptr, *v = nullptr, *strip, *q, *out, *val;
-  int32_t* idx;
+  float *inverse, *panels, *v;                 // a head's keys
+  int64_t ldv;
+  float *q, *out, *guide, *before;             // a block's rows; the sum of the keys before them
+  float *s, *r;                                // a tile
+  float* val;                                  // the kept entries of all tiles: scores,
+  uint8_t* idx;                                // keys
+  int32_t* n;                                  // and number in each row; -1: the whole tile
+  static constexpr size_t LIST = TILE + 8;
   static size_t size(const Head& h) {
     size_t keys = h.tiles * TILE;
-    return keys * (1 + h.d + h.cols + ROWS) + ROWS * (2 * h.cols + 2 * LIST) + 256;
+    return keys * (1 + h.d + h.cols) + 3 * ROWS * h.cols + h.cols + 2 * ROWS * LIST +
+           h.tiles * ROWS * (LIST + LIST / 4 + 1) + 256;
   }
   ForwardScratch(Arena& arena, const Head& h) {
-    size_t keys = h.tiles * TILE;
+    size_t keys = h.tiles * TILE, rows = ROWS * h.cols, kept = h.tiles * ROWS * LIST;
     arena.used = 0;
     inverse = arena.take(keys), panels = arena.take(keys * h.d), v = arena.take(keys * h.cols);
-    strip = arena.take(keys * ROWS), q = arena.take(ROWS * h.cols), out = arena.take(ROWS * h.cols);
-    val = arena.take(ROWS * LIST), idx = (int32_t*)arena.take(ROWS * LIST);
+    q = arena.take(rows), out = arena.take(rows), guide = arena.take(rows);
+    before = arena.take(h.cols);
+    s = arena.take(ROWS * LIST), r = arena.take(ROWS * LIST);
+    val = arena.take(kept), idx = (uint8_t*)arena.take(kept / 4);
+    n = (int32_t*)arena.take(h.tiles * ROWS), ldv = h.cols;
   }
 };
 
-void forward_block(Block& block, const ForwardScratch& at, const float* v, int64_t ldv) {
+// Scores of a block against one tile, [row][TILE]; columns past a row's last key become MASKED
+// up to the next multiple of 8.
+void score_tile(const Block& block, int64_t tile, const ForwardScratch& at) {
   const Head& head = block.head;
-  alignas(32) float top[8 * ROWS];  // per row, the maximum in each lane
-  double total[ROWS] = {}, l[ROWS] = {};
-  int n[ROWS];
-  for (float& x : top) x = MASKED;
-  pack_queries(block, at.q);
-  if (head.direct) score_direct(block, at.q, at.strip);
-  for (int64_t tile = 0; tile < block.tiles(); tile++) {
-    float* s = at.strip + tile * ROWS * TILE;
-    if (!head.direct) score_tile(block, tile, at.q, at.panels, s);
-    if (!block.lssa())
-      for (int r = 0; r < block.rows; r++)
-        tile_stats(s + r * TILE, block.width(r, tile), total[r], top + 8 * r);
-  }
-  if (block.lssa())
-    for (int r = 0; r < block.rows; r++) block.stage_one(r);
+  int64_t d = head.d, cols = head.cols;
+  int widest = block.width(block.rows - 1, tile);
+  if (head.direct)
+    for (int x = 0; x < widest; x++) score_direct(block, tile * TILE + x, at.q, at.s + x, TILE);
   else
-    row_statistics(block, at.strip, total, top);
-  block.cuts(0.f);
-  for (int64_t i = 0; i < block.rows * head.cols; i++) at.out[i] = 0.f;
-  for (int64_t tile = 0; tile < block.tiles(); tile++)
-    forward_tile(block, tile, at.strip + tile * ROWS * TILE, {at.val, at.idx, n}, v, ldv, at.out,
-                 l);
-  for (int r = 0; r < block.rows; r++) {
-    float* to = head.row(head.call.out, block.first + r);
-    float inverse = (float)(1 / l[r]);
-    for (int64_t x = 0; x < head.d; x++) to[x] = at.out[r * head.cols + x] * inverse;
-    float* stat = head.stat(block.first + r);
-    stat[0] = block.mu[r], stat[1] = block.m[r], stat[2] = (float)l[r], stat[3] = block.p[r];
+    for (int x = 0; x < widest; x += PANEL)
+      for (int r = 0; r < block.rows; r += MR) {
+        int m = std::min(MR, block.rows - r);
+        if (x < block.width(r + m - 1, tile))
+          gemm_rows<false>(m, d, at.q + r * cols, cols, at.panels + (tile * TILE + x) * d, PANEL,
+                           at.s + r * TILE + x, TILE, PANEL, false);
+      }
+  for (int r = 0; r < block.rows; r++)
+    for (int x = block.width(r, tile); x % 8; x++) at.s[r * TILE + x] = MASKED;
+}
+
+struct Sums {  // of each row over the tiles so far
+  double f[ROWS] = {};
+  alignas(32) float s[ROWS] = {}, top[ROWS];
+  alignas(32) float s_all[ROWS];  // the sum of all scores of the row, known beforehand
+  Sums() {
+    std::fill(top, top + ROWS, MASKED);
+    std::fill(s_all, s_all + ROWS, -1e30f);
   }
+};
+
+// sum_j s = q . sum_j k_hat
+void sum_all_scores(const Block& block, const ForwardScratch& at, Sums& sums) {
+  const Head& head = block.head;
+  for (int r = 0; r < block.rows; r++) {
+    int64_t key = block.seen(r) - 1;
+    const float* k = head.row(head.call.k, key);
+    for (int64_t x = 0; x < head.d; x++) at.before[x] += at.inverse[key] * k[x];
+    sums.s_all[r] = dot(at.q + r * head.cols, at.before, head.d);
+  }
+}
+
+// sum f = sum max(s, 0) + log2 prod(1 + 2^-|s|): one exp an entry and one log a tile. Two chains,
+// as a product waits for the one before.
+void add_tile(const float* s, int width, int r, Sums& sums) {
+  v8 linear[2] = {}, product[2] = {all(1.f), all(1.f)}, high = all(MASKED), plain = all(0.f);
+  auto take = [&](int x, int chain) {
+    v8 y = load(s + x);
+    linear[chain] += maximum(y, all(0.f));
+    product[chain] += product[chain] * exp2v(minus_abs(y));
+    high = maximum(high, y);
+    plain += y;
+  };
+  int x = 0;
+  for (; x + 8 < width; x += 16) take(x, 0), take(x + 8, 1);
+  if (x < width) take(x, 0);
+  double f = wide_sum(linear[0]) + wide_sum(linear[1]) + sum(log2v(product[0] * product[1]));
+  // 1 + e loses up to 2^-25 an entry, which only matters where the mean is small
+  if (f < 0.25 * width) {
+    v8 part = all(0.f);
+    for (x = 0; x < width; x += 8) part += softplus(load(s + x));
+    f = wide_sum(part);
+  }
+  sums.f[r] += f;
+  sums.s[r] += sum(plain) - MASKED * (float)(round_up(width, 8) - width);
+  sums.top[r] = std::max(sums.top[r], largest(high));
+}
+
+// The score s = log2(2^f - 1) with softplus f, rounded down.
+inline v8 score_of(v8 f) {
+  v8 tiny = log2v(maximum(f, all(1e-37f))) - all(0.53f);  // 2^f - 1 = f ln 2
+  v8 medium = log2v(maximum(exp2v(where(f < all(20.f), f, all(20.f))) - all(1.f), all(1e-6f)));
+  v8 s = where(f < all(1e-3f), tiny, where(f < all(20.f), medium, f)) - all(2e-3f);
+  return maximum(s, all(MASKED));
+}
+
+void exact_cut(const Block& block, float* cut) {
+  for (int r = 0; r < ROWS; r += 8)
+    store(cut + r, score_of(load(block.mu + r) + load(block.least + r) * load(block.m + r)));
+}
+
+// No score of these rows below the cut will count, whatever the keys after `seen` are: the mean is
+// at least softplus of the mean score (Jensen) over those, and the maximum can only grow.
+void cut_so_far(const Block& block, const Sums& sums, int64_t seen, float* cut) {
+  alignas(32) float f[ROWS];
+  for (int r = 0; r < ROWS; r++) f[r] = (float)sums.f[r];
+  for (int r = 0; r < ROWS; r += 8) {
+    v8 count = load(block.count + r), rest = maximum(count - all((float)seen), all(0.f));
+    v8 mean = (load(sums.s_all + r) - load(sums.s + r)) / maximum(rest, all(1.f));
+    mean = -maximum(-maximum(mean, all(MASKED)), all(MASKED));
+    v8 mu = (load(f + r) + rest * softplus(mean)) / count;
+    mu = where(count > all(3.f), mu, all(0.f));
+    v8 range = maximum(softplus(load(sums.top + r)) - mu, all(0.f));
+    store(cut + r, score_of(mu + load(block.least + r) * range));
+  }
+}
+
+// Copies what may count of a tile to val and idx, row by row, each padded to 8 with MASKED; or all
+// of it, where most counts. Returns the entries taken.
+size_t keep_tile(const Block& block, int64_t tile, const ForwardScratch& at, const float* cuts,
+                 float* val, uint8_t* idx) {
+  size_t used = 0;
+  int kept = 0, present = 0;
+  int32_t* n = at.n + tile * ROWS;
+  for (int r = 0; r < block.rows; r++) {
+    const float* s = at.s + r * TILE;
+    int count = 0, width = block.width(r, tile);
+    v8 cut = all(cuts[r]);
+    for (int x = 0; x < width; x += 8) {
+      v8 y = load(s + x);
+      unsigned mask = lanes(y > cut);
+      pack(val + used + count, y, mask);
+      pack_numbers(idx + used + count, x, mask);
+      count += __builtin_popcount(mask);
+    }
+    store(val + used + count, all(MASKED));
+    n[r] = count;
+    used += round_up(count, 8);
+    kept += count;
+    present += width;
+  }
+  // About where the two cost the same; a small tile has nothing to gain, and its short rows keep
+  // the exactly zero gradient of a single entry.
+  if (present < 2048 || kept < 0.55 * present) return used;
+  n[0] = -1;
+  std::memcpy(val, at.s, sizeof(float) * ROWS * TILE);
+  return ROWS * TILE;
+}
+
+// mu and M of every row; whether some row has no contrast, and falls back to stage one
+bool row_statistics(Block& block, const Sums& sums) {
+  alignas(32) float f_max[ROWS];
+  bool flat = false;
+  for (int r = 0; r < ROWS; r += 8) store(f_max + r, softplus(load(sums.top + r)));
+  for (int r = 0; r < block.rows; r++) {
+    double mu = block.count[r] > 3 ? sums.f[r] / block.count[r] : 0.;
+    float m = (float)(f_max[r] - mu);
+    bool alike = m <= 0x1p-20f * f_max[r];
+    if (alike)
+      block.stage_one(r), flat = true;
+    else
+      block.shape(r, (float)mu, (float)(mu - (float)mu), m);
+  }
+  return flat;
+}
+
+struct Totals {
+  double l[ROWS] = {}, h[ROWS] = {};  // sums of z r and of r
+};
+
+// z r in place of `n` scores (padded to 8), r beside them
+inline void weigh(float* s, float* to, int n, const Block& block, int row, Totals& totals) {
+  v8 l = all(0.f), h = all(0.f);
+  for (int e = 0; e < n; e += 8) {
+    v8 z = maximum(block.z(softplus(load(s + e)), row), all(0.f));
+    v8 r = power(z, block.p[row] - 1.f), w = z * r;
+    store(s + e, w), store(to + e, r);
+    l += w, h += r;
+  }
+  totals.l[row] += sum(l), totals.h[row] += sum(h);
+}
+
+inline void clear_after(float* row, int width) {  // zeros in columns [width, TILE)
+  for (int x = width; x < TILE; x++) row[x] = 0.f;
+}
+
+void add_dense(const Block& block, int64_t tile, const ForwardScratch& at, float* s,
+               Totals& totals) {
+  int cols = (int)block.head.cols;
+  bool guide = block.head.call.guide.data != nullptr;
+  const float* v = at.v + tile * TILE * at.ldv;
+  for (int r = 0; r < block.rows; r++) {
+    int width = block.width(r, tile);
+    weigh(s + r * TILE, at.r + r * TILE, width, block, r, totals);
+    clear_after(s + r * TILE, width);
+    clear_after(at.r + r * TILE, width);
+  }
+  for (int r = 0; r < block.rows; r += MR) {
+    int m = std::min(MR, block.rows - r), depth = block.width(r + m - 1, tile);
+    gemm_rows<false>(m, depth, s + r * TILE, TILE, v, at.ldv, at.out + r * cols, cols, cols, true);
+    if (guide)
+      gemm_rows<false>(m, depth, at.r + r * TILE, TILE, v, at.ldv, at.guide + r * cols, cols, cols,
+                       true);
+  }
+}
+
+// The kept entries that do count; returns the entries passed.
+size_t add_sparse(const Block& block, int64_t tile, const ForwardScratch& at, const float* cuts,
+                  float* val, uint8_t* idx, Totals& totals) {
+  size_t used = 0;
+  int cols = (int)block.head.cols;
+  bool guide = block.head.call.guide.data != nullptr;
+  const float* v = at.v + tile * TILE * at.ldv;
+  for (int r = 0; r < block.rows; r++) {
+    float* s = val + used;
+    uint8_t* at_key = idx + used;
+    int n = 0, all_kept = at.n[tile * ROWS + r];
+    for (int e = 0; e < all_kept; e += 8) {
+      v8 y = load(s + e);
+      unsigned mask = lanes(y > all(cuts[r]));
+      pack(s + n, y, mask);
+      pack_bytes(at_key + n, at_key + e, mask);
+      n += __builtin_popcount(mask);
+    }
+    used += round_up(all_kept, 8);
+    for (int e = n; e % 8; e++) s[e] = MASKED;
+    weigh(s, at.r, n, block, r, totals);
+    float *out = at.out + r * cols, *g = at.guide + r * cols;
+    if (guide)
+      sparse_sums(n, at_key, s, at.r, v, at.ldv, out, g, cols);
+    else
+      sparse_sum(n, at_key, s, v, at.ldv, out, cols);
+  }
+  return used;
+}
+
+void write_rows(const Block& block, const ForwardScratch& at, const Totals& totals) {
+  const Head& head = block.head;
+  for (int r = 0; r < block.rows; r++) {
+    float l = (float)totals.l[r], inverse = 1.f / l, h = (float)totals.h[r];
+    float *to = head.row(head.call.out, block.first + r), *from = at.out + r * head.cols;
+    for (int64_t x = 0; x < head.d; x++) to[x] = from[x] * inverse;
+    float scale = block.inverse_m[r] * inverse;
+    float* stat = head.row(head.call.stats, block.first + r);
+    stat[0] = block.mu[r], stat[1] = block.mu_rest[r], stat[2] = block.m[r];
+    stat[3] = l, stat[4] = block.p[r];
+    if (!head.call.guide.data) continue;
+    float *guide = head.row(head.call.guide, block.first + r), *g = at.guide + r * head.cols;
+    for (int64_t x = 0; x < head.d; x++) guide[x] = (g[x] - h * to[x]) * scale;
+  }
+}
+
+void forward_block(Block& block, const ForwardScratch& at) {
+  const Head& head = block.head;
+  int64_t tiles = (block.keys() + TILE - 1) / TILE;
+  alignas(32) float cuts[ROWS];
+  bool dense = block.lssa();
+  pack_queries(block, at.q);
+  if (!dense) {
+    Sums sums;
+    if (!head.direct) sum_all_scores(block, at, sums);
+    size_t used = 0;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      score_tile(block, tile, at);
+      for (int r = 0; r < block.rows; r++)
+        add_tile(at.s + r * TILE, block.width(r, tile), r, sums);
+      cut_so_far(block, sums, (tile + 1) * TILE, cuts);
+      used += keep_tile(block, tile, at, cuts, at.val + used, at.idx + used);
+    }
+    dense = row_statistics(block, sums);  // such a row needs every key: all scores again
+  }
+  exact_cut(block, cuts);
+  std::fill(at.out, at.out + block.rows * head.cols, 0.f);
+  std::fill(at.guide, at.guide + block.rows * head.cols, 0.f);
+  Totals totals;
+  size_t used = 0;
+  for (int64_t tile = 0; tile < tiles; tile++)
+    if (dense) {
+      score_tile(block, tile, at);
+      add_dense(block, tile, at, at.s, totals);
+    } else if (at.n[tile * ROWS] < 0) {
+      add_dense(block, tile, at, at.val + used, totals);
+      used += ROWS * TILE;
+    } else {
+      used += add_sparse(block, tile, at, cuts, at.val + used, at.idx + used, totals);
+    }
+  write_rows(block, at, totals);
 }
 
 void forward_head(const Head& head, Arena& arena) {
   ForwardScratch at(arena, head);
   const Call& c = head.call;
-  const float* v = head.row(c.v, 0);
-  int64_t ldv = c.v.l;
   if (!head.direct) {
     key_norms(head, at.inverse);
     pack_panels(head.row(c.k, 0), c.k.l, head.keys, head.d, at.inverse, at.panels);
+    std::fill(at.before, at.before + head.cols, 0.f);
+    for (int64_t j = 0; j < c.lk - c.lq + head.begin; j++)
+      for (int64_t x = 0; x < head.d; x++) at.before[x] += at.inverse[j] * head.row(c.k, j)[x];
   }
-  if (!head.direct || head.d % 8) {
-    pack_rows(v, ldv, head.keys, head.d, head.cols, nullptr, at.v);
-    v = at.v, ldv = head.cols;
-  }
+  if (head.direct && head.d % 8 == 0)
+    at.v = head.row(c.v, 0), at.ldv = c.v.l;
+  else
+    pack_rows(head.row(c.v, 0), c.v.l, head.keys, head.d, head.cols, nullptr, at.v);
   for (int64_t i = head.begin; i < head.end; i += ROWS) {
     Block block(head, i);
-    forward_block(block, at, v, ldv);
+    forward_block(block, at);
   }
 }
+
+// --- backward -----------------------------------------------------------------------------------
 
 struct BackwardScratch {
-  float *inverse, *panels, *k, *v, *v_panels, *strip, *q, *dout, *dq, *dw, *w, *dk, *dv, *val;
-  int32_t *idx, *n;
-  bool* v_packed;
-  bool* dense;
+  float *inverse, *k, *v, *dk, *dv;                    // a head's keys, [key][cols]
+  float *q, *q_panels, *dout, *dout_panels, *out, *dq;  // a block's rows; dout is dout / l
+  float *s, *dw;                                       // a tile, [key][row]
+  float *z, *r, *sigma, *part;                         // the entries that count, key by key
+  uint8_t* row;
+  static constexpr size_t LIST = SPAN * (ROWS + 4) + 8;
   static size_t size(const Head& h) {
-    size_t keys = h.tiles * TILE;
-    return keys * (1 + 2 * h.d + 4 * h.cols + ROWS) + 2 * h.tiles * ROWS * LIST +
-           3 * ROWS * h.cols + 2 * ROWS * LIST + h.tiles * (ROWS + 2) + 512;
+    return h.keys * (1 + 4 * h.cols) + 6 * ROWS * h.cols + 2 * SPAN * ROWS + 5 * LIST + 512;
   }
   BackwardScratch(Arena& arena, const Head& h) {
-    size_t keys = h.tiles * TILE, wide = keys * h.cols;
+    size_t wide = h.keys * h.cols, rows = ROWS * h.cols;
     arena.used = 0;
-    inverse = arena.take(keys), panels = arena.take(keys * h.d), k = arena.take(wide);
-    v = arena.take(wide), v_panels = arena.take(keys * h.d), strip = arena.take(keys * ROWS);
-    q = arena.take(ROWS * h.cols), dout = arena.take(ROWS * h.cols), dq = arena.take(ROWS * h.cols);
-    dw = arena.take(ROWS * LIST), w = arena.take(ROWS * LIST);
+    inverse = arena.take(h.keys), k = arena.take(wide), v = arena.take(wide);
     dk = arena.take(wide), dv = arena.take(wide);
-    val = arena.take(h.tiles * ROWS * LIST), idx = (int32_t*)arena.take(h.tiles * ROWS * LIST);
-    n = (int32_t*)arena.take(h.tiles * ROWS);
-    v_packed = (bool*)arena.take(h.tiles), dense = (bool*)arena.take(h.tiles);
+    q = arena.take(rows), q_panels = arena.take(rows), dout = arena.take(rows);
+    dout_panels = arena.take(rows), out = arena.take(rows), dq = arena.take(rows);
+    s = arena.take(SPAN * ROWS), dw = arena.take(SPAN * ROWS);
+    z = arena.take(LIST), r = arena.take(LIST), sigma = arena.take(LIST), part = arena.take(LIST);
+    row = (uint8_t*)arena.take(LIST / 4 + 8);
   }
 };
 
-struct Gradients {  // per row: p / (l M), D, sum_j p z^(p-1) / (l M) (dW - D)
-  float slope[ROWS], d[ROWS];
-  double pull[ROWS] = {};
+struct Gradients {  // per row: p / M, D / l, -E, the score above which an entry counts
+  alignas(32) float slope[ROWS] = {}, d[ROWS] = {}, pull[ROWS] = {}, cut[ROWS];
 };
 
-// `val` becomes (p z^(p-1) / (l M)) (dW - D) sigma, dv gains its share. The products run key by
-// key over the rows that count it, so that a key's v and dv are touched once and only the block's
-// dout has to stay in the first-level cache.
-void backward_sparse(const Block& block, int64_t tile, const float* sigma, const Lists& lists,
-                     const BackwardScratch& at, Gradients& g) {
-  int cols = (int)block.head.cols, widest = block.width(block.rows - 1, tile);
-  uint16_t where_key[TILE][ROWS];
-  int n_key[TILE] = {};
-  for (int r = 0; r < block.rows; r++) {
-    float *val = lists.val + r * LIST, *w = at.w + r * LIST;
-    v8 mu = all(block.mu[r]), m = all(block.m[r]);
-    v8 inv_l = all(1.f / block.l[r]), slope = all(g.slope[r]);
-    for (int e = 0; e < lists.n[r]; e += 8) {
-      v8 s = load(val + e), z = maximum((softplus(s) - mu) / m, all(0.f));
-      v8 y = where(s > all(MASKED), power(z, block.p[r] - 1.f), all(0.f));
-      store(w + e, z * y * inv_l);
-      store(val + e, y * slope);
-    }
-    const int32_t* idx = lists.idx + r * LIST;
-    for (int e = 0; e < lists.n[r]; e++)
-      where_key[idx[e]][n_key[idx[e]]++] = (uint16_t)(r * LIST + e);
-  }
-  for (int j = 0; j < widest; j++) {
-    int64_t key = (tile * TILE + j) * cols;
-    sparse_dot(n_key[j], where_key[j], at.v + key, at.dout, at.dw, cols);
-    sparse_gather(n_key[j], where_key[j], at.w, at.dout, at.dv + key, cols);
-  }
-  for (int r = 0; r < block.rows; r++) {
-    float *val = lists.val + r * LIST, *dw = at.dw + r * LIST;
-    const int32_t* idx = lists.idx + r * LIST;
-    v8 pull = all(0.f), d = all(g.d[r]);
-    for (int e = 0; e < lists.n[r]; e += 8) {
-      v8 a = load(val + e) * (load(dw + e) - d);
-      store(val + e, a);
-      pull += a;
-    }
-    g.pull[r] += sum(pull);
-    for (int e = 0; e < lists.n[r]; e++) val[e] *= sigma[r * TILE + idx[e]];
-  }
-}
+struct Span {  // keys [first, first + n) of a tile
+  int64_t first;
+  int n;
+};
 
-void backward_dense(const Block& block, int64_t tile, const float* s, float* val,
-                    const BackwardScratch& at, Gradients& g) {
+// Scores [key][ROWS], MASKED where the row does not see the key
+void score_span(const Block& block, Span span, const BackwardScratch& at) {
   const Head& head = block.head;
-  int cols = (int)head.cols, widest = block.width(block.rows - 1, tile);
-  float* panels = at.v_panels + tile * TILE * head.d;
-  if (!at.v_packed[tile]) {
-    pack_panels(at.v + tile * TILE * cols, cols, std::min<int64_t>(TILE, head.keys - tile * TILE),
-                head.d, nullptr, panels);
-    at.v_packed[tile] = true;
+  int64_t d = head.d, cols = head.cols;
+  if (head.direct) {
+    std::fill(at.s, at.s + span.n * ROWS, 0.f);
+    for (int x = 0; x < span.n; x++)
+      score_direct(block, span.first + x, at.q, at.s + x * ROWS, 1);
+  } else {
+    for (int x = 0; x < span.n; x += MR)
+      for (int r = block.hidden(span.first + x) / PANEL * PANEL; r < block.rows; r += PANEL)
+        gemm_rows<false>(std::min(MR, span.n - x), d, at.k + (span.first + x) * cols, cols,
+                         at.q_panels + r * d, PANEL, at.s + x * ROWS + r, ROWS, PANEL, false);
   }
-  for (int x = 0; x < widest; x += PANEL)
-    for (int r = 0; r < block.rows; r += MR)
-      gemm_rows<false>(std::min(MR, block.rows - r), head.d, at.dout + r * cols, cols,
-                       panels + x * head.d, PANEL, at.dw + r * TILE + x, TILE, PANEL, false);
-  for (int r = 0; r < block.rows; r++) {
-    v8 mu = all(block.mu[r]), m = all(block.m[r]), pull = all(0.f), d = all(g.d[r]);
-    v8 inv_l = all(1.f / block.l[r]), slope = all(g.slope[r]);
-    float* w = at.dw + r * TILE;
-    int width = block.width(r, tile);
-    for (int x = 0; x < width; x += 8) {
-      v8 score = load(s + r * TILE + x);
-      v8 z = maximum((softplus(score) - mu) / m, all(0.f));
-      v8 y = power(z, block.p[r] - 1.f);
-      y = where(score > all(MASKED), y, all(0.f));
-      v8 a = y * slope * (load(w + x) - d);
-      store(val + r * LIST + x, a * sigmoid(score));
-      store(w + x, z * y * inv_l);
-      pull += a;
-    }
-    clear_after(w, width);
-    g.pull[r] += sum(pull);
-  }
-  for (int x = 0; x < widest; x += MR)
-    gemm_rows<true>(std::min(MR, widest - x), block.rows, at.dw + x, TILE, at.dout, cols,
-                    at.dv + (tile * TILE + x) * cols, cols, cols, true);
+  for (int x = 0; x < span.n; x++)
+    std::fill(at.s + x * ROWS, at.s + x * ROWS + block.hidden(span.first + x), MASKED);
 }
 
-// ds in place of sigma, then dq += ds k and dk += ds^T q
-void score_gradients(const Block& block, int64_t tile, float* ds, const Lists& lists, bool dense,
-                     const BackwardScratch& at, const float* e) {
-  int cols = (int)block.head.cols, widest = block.width(block.rows - 1, tile);
-  for (int r = 0; r < block.rows; r++) {
-    float *row = ds + r * TILE, *val = lists.val + r * LIST;
-    int width = block.width(r, tile);
-    v8 c = all(-e[r]);
-    if (dense)
-      for (int x = 0; x < width; x += 8) store(row + x, load(row + x) * c + load(val + x));
-    else {
-      for (int x = 0; x < width; x += 8) store(row + x, load(row + x) * c);
-      for (int i = 0; i < lists.n[r]; i++) row[lists.idx[r * LIST + i]] += val[i];
+// ds in place of the scores, dv gains its share; returns the number of entries that count. Of the
+// long way from a score to its weight only the entries that count take more than sigma.
+int backward_sparse(const Block& block, Span span, const BackwardScratch& at,
+                    const Gradients& g) {
+  int cols = (int)block.head.cols, rows = block.rows, n = 0, counted = 0, start[SPAN + 1];
+  float *kept = at.z, *sigmas = at.sigma, *parts = at.part, *sharp = at.r;
+  uint8_t* row = at.row;
+  for (int x = 0; x < span.n; x++) {
+    float* s = at.s + x * ROWS;
+    int from = block.hidden(span.first + x) / 8 * 8;
+    start[x] = n;
+    std::fill(s, s + from, 0.f);
+    for (int r = from; r < rows; r += 8) {
+      v8 y = load(s + r);
+      unsigned mask = lanes(y > load(g.cut + r));
+      pack(kept + n, y, mask);
+      pack_numbers(row + n, r, mask);
+      n += __builtin_popcount(mask);
+      store(s + r, load(g.pull + r) * Activation(y).sigmoid());
     }
-    clear_after(row, width);
+    counted += n - start[x];
+    for (; n % 4; n++) kept[n] = MASKED, row[n] = 0;
   }
-  const float* k = at.k + tile * TILE * cols;
+  start[span.n] = n;
+  for (int e = n; e % 8; e++) kept[e] = MASKED, row[e] = 0;
+  for (int e = 0; e < n; e += 8) {
+    v8 s = load(kept + e);
+    Activation y(s);
+    v8 z = y.softplus() - lookup(block.mu, row + e) - lookup(block.mu_rest, row + e);
+    z = z * lookup(block.inverse_m, row + e);
+    z = where(s > all(MASKED), maximum(z, all(0.f)), all(0.f));
+    v8 r = block.mixed ? power(z, lookup(block.p, row + e) - all(1.f))
+                       : power(z, block.p[0] - 1.f);
+    store(sigmas + e, y.sigmoid());
+    store(sharp + e, r);
+    store(kept + e, z * r);
+  }
+  for (int x = 0; x < span.n; x++) {
+    int64_t key = (span.first + x) * cols;
+    int e = start[x], of_key = start[x + 1] - e;
+    sparse_dot(of_key, row + e, at.v + key, at.dout, cols, parts + e, cols);
+    sparse_sum(of_key, row + e, kept + e, at.dout, cols, at.dv + key, cols);
+  }
+  for (int e = 0; e < n; e += 8) {
+    v8 a = load(sharp + e) * lookup(g.slope, row + e) * (load(parts + e) - lookup(g.d, row + e));
+    store(parts + e, a * load(sigmas + e));
+  }
+  for (int x = 0; x < span.n; x++) {
+    float* s = at.s + x * ROWS;
+    for (int e = start[x]; e < start[x + 1]; e++) s[row[e]] += parts[e];
+  }
+  return counted;
+}
+
+int backward_dense(const Block& block, Span span, const BackwardScratch& at, const Gradients& g) {
+  const Head& head = block.head;
+  int cols = (int)head.cols, counted = 0;
+  for (int x = 0; x < span.n; x += MR)
+    for (int r = block.hidden(span.first + x) / PANEL * PANEL; r < block.rows; r += PANEL)
+      gemm_rows<false>(std::min(MR, span.n - x), head.d, at.v + (span.first + x) * cols, cols,
+                       at.dout_panels + r * head.d, PANEL, at.dw + x * ROWS + r, ROWS, PANEL,
+                       false);
+  for (int x = 0; x < span.n; x++) {
+    float *s = at.s + x * ROWS, *w = at.dw + x * ROWS;
+    int from = block.hidden(span.first + x) / 8 * 8;
+    std::fill(s, s + from, 0.f);
+    std::fill(w, w + from, 0.f);
+    for (int r = from; r < block.rows; r += 8) {
+      Activation y(load(s + r));
+      v8 z = y.softplus() - load(block.mu + r) - load(block.mu_rest + r);
+      z = z * load(block.inverse_m + r);
+      counted += __builtin_popcount(lanes(y.s > load(g.cut + r)));
+      z = maximum(z, all(0.f));
+      v8 sharp = block.mixed ? power(z, load(block.p + r) - all(1.f)) : power(z, block.p[0] - 1.f);
+      v8 a = sharp * load(g.slope + r) * (load(w + r) - load(g.d + r));
+      store(s + r, (a + load(g.pull + r)) * y.sigmoid());
+      store(w + r, z * sharp);
+    }
+  }
+  for (int x = 0; x < span.n; x += MR) {
+    int from = block.hidden(span.first + x);
+    gemm_rows<false>(std::min(MR, span.n - x), block.rows - from, at.dw + x * ROWS + from, ROWS,
+                     at.dout + from * cols, cols, at.dv + (span.first + x) * cols, cols, cols,
+                     true);
+  }
+  return counted;
+}
+
+// dq += ds k and dk += ds^T q
+void score_gradients(const Block& block, Span span, const BackwardScratch& at) {
+  int cols = (int)block.head.cols;
   for (int r = 0; r < block.rows; r += MR) {
     int m = std::min(MR, block.rows - r);
-    gemm_rows<false>(m, block.width(r + m - 1, tile), ds + r * TILE, TILE, k, cols,
-                     at.dq + r * cols, cols, cols, true);
+    int64_t depth = std::min<int64_t>(span.n, block.seen(r + m - 1) - span.first);
+    if (depth > 0)
+      gemm_rows<true>(m, depth, at.s + r, ROWS, at.k + span.first * cols, cols, at.dq + r * cols,
+                      cols, cols, true);
   }
-  for (int x = 0, r = 0; x < widest; x += MR) {
-    while (block.width(r, tile) <= x) r++;  // rows that do not reach these keys
-    gemm_rows<true>(std::min(MR, widest - x), block.rows - r, ds + r * TILE + x, TILE,
-                    at.q + r * cols, cols, at.dk + (tile * TILE + x) * cols, cols, cols, true);
+  for (int x = 0; x < span.n; x += MR) {
+    int from = block.hidden(span.first + x);
+    gemm_rows<false>(std::min(MR, span.n - x), block.rows - from, at.s + x * ROWS + from, ROWS,
+                     at.q + from * cols, cols, at.dk + (span.first + x) * cols, cols, cols, true);
   }
 }
 
@@ -797,47 +995,61 @@ void through_normalise(const float* x, const float* g, float scale, int64_t d, f
   for (int64_t i = 0; i < d; i++) to[i] = scale * inverse * (g[i] - along * x[i]);
 }
 
-void backward_block(Block& block, const BackwardScratch& at) {
+double precise_dot(const float* a, const float* b, int64_t d) {
+  double total = 0;
+  for (int64_t x = 0; x < d; x++) total += (double)a[x] * b[x];
+  return total;
+}
+
+// What the forward saved of the rows, their share of dout, and what all of their ds have in common
+void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
   const Head& head = block.head;
   const Call& c = head.call;
+  int64_t d = head.d, cols = head.cols;
+  for (int r = 0; r < block.rows; r++) {
+    int64_t i = block.first + r;
+    const float *dout = head.row(c.dout, i), *out = head.row(c.out, i);
+    const float* stat = head.row(c.stats, i);
+    float inverse_l = 1.f / stat[3];
+    if (stat[4] != block.p[r]) block.stage_one(r);
+    block.shape(r, stat[0], stat[1], stat[2]);
+    pack_rows(dout, 0, 1, d, cols, &inverse_l, at.dout + r * cols);
+    pack_rows(out, 0, 1, d, cols, nullptr, at.out + r * cols);
+    // by the same steps as dW, so that a row with a single entry has a gradient of exactly zero
+    uint8_t same[4] = {(uint8_t)r, (uint8_t)r, (uint8_t)r, (uint8_t)r};
+    float four[4];
+    sparse_dot(4, same, at.out + r * cols, at.dout, cols, four, (int)cols);
+    g.d[r] = four[0];
+    g.slope[r] = block.p[r] * block.inverse_m[r];
+    if (block.mu[r] == 0.f) continue;
+    g.pull[r] = (float)(-block.p[r] / block.count[r] * precise_dot(dout, head.row(c.guide, i), d));
+  }
+  exact_cut(block, g.cut);
+  for (int r = block.rows; r < ROWS; r++) g.cut[r] = INFINITY;
+  std::fill(at.q + block.rows * cols, at.q + ROWS * cols, 0.f);
+  std::fill(at.dout + block.rows * cols, at.dout + ROWS * cols, 0.f);
+  pack_panels(at.q, cols, ROWS, d, nullptr, at.q_panels);
+  pack_panels(at.dout, cols, ROWS, d, nullptr, at.dout_panels);
+}
+
+void backward_block(Block& block, const BackwardScratch& at) {
+  const Head& head = block.head;
   Gradients g;
   pack_queries(block, at.q);
-  for (int r = 0; r < block.rows; r++) {
-    const float *dout = head.row(c.dout, block.first + r), *stat = head.stat(block.first + r);
-    pack_rows(dout, 0, 1, head.d, head.cols, nullptr, at.dout + r * head.cols);
-    block.mu[r] = stat[0], block.m[r] = stat[1], block.l[r] = stat[2], block.p[r] = stat[3];
-    g.slope[r] = block.p[r] / (block.m[r] * block.l[r]);
-    // by the same steps as dW, so that a row with a single entry has a gradient of exactly zero
-    uint16_t place = (uint16_t)(r * LIST);
-    pack_rows(head.row(c.out, block.first + r), 0, 1, head.d, head.cols, nullptr, at.dq);
-    sparse_dot(1, &place, at.dq, at.dout, at.dw, (int)head.cols);
-    g.d[r] = at.dw[place];
+  prepare_rows(block, at, g);
+  std::fill(at.dq, at.dq + block.rows * head.cols, 0.f);
+  bool dense = block.lssa();
+  for (int64_t first = 0; first < block.keys(); first += SPAN) {
+    Span span{first, (int)std::min<int64_t>(SPAN, block.keys() - first)};
+    score_span(block, span, at);
+    int counted = dense ? backward_dense(block, span, at, g) : backward_sparse(block, span, at, g);
+    score_gradients(block, span, at);
+    // Neighbouring tiles are alike. A small one has nothing to gain.
+    dense = block.lssa() || counted > std::max(1024., 0.55 * span.n * block.rows);
   }
-  block.cuts(1.f);
-  for (int64_t i = 0; i < block.rows * head.cols; i++) at.dq[i] = 0.f;
-  auto lists = [&](int64_t tile) {
-    return Lists{at.val + tile * ROWS * LIST, at.idx + tile * ROWS * LIST, at.n + tile * ROWS};
-  };
-  if (head.direct) score_direct(block, at.q, at.strip);  // l was summed over these very scores
-  for (int64_t tile = 0; tile < block.tiles(); tile++) {
-    float* s = at.strip + tile * ROWS * TILE;
-    if (!head.direct) score_tile(block, tile, at.q, at.panels, s);
-    at.dense[tile] = select(block, tile, s, lists(tile));
-    if (at.dense[tile]) backward_dense(block, tile, s, lists(tile).val, at, g);
-    for (int r = 0; r < block.rows; r++)
-      for (int x = 0; x < block.width(r, tile); x += 8)
-        store(s + r * TILE + x, sigmoid(load(s + r * TILE + x)));
-    if (!at.dense[tile])
-      backward_sparse(block, tile, s, lists(tile), at, g);
-  }
-  float e[ROWS];
   for (int r = 0; r < block.rows; r++)
-    e[r] = block.mu[r] == 0.f ? 0.f : (float)(g.pull[r] / block.count[r]);
-  for (int64_t tile = 0; tile < block.tiles(); tile++)
-    score_gradients(block, tile, at.strip + tile * ROWS * TILE, lists(tile), at.dense[tile], at, e);
-  for (int r = 0; r < block.rows; r++)
-    through_normalise(head.row(c.q, block.first + r), at.dq + r * head.cols, block.scale[r], head.d,
-                      head.row(c.dq, block.first + r));
+    through_normalise(head.row(head.call.q, block.first + r), at.dq + r * head.cols, block.scale[r],
+                      head.d, head.row(head.call.dq, block.first + r));
 }
 
 // dk and dv of one head from the sums of its chunks, each [tiles * TILE][cols]
@@ -868,11 +1080,8 @@ void backward_head(const Head& head, Arena& arena, float* dk, float* dv) {
   const Call& c = head.call;
   if (dk) at.dk = dk, at.dv = dv;
   key_norms(head, at.inverse);
-  pack_panels(head.row(c.k, 0), c.k.l, head.keys, head.d, at.inverse, at.panels);
   pack_rows(head.row(c.k, 0), c.k.l, head.keys, head.d, head.cols, at.inverse, at.k);
   pack_rows(head.row(c.v, 0), c.v.l, head.keys, head.d, head.cols, nullptr, at.v);
-  std::fill(at.dw, at.dw + ROWS * LIST, 0.f);  // the padding of lists must be finite
-  std::fill(at.v_packed, at.v_packed + head.tiles, false);
   std::fill(at.dk, at.dk + head.keys * head.cols, 0.f);
   std::fill(at.dv, at.dv + head.keys * head.cols, 0.f);
   for (int64_t i = head.begin; i < head.end; i += ROWS) {
@@ -931,7 +1140,7 @@ extern "C" int lssar_backward(const Call* call, double p, double alpha) {
   int chunks = chunks_per_head(c);
   int64_t heads = c.batch * c.heads, tasks = heads * chunks;
   Head last = task(c, {p, alpha}, tasks - 1, chunks);
-  size_t wide = last.tiles * TILE * last.cols;
+  size_t wide = last.keys * last.cols;
   Arena shared;  // dk and dv of every chunk, when a head has several
   if (chunks > 1 && !shared.reserve(2 * wide * tasks)) return 1;
   int failed = 0;

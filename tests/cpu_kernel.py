@@ -1,0 +1,31 @@
+"""The CPU kernel and its reference on the same tensors: for the tests of both files about it."""
+
+import torch
+
+from attention import attend, get_mechanism
+
+
+def mechanism(p, alpha=0.0, train_length=1024):
+    if p is None:
+        return get_mechanism("lssa")
+    return get_mechanism("lssar", p=p, alpha=alpha, train_length=train_length)
+
+
+def eager(q, k, v, **options):
+    return attend(q, k, v, mechanism(**options), backend="eager")
+
+
+def results(attention, tensors, dout, dtype, **options):
+    """out, dq, dk, dv in float64, computed in `dtype`."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    out = attention(*leaves, **options)
+    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype)))]
+
+
+def distance(got, expected):
+    return ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def draw(*shape, lk=None):
+    b, h, lq, d = shape
+    return torch.randn(b, h, lq, d), *(torch.randn(b, h, lk or lq, d) for _ in range(2))

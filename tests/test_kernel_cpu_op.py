@@ -1,0 +1,246 @@
+"""kernels/cpu.py as an operator: layouts, threads, torch.compile, and how it is built."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cpu_kernel import distance, draw, results
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from kernels import cpu
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+
+
+def layouts(x):
+    """The same numbers, laid out in other ways."""
+    l, d = x.shape[2:]
+    yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield torch.cat([x, x, x], -1)[..., d : 2 * d]
+    yield x.mT.contiguous().mT
+    yield F.pad(x, (0, 0, 0, 5))[:, :, :l]
+
+
+def test_every_layout_gives_the_same_bits():
+    q, k, v = draw(2, 3, 70, 24)
+    expected = results(cpu.lssar, (q, k, v), q, torch.float32, p=15)
+    for tensors in zip(layouts(q), layouts(k), layouts(v), strict=True):
+        got = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+        assert all(map(torch.equal, got, expected))
+    q, k, v = (x.requires_grad_() for x in draw(1, 2, 40, 16))
+    cpu.lssar(q, k, v, p=15).sum().backward()  # an expanded gradient: every stride is zero
+    assert q.grad.isfinite().all()
+
+
+def test_output_and_gradients_are_laid_out_as_the_inputs():
+    leaves = [x.transpose(1, 2).requires_grad_() for x in draw(2, 50, 3, 16)]
+    out = cpu.lssar(*leaves, p=15)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(x.transpose(1, 2).is_contiguous() for x in (out, *grads))
+
+
+def test_threads_change_no_bit_of_the_output_and_dq():
+    tensors = draw(1, 3, 700, 32)
+    one = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    torch.set_num_threads(2)
+    try:
+        two = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+        again = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    finally:
+        torch.set_num_threads(1)
+    assert all(map(torch.equal, two, again))
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    assert max(map(distance, two, one)) < 1e-6
+
+
+@pytest.mark.parametrize("threads, shape", [(3, (1, 1, 1000, 8)), (7, (5, 1, 500, 16))])
+def test_any_division_among_threads_gives_the_same_result(threads, shape):
+    tensors = draw(*shape)
+    one = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    torch.set_num_threads(threads)
+    try:
+        many = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+    assert max(map(distance, many, one)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    q, k, v = (x.to(dtype) for x in draw(1, 2, 60, 32))
+    out = cpu.lssar(q, k, v, p=15)
+    assert out.dtype == dtype
+    assert torch.equal(out, cpu.lssar(q.float(), k.float(), v.float(), p=15).to(dtype))
+
+
+def test_autocast_trains_through_the_kernel():
+    project = torch.nn.Linear(32, 96)
+    x = torch.randn(1, 50, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, v = project(x).view(1, 50, 2, 48).transpose(1, 2).split(16, dim=-1)
+        out = cpu.lssar(q, k, v, p=15)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert project.weight.grad.isfinite().all() and project.weight.grad.any()
+
+
+@pytest.mark.parametrize("p", [0.0, 7.5])
+def test_operators_pass_opcheck(p):
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
+    torch.library.opcheck(torch.ops.lssar.cpu_forward, (q, k, v, p, 0.1, 4, True))
+    q, k, v = (x.detach() for x in (q, k, v))
+    torch.library.opcheck(torch.ops.lssar.cpu_forward, (q, k, v, p, 0.1, 4, False))
+    saved = (q, q, k, v, *torch.ops.lssar.cpu_forward(q, k, v, p, 0.1, 4, True))
+    torch.library.opcheck(torch.ops.lssar.cpu_backward, (*saved, p, 0.1, 4))
+
+
+def test_compiled_graphs_see_one_node_each_way():
+    seen = []
+
+    def backend(graph, _):
+        seen.append([n.target for n in graph.graph.nodes if "lssar" in str(n.target)])
+        return make_boxed_func(graph)
+
+    tensors = draw(1, 2, 30, 8)
+    compiled = torch.compile(
+        lambda *x: 2 * cpu.lssar(*x, p=15),
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=backend),
+    )
+    got = results(compiled, tensors, tensors[0], torch.float32)
+    expected = results(lambda *x: 2 * cpu.lssar(*x, p=15), tensors, tensors[0], torch.float32)
+    assert all(map(torch.equal, got, expected))
+    ops = torch.ops.lssar
+    assert seen == [[ops.cpu_forward.default], [ops.cpu_backward.default]]
+
+
+def test_checkpointing_recomputes_the_same_bits():
+    tensors = draw(1, 2, 60, 16)
+    plain = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    saved = results(
+        lambda *x: checkpoint(lambda *y: cpu.lssar(*y, p=15), *x, use_reentrant=False),
+        tensors,
+        tensors[0],
+        torch.float32,
+    )
+    assert all(map(torch.equal, plain, saved))
+
+
+def test_portable_path_equals_the_vector_path(monkeypatch):
+    tensors = draw(1, 2, 250, 40)
+    options = [{"p": None}, {"p": 1}, {"p": 15}, {"p": 4.5}]
+    vector = [results(cpu.lssar, tensors, tensors[0], torch.float32, **o) for o in options]
+    portable = cpu.load("-DLSSAR_PORTABLE")
+    monkeypatch.setattr(cpu, "_kernel", lambda: portable)
+    for expected, o in zip(vector, options, strict=True):
+        got = results(cpu.lssar, tensors, tensors[0], torch.float32, **o)
+        assert max(map(distance, got, expected)) < 1e-5
+
+
+def test_builds_and_agrees_without_openmp(monkeypatch, tmp_path):
+    monkeypatch.setenv("LSSAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu, "VARIANTS", ((),))
+    tensors = draw(1, 2, 100, 16)
+    expected = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    serial = cpu.load()
+    monkeypatch.setattr(cpu, "_kernel", lambda: serial)
+    got = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    assert max(map(distance, got, expected)) < 1e-5
+
+
+def ask(code, **environment):
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", f"from kernels import cpu; {code}"]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path):
+    shown = ask("print(cpu.unavailable())", PATH=str(tmp_path), CXX="", LSSAR_CACHE=str(tmp_path))
+    assert shown.stdout.strip() == ("no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+    shown = ask("print(cpu.unavailable())", CXX="no-such-compiler", LSSAR_CACHE=str(tmp_path))
+    assert "cannot run the C++ compiler no-such-compiler" in shown.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_build_says_what_the_compiler_said(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    monkeypatch.setattr(cpu, "SOURCE", broken)
+    monkeypatch.setenv("LSSAR_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(cpu.Unavailable, match=r"cannot build the kernel: .*error") as raised:
+        cpu.load()
+    assert "\n" not in str(raised.value)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_build_is_cached_and_half_files_are_never_seen(monkeypatch, tmp_path):
+    monkeypatch.setenv("LSSAR_CACHE", str(tmp_path))
+    library = cpu.build("-O0")
+    assert [library] == list(tmp_path.iterdir())
+    ctypes.CDLL(str(library))
+    built = library.stat().st_mtime_ns
+    assert cpu.build("-O0") == library and library.stat().st_mtime_ns == built
+
+
+def test_importing_builds_nothing(tmp_path):
+    ask("pass", LSSAR_CACHE=str(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_refusals_name_the_value():
+    q, k, v = draw(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"p = 0\.5"):
+        cpu.lssar(q, k, v, p=0.5)
+    with pytest.raises(ValueError, match="5 queries need at least as many keys, not 3"):
+        cpu.lssar(q, k[:, :, :3], v[:, :, :3], p=15)
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        cpu.lssar(q.double(), k, v, p=15)
+    with pytest.raises(ValueError, match="head dimension 300"):
+        cpu.lssar(*draw(1, 1, 2, 300), p=15)
+    with pytest.raises(ValueError, match=r"q must be"):
+        cpu.lssar(q, k[..., :4], v, p=15)
+
+
+def test_empty_batches_and_second_derivatives():
+    empty = cpu.lssar(*(torch.empty(0, 2, 5, 8) for _ in range(3)), p=15)
+    assert empty.shape == (0, 2, 5, 8)
+    q, k, v = (x.requires_grad_() for x in draw(1, 1, 6, 8))
+    (dq,) = torch.autograd.grad(cpu.lssar(q, k, v, p=15).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_a_dispatch_mode_sees_the_operator():
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensors = draw(1, 1, 6, 8)
+    plain = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    with Listen():
+        heard = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    assert torch.ops.lssar.cpu_forward.default in seen
+    assert torch.ops.lssar.cpu_backward.default in seen
+    assert all(map(torch.equal, plain, heard))
+
+
+def test_what_is_saved_for_the_backward_changes_no_bit_of_the_output():
+    tensors = draw(1, 2, 300, 24)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    for p in (None, 1, 15):
+        assert torch.equal(cpu.lssar(*tensors, p=p), cpu.lssar(*leaves, p=p))
