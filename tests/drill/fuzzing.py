@@ -152,7 +152,7 @@ def config_files(times: int, folder: Path) -> Told:
     return fuzz(times, content | st.binary(max_size=80), feed)
 
 
-@attack("input", "the command lines of six scripts, fuzzed", full=60, short=6)
+@attack("input", "the command lines of six scripts, fuzzed", full=60, short=4)
 def command_lines(times: int, folder: Path) -> Told:
     model = str(write_checkpoint(folder / "model", tiny_model(layers=1, width=8)))
     tokens = str(write_tokens(folder / "tokens", 1200))

@@ -63,7 +63,7 @@ def sample(pid: int) -> tuple[float, int] | None:
     return (int(line.split()[1]) / 1024, opened) if line else None
 
 
-@attack("load", "loader over 10,000 shards", full=10_000, short=2_000)
+@attack("load", "loader over 10,000 shards", full=10_000, short=1_000)
 def many_shards(times: int, folder: Path) -> Told:
     generator = np.random.default_rng(0)
     for index in range(times):

@@ -105,7 +105,7 @@ def gradient(times: int, folder: Path) -> Told:
     return one_bad_step(times, folder, poison_gradient)
 
 
-@attack("numbers", "NaN and infinity in a weight", full=3, short=1)
+@attack("numbers", "NaN and infinity in a weight", full=3)
 def weight(times: int, folder: Path) -> Told:
     subject = a_training()
     for number in range(times):
