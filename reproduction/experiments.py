@@ -173,8 +173,8 @@ def all_runs(scale: str) -> dict[str, Run]:
     ]
     if scale == "nano":
         found += [
-            Run("passkey-softmax", "nano-passkey", attention("softmax")),
-            Run("passkey-lssar", "nano-passkey", attention("lssar", 15)),
+            Run("passkey-softmax", "nano-passkey-softmax", attention("softmax")),
+            Run("passkey-lssar", "nano-passkey-softmax", attention("lssar", 15)),
         ]
     return {run.key: run for run in found}
 
