@@ -202,9 +202,11 @@ struct Activation {  // f and sigma of scores, from one exponential
 inline v8 softplus(v8 s) { return Activation(s).softplus(); }
 
 // z^p for 0 <= z <= 1; 0 at z = 0 also for p = 0, as relu'(0) = 0. The whole part of p by squaring:
-// exp2(p log2 z) alone would lose p log2(z) ulps.
+// exp2(p log2 z) alone would lose p log2(z) ulps. An int cannot hold any p, and beyond 1e9 the row's
+// largest z, a few ulps below 1 by rounding, would vanish too and leave 0/0.
+constexpr float LARGEST_P = 1e7f;
 inline v8 power(v8 z, float p) {
-  p = std::min(p, 1e9f);  // beyond, any z < 1 gives 0 as well, and an int could not hold p
+  p = std::min(p, LARGEST_P);
   int whole = (int)p;
   float rest = p - (float)whole;
   v8 y = all(1.f), square = z;
@@ -222,7 +224,7 @@ inline v8 power(v8 z, float p) {
 
 // the same with an exponent for each lane
 inline v8 power(v8 z, v8 p) {
-  p = where(p < all(1e9f), p, all(1e9f));
+  p = where(p < all(LARGEST_P), p, all(LARGEST_P));
   i8 whole = __builtin_convertvector(p, i8);
   v8 rest = p - __builtin_convertvector(whole, v8), y = all(1.f), square = z;
   for (i8 n = whole; lanes(n != 0); n >>= 1) {
