@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         if attack.name not in kept:
             print(f"== {attack.name}: {attack.what}", flush=True)
             outcome = attack.run(attack.short if arguments.short else attack.full)
-            kept[attack.name] = outcome.to_dict()
+            kept[attack.name] = outcome.to_dict() | {"revision": git_revision()}
             verdict = "held" if outcome.passed else "BROKE"
             print(f"   {verdict} in {outcome.seconds} s: {outcome.happened}", flush=True)
             save(path, {attack.name: kept[attack.name]})
@@ -95,7 +95,6 @@ def save(path: Path, mine: dict[str, dict | None]) -> None:
         {
             "command": "bash scripts/test.sh --drill",
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "revision": git_revision(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "root": os.geteuid() == 0,

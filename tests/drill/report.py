@@ -11,6 +11,7 @@ HEAD = """# What was tried against the system, and what happened
 
 Written by `{command}` on {date} (Python {python}, torch {torch}, {user}); the
 numbers are in `results/reliability.json`. {verdict} {kills} processes were ended by `kill -9`.
+{revisions}
 """
 
 
@@ -37,6 +38,7 @@ def write_table(target: Path, source: Path) -> Path:
         torch=found["torch"],
         user="as root" if found["root"] else "without root",
         verdict=verdict,
+        revisions=revisions(attacks),
         kills=sum(a["kills"] for a in attacks),
     )
     parts = [head]
@@ -48,6 +50,17 @@ def write_table(target: Path, source: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, "\n".join(parts))
     return target
+
+
+def revisions(attacks: list[dict]) -> str:
+    """Of the code: one, or a word of warning."""
+    known = {a.get("revision") for a in attacks}
+    if len(known) == 1 and None not in known:
+        return f"The code was at {known.pop()}."
+    return (
+        "**Not one run**: attacks were made and repeated by their names while the code changed; "
+        "the JSON has the revision of each where it was recorded."
+    )
 
 
 def row(outcome: dict) -> str:
