@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from errors import UserError
 from evaluation import table as text_table
@@ -48,13 +49,21 @@ class Evidence:
 
     def difference(self, name: str, row: str, other: str, factor: float, metric: str = "loss"):
         """Mean of row minus other, seed by seed, and twice its standard error."""
-        a, b = (self.cell(name, r, factor, metric) for r in (row, other))
-        pairs = [x - y for x, y in zip(a["values"], b["values"], strict=False)]
+        a, b = (by_seed(self.cell(name, r, factor, metric)) for r in (row, other))
+        pairs = [a[seed] - b[seed] for seed in a if seed in b]
+        if not pairs:
+            raise LookupError(f"{name}: {row} and {other} have no seed in common")
         if len(pairs) > 1:
             return statistics.fmean(pairs), 2 * statistics.stdev(pairs) / math.sqrt(len(pairs))
         column = f"{metric}@{self.space.scale.length(factor)}"
         columns = self.table(name)["columns"]
         return pairs[0], next(c["noise"] for c in columns if c["key"] == column) or 0.02
+
+
+def by_seed(cell: dict) -> dict[str, float]:
+    """Values by the seed in the name of the file that each came from."""
+    seeds = [Path(source).stem.rpartition("-s")[2] for source in cell["sources"]]
+    return dict(zip(seeds, cell["values"], strict=True))
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,9 @@ def compare(name: str, row: str, other: str, factor: float, metric: str = "loss"
 
     def judge(evidence: Evidence) -> tuple[str, str]:
         value, noise = evidence.difference(name, row, other, factor, metric)
-        a, b = (evidence.value(name, r, factor, metric) for r in (row, other))
-        return f"{a:.3f} against {b:.3f}: {signed(value, noise)}", below(value, noise)
+        a, b = (by_seed(evidence.cell(name, r, factor, metric)) for r in (row, other))
+        first, second = (statistics.fmean(x[s] for s in a if s in b) for x in (a, b))
+        return f"{first:.3f} against {second:.3f}: {signed(value, noise)}", below(value, noise)
 
     return judge
 

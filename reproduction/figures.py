@@ -69,7 +69,7 @@ def dots(table: Table, built: dict, space: Workspace):
         axes.errorbar(cell["mean"], height, xerr=cell["sd"] or 0, elinewidth=0.7, **style)
     axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel(quantity(built) + (", band: noise of a seed" if baseline and noise else ""))
+    axes.set_xlabel(quantity(built) + ("\nband: noise of a seed" if baseline and noise else ""))
     return figure
 
 
