@@ -249,7 +249,6 @@ def test_a_segment_makes_a_short_evaluation_predict_the_tokens_of_a_long_one(wor
         str(LENGTHS[0]),
         "--segment",
         str(LENGTHS[-1]),
-        "--spread",
         "--no-figures",
     ]
     main(command(workspace, ["softmax"], "short.json", *short))

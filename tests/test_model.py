@@ -253,7 +253,7 @@ def test_model_config_round_trips_through_json(name):
     ("change", "part"),
     [
         ({"layres": 3}, "'layres'"),
-        ({"layers": None}, "type"),
+        ({"layers": None}, "layers = None"),
         ({"layers": 0}, "layers = 0"),
         ({"heads": 5}, "heads = 5"),
         ({"width": 33}, "width = 33"),
