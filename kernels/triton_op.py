@@ -137,7 +137,8 @@ def _forward_outputs(q, k, v, p, alpha, train_length, save):
         return empty(q, *(() if needed else (0,)), dtype=torch.float32)
 
     exact, guide = like_q(save and q.dtype != torch.float32), like_q(save and p is not None)
-    stats = q.new_empty((save * ROW_STATISTICS, batch, heads, rows), dtype=torch.float32)
+    # Zeros: LSSA leaves what belongs to the sharpening unwritten, and an output must be determined.
+    stats = q.new_zeros((save * ROW_STATISTICS, batch, heads, rows), dtype=torch.float32)
     inv_k = q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32)
     return torch.empty_like(q), exact, guide, stats, inv_k
 
