@@ -44,8 +44,10 @@ class ModelConfig:
         sizes = dict.fromkeys(("layers", "heads", "width", "vocab_size"), 1)
         for key, least in (sizes | ENDS | {"vocab_rows": 1}).items():
             value = getattr(self, key)
-            if type(value) is not int or value < least:
-                raise UserError(f"model: {key} = {value!r} must be a number of at least {least}")
+            if type(value) is not int:
+                raise UserError(f"model: {key} = {value!r} is of a wrong type, must be int")
+            if value < least:
+                raise UserError(f"model: {key} = {value} must be at least {least}")
         if self.width % (2 * self.heads):
             raise UserError(
                 f"model: width = {self.width} must be an even multiple of heads = {self.heads} "
