@@ -82,6 +82,12 @@ def below(value: float, noise: float) -> str:
     return HOLDS if value < -noise else FAILS if value > noise else UNSEEN
 
 
+def all_below(steps: list[tuple[float, float]]) -> str:
+    """The verdict on several at once: one against it decides, one within the noise leaves it open."""
+    verdicts = {below(*step) for step in steps}
+    return FAILS if FAILS in verdicts else UNSEEN if UNSEEN in verdicts else HOLDS
+
+
 def compare(name: str, row: str, other: str, factor: float, metric: str = "loss"):
     """A judge of "row is lower than other"."""
 
@@ -125,9 +131,7 @@ def ordered(name: str, rows: tuple[str, ...]):
     def judge(evidence: Evidence) -> tuple[str, str]:
         steps = [evidence.difference(name, a, b, 1) for a, b in pairwise(rows)]
         text = " < ".join(f"{row} {evidence.value(name, row, 1):.3f}" for row in rows)
-        wrong = any(value > noise for value, noise in steps)
-        clear = all(value < -noise for value, noise in steps)
-        return text, HOLDS if clear else FAILS if wrong else UNSEEN
+        return text, all_below(steps)
 
     return judge
 
@@ -173,8 +177,7 @@ def pi_helps(other: str):
         text = ", ".join(
             f"{f}x {value:+.3f}" for f, (value, _) in zip((2, 4, 8), steps, strict=True)
         )
-        verdicts = {below(*step) for step in steps}
-        return text, verdicts.pop() if len(verdicts) == 1 else FAILS
+        return text, all_below(steps)
 
     return judge
 
@@ -188,8 +191,7 @@ def better_at_every_size(evidence: Evidence) -> tuple[str, str]:
     text = "LSSAR minus softmax at 16x: " + ", ".join(
         f"{size} {value:+.3f}" for size, (value, _) in zip(sizes, steps, strict=True)
     )
-    verdicts = {below(*step) for step in steps}
-    return text, verdicts.pop() if len(verdicts) == 1 else FAILS
+    return text, all_below(steps)
 
 
 def less_sink(evidence: Evidence) -> tuple[str, str]:

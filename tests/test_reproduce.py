@@ -19,7 +19,7 @@ import reproduction.plan
 from config import load_config
 from errors import UserError
 from evaluation import AS_TRAINED
-from reproduction.claims import FAILS, HOLDS, UNSEEN, below, claims_record
+from reproduction.claims import FAILS, HOLDS, UNSEEN, all_below, below, claims_record
 from reproduction.experiments import (
     HEADLINE,
     MECHANISM_OF,
@@ -267,6 +267,9 @@ def test_a_difference_within_the_noise_is_no_verdict():
     assert below(-0.3, 0.1) == HOLDS
     assert below(0.3, 0.1) == FAILS
     assert below(0.05, 0.1) == below(-0.05, 0.1) == UNSEEN
+    assert all_below([(-0.3, 0.1), (-0.05, 0.1)]) == UNSEEN
+    assert all_below([(-0.3, 0.1), (-0.05, 0.1), (0.3, 0.1)]) == FAILS
+    assert all_below([(-0.3, 0.1)]) == HOLDS
 
 
 def test_claims_without_measurements_cannot_be_seen(space):
