@@ -83,7 +83,7 @@ def below(value: float, noise: float) -> str:
 
 
 def all_below(steps: list[tuple[float, float]]) -> str:
-    """The verdict on several at once: one against it decides, one within the noise leaves it open."""
+    """The verdict on several: one against it decides, one within the noise leaves it open."""
     verdicts = {below(*step) for step in steps}
     return FAILS if FAILS in verdicts else UNSEEN if UNSEEN in verdicts else HOLDS
 
