@@ -15,12 +15,12 @@ tables. Run again, it continues: what is done is passed over, one failed run sto
 Exit codes: 0 all there, 1 something failed (the last lines say what), 2 a mistake in the input.
 """
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
 
 from errors import Parser, UserError, did_you_mean, run
-from evaluation import lengths
 from files import write_json
 from reproduction.claims import claims_record, show_claims
 from reproduction.experiments import SCALES, Table, all_runs, all_tables
@@ -75,11 +75,16 @@ def make_parser() -> Parser:
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ArgumentTypeError(f"{text!r} is not a list of seeds like 0,1,2")
+    return tuple(map(int, parts))
 
 
 def positive(text: str) -> int:
-    return lengths(text)[0]
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def choose(names: list[str], scale: str) -> list[Table | Special]:

@@ -120,6 +120,14 @@ def test_an_unknown_table_is_named_with_a_suggestion():
         reproduce.main(["actvations"])
 
 
+@pytest.mark.parametrize(
+    "option", ["--seeds=0,x", "--seeds=", "--jobs=0", "--gpus=-1", "--jobs=two"]
+)
+def test_a_number_that_is_none_is_one_clear_line(option):
+    with pytest.raises(UserError, match=r"is not a (number of|list of seeds)"):
+        reproduce.main(["headline", option])
+
+
 def test_paper_scale_without_gpus_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match="trains on 8 GPUs and 0 are here"):
