@@ -34,7 +34,7 @@ VARIANTS = (
     (),
 )
 MAX_HEAD_DIM = 256
-ROW_STATISTICS = 5  # named in lssar_cpu.cpp
+ROW_STATISTICS = 6  # named in lssar_cpu.cpp
 
 
 class Unavailable(RuntimeError):

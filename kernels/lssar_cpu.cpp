@@ -12,9 +12,10 @@
 //
 // LSSA, and a row whose keys are all alike (M below fp32 resolution), are the case p = 1, mu = 0.
 //
-// Sparsity: entries with r < 2^-24 / N_i are left out. As the largest z is 1, what is dropped is
-// below 2^-24 of the row's sum of r, and of z r. ds stays dense through E. A tile where most
-// entries count is multiplied densely instead.
+// Sparsity: an entry is left out where r < 2^-24 / n, n the number of the row's entries not left
+// out before: N_i at first, when a bound on mu and M is known, then the few left when they are. As
+// the largest z is 1, what is dropped each time is below 2^-24 of the row's sum of r, and of z r.
+// ds stays dense through E. A tile where most entries count is multiplied densely instead.
 //
 // Both directions take a block of ROWS queries over tiles of keys, and nothing larger than a tile
 // has to stay near: the forward keeps of each tile the entries that can still count when mu and M
@@ -154,14 +155,21 @@ inline v8 lookup(const float* table, const uint8_t* at) {
 }
 #endif
 
-// 2^x for -126 <= x <= 64, to 1 ulp
+// 2^x for -126 <= x <= 64: FINE to 1 ulp, else to 1.1e-7 relative, with errors of either sign that
+// a mean evens out
+template <bool FINE = true>
 inline v8 exp2v(v8 x) {
   const v8 magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to the nearest integer
-  v8 t = x + magic, r = x - (t - magic);
-  v8 square = r * r;
-  v8 high = (all(1.535275e-4f) * r + all(1.3398874e-3f)) * r + all(9.6184373e-3f);
-  v8 low = (all(5.5503324e-2f) * r + all(2.4022648e-1f)) * r + all(6.9314720e-1f);
-  v8 y = (high * square * r + low) * r + all(1.f);
+  v8 t = x + magic, r = x - (t - magic), square = r * r, y;
+  if (FINE) {
+    v8 high = (all(1.535275e-4f) * r + all(1.3398874e-3f)) * r + all(9.6184373e-3f);
+    v8 low = (all(5.5503324e-2f) * r + all(2.4022648e-1f)) * r + all(6.9314720e-1f);
+    y = (high * square * r + low) * r + all(1.f);
+  } else {
+    v8 high = all(1.3264727e-3f) * r + all(9.671513e-3f);
+    v8 low = all(5.5507336e-2f) * r + all(2.4022242e-1f);
+    y = (high * square + low) * square + (all(6.93147e-1f) * r + all(1.f));
+  }
   return bits(bits(y) + (bits(t) << 23));
 }
 
@@ -202,8 +210,8 @@ struct Activation {  // f and sigma of scores, from one exponential
 inline v8 softplus(v8 s) { return Activation(s).softplus(); }
 
 // z^p for 0 <= z <= 1; 0 at z = 0 also for p = 0, as relu'(0) = 0. The whole part of p by squaring:
-// exp2(p log2 z) alone would lose p log2(z) ulps. An int cannot hold any p, and beyond 1e9 the row's
-// largest z, a few ulps below 1 by rounding, would vanish too and leave 0/0.
+// exp2(p log2 z) alone would lose p log2(z) ulps. An int cannot hold any p, and beyond 1e9 the
+// row's largest z, a few ulps below 1 by rounding, would vanish too and leave 0/0.
 constexpr float LARGEST_P = 1e7f;
 inline v8 power(v8 z, float p) {
   p = std::min(p, LARGEST_P);
@@ -404,13 +412,18 @@ struct Head {  // one head's tensors, and the rows [begin, end) of one task
 
 struct Arena {  // one allocation, handed out in aligned pieces
   float* base = nullptr;
-  size_t used = 0;
+  size_t bytes = 0, used = 0;
+  Arena() = default;
+  Arena(const Arena&) = delete;
   ~Arena() { std::free(base); }
   bool reserve(size_t floats) {
-    size_t bytes = (floats * 4 + 63) / 64 * 64, huge = (size_t)1 << 21;
-    bool large = bytes > 2 * huge;
-    if (large) bytes = (bytes + huge - 1) / huge * huge;
-    base = (float*)std::aligned_alloc(large ? huge : 64, bytes);
+    size_t wanted = round_up(floats * sizeof(float), 64), huge = (size_t)1 << 21;
+    if (wanted <= bytes) return true;
+    std::free(base);
+    bool large = wanted > 2 * huge;
+    if (large) wanted = round_up(wanted, huge);
+    base = (float*)std::aligned_alloc(large ? huge : 64, wanted);
+    bytes = base ? wanted : 0;
 #ifdef MADV_HUGEPAGE
     // a row block sweeps over several MB; 4 KB pages would miss the TLB all the way
     if (base && large) madvise(base, bytes, MADV_HUGEPAGE);
@@ -423,6 +436,12 @@ struct Arena {  // one allocation, handed out in aligned pieces
     return p;
   }
 };
+
+// Kept between calls: pages of a fresh one would have to be cleared first, a tenth of a short call.
+Arena& scratch() {
+  static thread_local Arena arena;
+  return arena;
+}
 
 // k^T in panels [panel][d][PANEL], keys scaled by `scale` where given, zeros past the last key
 void pack_panels(const float* x, int64_t ld, int64_t n, int64_t d, const float* scale, float* to) {
@@ -467,8 +486,12 @@ struct Block {  // up to ROWS consecutive queries of a head and what they know
       shape(r, 0.f, 0.f, 1.f);
       if (lssa()) p[r] = 1.f;
     }
+    leave_out_of(count);
+  }
+  // An entry counts unless r < 2^-24 / entries, `entries` the number of them that may count
+  void leave_out_of(const float* entries) {
     for (int r = 0; r < ROWS; r += 8) {
-      v8 exponent = (log2v(load(count + r)) + all(24.f)) / (load(p + r) - all(1.f));
+      v8 exponent = (log2v(load(entries + r)) + all(24.f)) / (load(p + r) - all(1.f));
       store(least + r, exp2v(maximum(-exponent, all(-120.f))));
     }
   }
@@ -554,13 +577,16 @@ void score_tile(const Block& block, int64_t tile, const ForwardScratch& at) {
   if (head.direct)
     for (int x = 0; x < widest; x++) score_direct(block, tile * TILE + x, at.q, at.s + x, TILE);
   else
-    for (int x = 0; x < widest; x += PANEL)
-      for (int r = 0; r < block.rows; r += MR) {
-        int m = std::min(MR, block.rows - r);
-        if (x < block.width(r + m - 1, tile))
-          gemm_rows<false>(m, d, at.q + r * cols, cols, at.panels + (tile * TILE + x) * d, PANEL,
-                           at.s + r * TILE + x, TILE, PANEL, false);
-      }
+    for (int x = 0; x < widest; x += PANEL) {
+      const float* panel = at.panels + (tile * TILE + x) * d;
+      int r = block.hidden(tile * TILE + x) / MR * MR;
+      for (; r + MR <= block.rows; r += MR)
+        micro<MR, 2, false>(d, at.q + r * cols, cols, panel, PANEL, at.s + r * TILE + x, TILE,
+                            false);
+      if (r < block.rows)
+        gemm_rows<false>(block.rows - r, d, at.q + r * cols, cols, panel, PANEL,
+                         at.s + r * TILE + x, TILE, PANEL, false);
+    }
   for (int r = 0; r < block.rows; r++)
     for (int x = block.width(r, tile); x % 8; x++) at.s[r * TILE + x] = MASKED;
 }
@@ -569,9 +595,11 @@ struct Sums {  // of each row over the tiles so far
   double f[ROWS] = {};
   alignas(32) float s[ROWS] = {}, top[ROWS];
   alignas(32) float s_all[ROWS];  // the sum of all scores of the row, known beforehand
+  alignas(32) float kept[ROWS];   // entries that may count
   Sums() {
     std::fill(top, top + ROWS, MASKED);
     std::fill(s_all, s_all + ROWS, -1e30f);
+    std::fill(kept, kept + ROWS, 0.f);
   }
 };
 
@@ -586,21 +614,33 @@ void sum_all_scores(const Block& block, const ForwardScratch& at, Sums& sums) {
   }
 }
 
-// sum f = sum max(s, 0) + log2 prod(1 + 2^-|s|): one exp an entry and one log a tile. Two chains,
-// as a product waits for the one before.
-void add_tile(const float* s, int width, int r, Sums& sums) {
+// One row of a tile. ADD: to the sums; sum f = sum max(s, 0) + log2 prod(1 + 2^-|s|), one exp an
+// entry and one log a tile, in two chains, as a product waits for the one before. KEEP: scores
+// above the cut and their keys are copied; returns their number.
+template <bool ADD, bool KEEP>
+inline int sweep(const float* s, int width, int r, float cut, Sums& sums, float* val,
+                 uint8_t* idx) {
   v8 linear[2] = {}, product[2] = {all(1.f), all(1.f)}, high = all(MASKED), plain = all(0.f);
+  int kept = 0;
   auto take = [&](int x, int chain) {
     v8 y = load(s + x);
+    if (KEEP) {
+      unsigned mask = lanes(y > all(cut));
+      pack(val + kept, y, mask);
+      pack_numbers(idx + kept, x, mask);
+      kept += __builtin_popcount(mask);
+    }
+    if (!ADD) return;
     linear[chain] += maximum(y, all(0.f));
-    product[chain] += product[chain] * exp2v(minus_abs(y));
+    product[chain] += product[chain] * exp2v<false>(minus_abs(y));
     high = maximum(high, y);
     plain += y;
   };
   int x = 0;
   for (; x + 8 < width; x += 16) take(x, 0), take(x + 8, 1);
   if (x < width) take(x, 0);
-  double f = wide_sum(linear[0]) + wide_sum(linear[1]) + sum(log2v(product[0] * product[1]));
+  if (!ADD) return kept;
+  double f = wide_sum(linear[0] + linear[1]) + sum(log2v(product[0] * product[1]));
   // 1 + e loses up to 2^-25 an entry, which only matters where the mean is small
   if (f < 0.25 * width) {
     v8 part = all(0.f);
@@ -610,6 +650,7 @@ void add_tile(const float* s, int width, int r, Sums& sums) {
   sums.f[r] += f;
   sums.s[r] += sum(plain) - MASKED * (float)(round_up(width, 8) - width);
   sums.top[r] = std::max(sums.top[r], largest(high));
+  return kept;
 }
 
 // The score s = log2(2^f - 1) with softplus f, rounded down.
@@ -641,33 +682,33 @@ void cut_so_far(const Block& block, const Sums& sums, int64_t seen, float* cut) 
   }
 }
 
-// Copies what may count of a tile to val and idx, row by row, each padded to 8 with MASKED; or all
-// of it, where most counts. Returns the entries taken.
-size_t keep_tile(const Block& block, int64_t tile, const ForwardScratch& at, const float* cuts,
-                 float* val, uint8_t* idx) {
+// Adds a tile to the sums and copies what may count of it to val and idx, row by row, each padded
+// to 8 with MASKED; or all of it, where most counts. Returns the entries taken.
+size_t take_tile(const Block& block, int64_t tile, const ForwardScratch& at, float* cuts,
+                 Sums& sums, float* val, uint8_t* idx) {
   size_t used = 0;
   int kept = 0, present = 0;
   int32_t* n = at.n + tile * ROWS;
+  bool first = tile == 0;  // of which nothing is known that would make a cut
+  if (first)
+    for (int r = 0; r < block.rows; r++)
+      sweep<true, false>(at.s + r * TILE, block.width(r, tile), r, 0.f, sums, nullptr, nullptr);
+  cut_so_far(block, sums, std::max<int64_t>(tile, 1) * TILE, cuts);
   for (int r = 0; r < block.rows; r++) {
-    const float* s = at.s + r * TILE;
-    int count = 0, width = block.width(r, tile);
-    v8 cut = all(cuts[r]);
-    for (int x = 0; x < width; x += 8) {
-      v8 y = load(s + x);
-      unsigned mask = lanes(y > cut);
-      pack(val + used + count, y, mask);
-      pack_numbers(idx + used + count, x, mask);
-      count += __builtin_popcount(mask);
-    }
-    store(val + used + count, all(MASKED));
-    n[r] = count;
-    used += round_up(count, 8);
-    kept += count;
+    int width = block.width(r, tile);
+    auto keep = first ? sweep<false, true> : sweep<true, true>;
+    n[r] = keep(at.s + r * TILE, width, r, cuts[r], sums, val + used, idx + used);
+    store(val + used + n[r], all(MASKED));
+    used += round_up(n[r], 8);
+    kept += n[r];
     present += width;
   }
   // About where the two cost the same; a small tile has nothing to gain, and its short rows keep
   // the exactly zero gradient of a single entry.
-  if (present < 2048 || kept < 0.55 * present) return used;
+  bool dense = present >= 2048 && kept >= 0.55 * present;
+  for (int r = 0; r < block.rows; r++)
+    sums.kept[r] += (float)(dense ? block.width(r, tile) : n[r]);
+  if (!dense) return used;
   n[0] = -1;
   std::memcpy(val, at.s, sizeof(float) * ROWS * TILE);
   return ROWS * TILE;
@@ -690,20 +731,25 @@ bool row_statistics(Block& block, const Sums& sums) {
   return flat;
 }
 
-struct Totals {
-  double l[ROWS] = {}, h[ROWS] = {};  // sums of z r and of r
+struct Totals {  // of each row: sums of z r and of r, over the tiles before and over this one
+  double l[ROWS] = {}, h[ROWS] = {};
+  v8 l_tile[ROWS] = {}, h_tile[ROWS] = {};
+  void end_tile() {
+    for (int r = 0; r < ROWS; r += 4) end(l + r, l_tile + r), end(h + r, h_tile + r);
+  }
+  static void end(double* total, v8* tile) {
+    float part[4];
+    sum4(tile, part);
+    for (int i = 0; i < 4; i++) total[i] += part[i], tile[i] = all(0.f);
+  }
 };
 
-// z r in place of `n` scores (padded to 8), r beside them
-inline void weigh(float* s, float* to, int n, const Block& block, int row, Totals& totals) {
-  v8 l = all(0.f), h = all(0.f);
-  for (int e = 0; e < n; e += 8) {
-    v8 z = maximum(block.z(softplus(load(s + e)), row), all(0.f));
-    v8 r = power(z, block.p[row] - 1.f), w = z * r;
-    store(s + e, w), store(to + e, r);
-    l += w, h += r;
-  }
-  totals.l[row] += sum(l), totals.h[row] += sum(h);
+// z r in place of eight scores of a row, r beside them
+inline void weigh(float* s, float* to, const Block& block, int row, Totals& totals) {
+  v8 z = maximum(block.z(softplus(load(s)), row), all(0.f));
+  v8 r = power(z, block.p[row] - 1.f), w = z * r;
+  store(s, w), store(to, r);
+  totals.l_tile[row] += w, totals.h_tile[row] += r;
 }
 
 inline void clear_after(float* row, int width) {  // zeros in columns [width, TILE)
@@ -712,55 +758,65 @@ inline void clear_after(float* row, int width) {  // zeros in columns [width, TI
 
 void add_dense(const Block& block, int64_t tile, const ForwardScratch& at, float* s,
                Totals& totals) {
-  int cols = (int)block.head.cols;
+  int64_t cols = block.head.cols;
   bool guide = block.head.call.guide.data != nullptr;
-  const float* v = at.v + tile * TILE * at.ldv;
   for (int r = 0; r < block.rows; r++) {
     int width = block.width(r, tile);
-    weigh(s + r * TILE, at.r + r * TILE, width, block, r, totals);
-    clear_after(s + r * TILE, width);
-    clear_after(at.r + r * TILE, width);
+    float *weights = s + r * TILE, *sharp = at.r + r * TILE;
+    for (int x = 0; x < width; x += 8) weigh(weights + x, sharp + x, block, r, totals);
+    clear_after(weights, width);
+    clear_after(sharp, width);
   }
+  const float* v = at.v + tile * TILE * at.ldv;
   for (int r = 0; r < block.rows; r += MR) {
     int m = std::min(MR, block.rows - r), depth = block.width(r + m - 1, tile);
-    gemm_rows<false>(m, depth, s + r * TILE, TILE, v, at.ldv, at.out + r * cols, cols, cols, true);
-    if (guide)
-      gemm_rows<false>(m, depth, at.r + r * TILE, TILE, v, at.ldv, at.guide + r * cols, cols, cols,
-                       true);
+    auto product = [&](const float* weights, float* to) {
+      gemm_rows<false>(m, depth, weights + r * TILE, TILE, v, at.ldv, to + r * cols, cols,
+                       (int)cols, true);
+    };
+    product(s, at.out);
+    if (guide) product(at.r, at.guide);
   }
 }
 
-// The kept entries that do count; returns the entries passed.
+// The kept entries that do count; returns the entries passed. All rows go through each step
+// together: the list of a single row is short.
 size_t add_sparse(const Block& block, int64_t tile, const ForwardScratch& at, const float* cuts,
-                  float* val, uint8_t* idx, Totals& totals) {
+                  float* s, uint8_t* idx, Totals& totals) {
+  int64_t cols = block.head.cols;
   size_t used = 0;
-  int cols = (int)block.head.cols;
-  bool guide = block.head.call.guide.data != nullptr;
+  int filled = 0, start[ROWS], n[ROWS];
+  uint8_t row[ROWS * TILE / 8];  // of every eight entries
+  for (int r = 0; r < block.rows; r++) {
+    int kept = at.n[tile * ROWS + r], end = filled;
+    for (int e = 0; e < kept; e += 8) {
+      v8 y = load(s + used + e);
+      unsigned mask = lanes(y > all(cuts[r]));
+      pack(s + end, y, mask);
+      pack_bytes(idx + end, idx + used + e, mask);
+      end += __builtin_popcount(mask);
+    }
+    used += round_up(kept, 8);
+    start[r] = filled, n[r] = end - filled;
+    for (; end % 8; end++) s[end] = MASKED;
+    for (; filled < end; filled += 8) row[filled / 8] = (uint8_t)r;
+  }
+  for (int e = 0; e < filled; e += 8) weigh(s + e, at.r + e, block, row[e / 8], totals);
   const float* v = at.v + tile * TILE * at.ldv;
   for (int r = 0; r < block.rows; r++) {
-    float* s = val + used;
-    uint8_t* at_key = idx + used;
-    int n = 0, all_kept = at.n[tile * ROWS + r];
-    for (int e = 0; e < all_kept; e += 8) {
-      v8 y = load(s + e);
-      unsigned mask = lanes(y > all(cuts[r]));
-      pack(s + n, y, mask);
-      pack_bytes(at_key + n, at_key + e, mask);
-      n += __builtin_popcount(mask);
-    }
-    used += round_up(all_kept, 8);
-    for (int e = n; e % 8; e++) s[e] = MASKED;
-    weigh(s, at.r, n, block, r, totals);
-    float *out = at.out + r * cols, *g = at.guide + r * cols;
-    if (guide)
-      sparse_sums(n, at_key, s, at.r, v, at.ldv, out, g, cols);
+    float *out = at.out + r * cols, *guide = at.guide + r * cols;
+    const uint8_t* keys = idx + start[r];
+    const float *w = s + start[r], *sharp = at.r + start[r];
+    if (block.head.call.guide.data)
+      sparse_sums(n[r], keys, w, sharp, v, at.ldv, out, guide, (int)cols);
     else
-      sparse_sum(n, at_key, s, v, at.ldv, out, cols);
+      sparse_sum(n[r], keys, w, v, at.ldv, out, (int)cols);
   }
   return used;
 }
 
-void write_rows(const Block& block, const ForwardScratch& at, const Totals& totals) {
+void write_rows(const Block& block, const ForwardScratch& at, const Totals& totals,
+                const float* cuts) {
   const Head& head = block.head;
   for (int r = 0; r < block.rows; r++) {
     float l = (float)totals.l[r], inverse = 1.f / l, h = (float)totals.h[r];
@@ -769,7 +825,7 @@ void write_rows(const Block& block, const ForwardScratch& at, const Totals& tota
     float scale = block.inverse_m[r] * inverse;
     float* stat = head.row(head.call.stats, block.first + r);
     stat[0] = block.mu[r], stat[1] = block.mu_rest[r], stat[2] = block.m[r];
-    stat[3] = l, stat[4] = block.p[r];
+    stat[3] = l, stat[4] = block.p[r], stat[5] = cuts[r];
     if (!head.call.guide.data) continue;
     float *guide = head.row(head.call.guide, block.first + r), *g = at.guide + r * head.cols;
     for (int64_t x = 0; x < head.d; x++) guide[x] = (g[x] - h * to[x]) * scale;
@@ -788,11 +844,9 @@ void forward_block(Block& block, const ForwardScratch& at) {
     size_t used = 0;
     for (int64_t tile = 0; tile < tiles; tile++) {
       score_tile(block, tile, at);
-      for (int r = 0; r < block.rows; r++)
-        add_tile(at.s + r * TILE, block.width(r, tile), r, sums);
-      cut_so_far(block, sums, (tile + 1) * TILE, cuts);
-      used += keep_tile(block, tile, at, cuts, at.val + used, at.idx + used);
+      used += take_tile(block, tile, at, cuts, sums, at.val + used, at.idx + used);
     }
+    block.leave_out_of(sums.kept);
     dense = row_statistics(block, sums);  // such a row needs every key: all scores again
   }
   exact_cut(block, cuts);
@@ -800,7 +854,7 @@ void forward_block(Block& block, const ForwardScratch& at) {
   std::fill(at.guide, at.guide + block.rows * head.cols, 0.f);
   Totals totals;
   size_t used = 0;
-  for (int64_t tile = 0; tile < tiles; tile++)
+  for (int64_t tile = 0; tile < tiles; tile++) {
     if (dense) {
       score_tile(block, tile, at);
       add_dense(block, tile, at, at.s, totals);
@@ -810,7 +864,9 @@ void forward_block(Block& block, const ForwardScratch& at) {
     } else {
       used += add_sparse(block, tile, at, cuts, at.val + used, at.idx + used, totals);
     }
-  write_rows(block, at, totals);
+    totals.end_tile();
+  }
+  write_rows(block, at, totals, cuts);
 }
 
 void forward_head(const Head& head, Arena& arena) {
@@ -1023,10 +1079,10 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
     sparse_dot(4, same, at.out + r * cols, at.dout, cols, four, (int)cols);
     g.d[r] = four[0];
     g.slope[r] = block.p[r] * block.inverse_m[r];
+    g.cut[r] = stat[5];
     if (block.mu[r] == 0.f) continue;
     g.pull[r] = (float)(-block.p[r] / block.count[r] * precise_dot(dout, head.row(c.guide, i), d));
   }
-  exact_cut(block, g.cut);
   for (int r = block.rows; r < ROWS; r++) g.cut[r] = INFINITY;
   std::fill(at.q + block.rows * cols, at.q + ROWS * cols, 0.f);
   std::fill(at.dout + block.rows * cols, at.dout + ROWS * cols, 0.f);
@@ -1127,7 +1183,7 @@ extern "C" int lssar_forward(const Call* call, double p, double alpha) {
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
-    Arena arena;
+    Arena& arena = scratch();
     failed = !arena.reserve(ForwardScratch::size(task(c, {p, alpha}, tasks - 1, chunks)));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; i++)
@@ -1148,7 +1204,7 @@ extern "C" int lssar_backward(const Call* call, double p, double alpha) {
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
-    Arena arena;
+    Arena& arena = scratch();
     failed = !arena.reserve(BackwardScratch::size(last));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; i++) {
