@@ -941,11 +941,29 @@ void score_span(const Block& block, Span span, const BackwardScratch& at) {
     std::fill(at.s + x * ROWS, at.s + x * ROWS + block.hidden(span.first + x), MASKED);
 }
 
+// D and E of rows whose keys are all in one tile, by their definition, D = sum_j w dW and
+// E = sum_j p r / (l M) (dW - D) / N_i. From `out` and G, which are rounded, they would be too
+// coarse for a row of few keys, where one w is close to 1 and dW - D close to 0.
+void sum_whole_rows(const Block& block, int n, const BackwardScratch& at, Gradients& g) {
+  double weighted[ROWS] = {}, weights[ROWS] = {}, e_sum[ROWS] = {};
+  for (int e = 0; e < n; e++) {
+    weighted[at.row[e]] += (double)at.z[e] * at.part[e];
+    weights[at.row[e]] += at.z[e];
+  }
+  for (int r = 0; r < block.rows; r++) g.d[r] = (float)(weighted[r] / weights[r]);
+  for (int e = 0; e < n; e++) {
+    int r = at.row[e];
+    e_sum[r] += (double)at.r[e] * (at.part[e] - g.d[r]);
+  }
+  for (int r = 0; r < block.rows; r++)
+    if (block.mu[r] != 0.f) g.pull[r] = (float)(-g.slope[r] * e_sum[r] / block.count[r]);
+}
+
 // ds in place of the scores, dv gains its share; returns the number of entries that count. Of the
 // long way from a score to its weight only the entries that count take more than sigma.
-int backward_sparse(const Block& block, Span span, const BackwardScratch& at,
-                    const Gradients& g) {
+int backward_sparse(const Block& block, Span span, const BackwardScratch& at, Gradients& g) {
   int cols = (int)block.head.cols, rows = block.rows, n = 0, counted = 0, start[SPAN + 1];
+  bool whole = block.keys() <= SPAN;
   float *kept = at.z, *sigmas = at.sigma, *parts = at.part, *sharp = at.r;
   uint8_t* row = at.row;
   for (int x = 0; x < span.n; x++) {
@@ -959,7 +977,8 @@ int backward_sparse(const Block& block, Span span, const BackwardScratch& at,
       pack(kept + n, y, mask);
       pack_numbers(row + n, r, mask);
       n += __builtin_popcount(mask);
-      store(s + r, load(g.pull + r) * Activation(y).sigmoid());
+      v8 sigma = Activation(y).sigmoid();
+      store(s + r, whole ? sigma : load(g.pull + r) * sigma);
     }
     counted += n - start[x];
     for (; n % 4; n++) kept[n] = MASKED, row[n] = 0;
@@ -983,6 +1002,14 @@ int backward_sparse(const Block& block, Span span, const BackwardScratch& at,
     int e = start[x], of_key = start[x + 1] - e;
     sparse_dot(of_key, row + e, at.v + key, at.dout, cols, parts + e, cols);
     sparse_sum(of_key, row + e, kept + e, at.dout, cols, at.dv + key, cols);
+  }
+  if (whole) {
+    sum_whole_rows(block, n, at, g);
+    for (int x = 0; x < span.n; x++)
+      for (int r = 0; r < rows; r += 8) {
+        float* s = at.s + x * ROWS + r;
+        store(s, load(s) * load(g.pull + r));
+      }
   }
   for (int e = 0; e < n; e += 8) {
     v8 a = load(sharp + e) * lookup(g.slope, row + e) * (load(parts + e) - lookup(g.d, row + e));
