@@ -34,7 +34,7 @@ class Scale:
     eval_tokens: int  # targets of the loss at every length
     spread: bool  # targets from all over the validation set, or its beginning
     unit: str
-    seeds: tuple[int, ...]  # of the headline's runs; the others have the first alone
+    seeds: tuple[int, ...]  # of the runs that are repeated; the others have the first alone
     corpora: dict[str, Corpus]  # by directory
     tokens_per_second: float | None = None  # of training on a CPU, to plan with
     downstream: str = "paper"  # task set
@@ -187,10 +187,12 @@ def size_run(scale: str, size: str, name: str) -> str:
 
 
 def run_seeds(scale: Scale, key: str, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The seeds asked for, or the scale's own: all of them for the headline, else the first."""
+    """The seeds asked for, or the scale's own: the first alone, and all of them in the comparisons
+    that are about small differences: the headline, PI and the sizes."""
     if wanted is not None:
         return wanted
-    return scale.seeds if key in HEADLINE else scale.seeds[:1]
+    several = key in HEADLINE or key.startswith(("pi-", "no-pi-", "edu-"))
+    return scale.seeds if several else scale.seeds[:1]
 
 
 # --- tables --------------------------------------------------------------------------------------
