@@ -1,5 +1,6 @@
 """What a run will take: memory, time and arithmetic, before anything starts."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from attention import Call, choose_backend
 from config import BatchPlan, Config
 from data.records import open_data
+from errors import UserError
 from model import GPT
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
@@ -87,6 +89,21 @@ def estimate(config: Config, backend: str) -> Estimate:
         * t.micro_batch
         * t.length**2,
     )
+
+
+def refuse_too_large(config: Config, device: torch.device) -> None:
+    """One line instead of a failed allocation, or of being killed, while the weights are drawn."""
+    m = config.model_config()
+    parameters = m.vocab_rows * m.width + 12 * m.layers * m.width**2  # but for the norms
+    # The weights are drawn in main memory; only on a CPU gradients and moments stay there too.
+    needed = parameters * (16 if device.type == "cpu" else 4)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise UserError(
+            f"a model of {parameters:,} parameters needs {needed / GIB:,.0f} GiB of main memory and "
+            f"this machine has {there / GIB:,.0f}; lower model.width ({m.width}), model.layers "
+            f"({m.layers}) or model.vocab_rows ({m.vocab_rows})"
+        )
 
 
 def planned_backend(config: Config, device: str) -> str:

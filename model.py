@@ -23,6 +23,9 @@ from errors import UserError, did_you_mean
 from padding import attend_padded, token_positions
 
 
+MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     layers: int
@@ -48,6 +51,8 @@ class ModelConfig:
                 raise UserError(f"model: {key} = {value!r} is of a wrong type, must be int")
             if value < least:
                 raise UserError(f"model: {key} = {value} must be at least {least}")
+        if self.layers > MOST_LAYERS:
+            raise UserError(f"model: layers = {self.layers} must be at most {MOST_LAYERS}")
         if self.width % (2 * self.heads):
             raise UserError(
                 f"model: width = {self.width} must be an even multiple of heads = {self.heads} "

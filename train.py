@@ -29,7 +29,7 @@ from data.records import open_data
 from data.tokeniser import get_tokeniser
 from distributed import World
 from errors import Parser, UserError, run
-from estimate import dry_run, peak_flops, summary
+from estimate import dry_run, peak_flops, refuse_too_large, summary
 from model import GPT
 from run_log import RunLog
 
@@ -146,6 +146,7 @@ class Run:
         if world.is_main:
             self.store.remove_leftovers()  # of a run that was killed; the lock is ours
 
+        refuse_too_large(config, world.device)
         torch.manual_seed(t.seed)
         self.model, self.progress, saved = initial_state(config, self.store, resume)
         self.model.to(world.device).use_backend(config.attention.backend)

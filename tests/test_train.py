@@ -353,6 +353,8 @@ def test_every_config_has_a_dry_run(path, capsys):
         (["--attention.name=lsar"], "did you mean 'lssar'"),
         (["--train.init_from=/nowhere"], "/nowhere"),
         (["--resum"], "--section.key=value"),
+        (["--model.layers=1000000000"], "at most 1000"),
+        (["--model.width=96000000"], "GiB of main memory"),
         pytest.param(
             *(["--device", "cuda"], "no GPU found"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),

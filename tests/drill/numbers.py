@@ -127,7 +127,7 @@ def weight(times: int, folder: Path) -> Told:
     )
 
 
-@attack("numbers", "a gradient a million times too large (a loss spike)", full=2)
+@attack("numbers", "a gradient of noise, a million times too large (a loss spike)", full=2)
 def spike(times: int, folder: Path) -> Told:
     subject, last = a_training(), []
     for number in range(times):
@@ -140,7 +140,7 @@ def spike(times: int, folder: Path) -> Told:
                 loss = accumulate(run, now)
                 if now == step:
                     for p in run.model.parameters():
-                        p.grad.mul_(1e6)
+                        p.grad.normal_(std=1e6)
                 return loss
 
             Run._accumulate = spiked
