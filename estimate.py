@@ -100,7 +100,7 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise UserError(
-            f"a model of {parameters:,} parameters needs {needed / GIB:,.0f} GiB of main memory and "
+            f"a model of {parameters:,} parameters takes {needed / GIB:,.0f} GiB of main memory, "
             f"this machine has {there / GIB:,.0f}; lower model.width ({m.width}), model.layers "
             f"({m.layers}) or model.vocab_rows ({m.vocab_rows})"
         )

@@ -22,7 +22,6 @@ from cross_entropy import linear_cross_entropy, token_losses
 from errors import UserError, did_you_mean
 from padding import attend_padded, token_positions
 
-
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
 
 
