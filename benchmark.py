@@ -8,6 +8,7 @@ from errors import UserError, did_you_mean, run
 BENCHMARKS = {
     "attention": "benchmarks.attention",
     "gpu-check": "benchmarks.gpu_check",
+    "sparsity": "benchmarks.sparsity",
     "tokenise": "benchmarks.tokenise",
     "train": "benchmarks.train",
     "zero-blocks": "benchmarks.zero_blocks",
