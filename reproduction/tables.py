@@ -60,7 +60,9 @@ def find_value(rows: list[dict], variant: str, column: Column, space: Workspace)
     length = column_length(column, space)
     window = space.scale.passkey_length(1) if column.metric == "accuracy" else space.scale.length(1)
     variant = f"window={window}" if variant == "window" else variant
-    row = next((r for r in rows if (r["variant"], r["length"]) == (variant, length)), None)
+    # The last one: a run that was trained again has been evaluated again, into the same file.
+    wanted = [r for r in rows if (r["variant"], r["length"]) == (variant, length)]
+    row = wanted[-1] if wanted else None
     if row is None:
         return []
     if column.metric == "gain":

@@ -245,6 +245,16 @@ def test_a_cell_is_the_mean_and_spread_over_the_seeds_that_are_there(space):
     assert "1.625 ±0.177" in show(built)
 
 
+def test_a_run_that_was_trained_again_counts_as_it_is_now(space):
+    path = space.evaluation("extrapolation", "exp", 0)
+    write_results(path, {(AS_TRAINED, 128): 1.5})
+    found = json.loads(path.read_text())
+    found["rows"].append(found["rows"][0] | {"checkpoint": "trained again", "loss": 1.25})
+    path.write_text(json.dumps(found))
+    table = Table("x", "tab:decomsoft", (Column(1, paper="1K"),), (Row("exp", "II", "exp"),))
+    assert build(table, space, {})["rows"][0]["measured"][0]["values"] == [1.25]
+
+
 def test_an_overflow_is_a_finished_row_without_a_number(space):
     write_results(space.evaluation("extrapolation", "exp", 0), {(AS_TRAINED, 128): None})
     table = Table("x", "tab:decomsoft", (Column(1, paper="1K"),), (Row("exp", "II", "exp"),))
