@@ -9,6 +9,7 @@ BENCHMARKS = {
     "attention": "benchmarks.attention",
     "gpu-check": "benchmarks.gpu_check",
     "sparsity": "benchmarks.sparsity",
+    "threads": "benchmarks.threads",
     "tokenise": "benchmarks.tokenise",
     "train": "benchmarks.train",
     "zero-blocks": "benchmarks.zero_blocks",

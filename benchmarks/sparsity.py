@@ -1,9 +1,9 @@
 """python benchmark.py sparsity --threads 1 --lengths 1024,4096 --out results/cpu/sparsity.json
 
 The fused CPU kernel beside PyTorch's flash softmax at every sparsity. The kernel leaves out entries
-too small to count; their share grows with the exponent p, and where all keys but one are alike
-nearly every entry counts. All cases take turns in one process; a ratio is of medians, to
-F.scaled_dot_product_attention on the same q, k and v. Writes JSON and a figure.
+too small to count; their share grows with the exponent p, and where all keys but one are nearly
+alike most entries count. All cases take turns in one process; a ratio is of medians, to
+F.scaled_dot_product_attention at the same length. Writes JSON and a figure.
 """
 
 from argparse import Namespace
@@ -22,8 +22,13 @@ from evaluation import lengths, table
 from files import write_json
 
 KERNEL = Contestant("lssar", "cpu")
-RANDOM, ALIKE = "random", "all keys but one alike"
-CASES = (*((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)), (ALIKE, 2), (ALIKE, 15))
+# How far the keys are from each other, all but one that lies opposite; None: keys at random.
+RANDOM, ALIKE = None, 1e-4
+SPREADS = (RANDOM, ALIKE, 2.5e-3, 1e-2)
+CASES = (
+    *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
+    *((spread, p) for spread in SPREADS[1:] for p in (2, 15)),
+)
 
 
 def main(argv: list[str]) -> None:
@@ -39,7 +44,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"the CPU kernel cannot be measured here: {reason}")
     rows = [row for length in options.lengths for row in measured(length, options.rounds)]
     print(f"ratios to F.scaled_dot_product_attention, {torch.get_num_threads()} threads")
-    header = ["length", "inputs", "p", "entries that count", *PHASES]
+    header = ["length", "keys", "p", "entries that count", *PHASES]
     print(table(header, [_line(row) for row in rows]))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = vars(options) | {"out": str(options.out)}
@@ -57,28 +62,25 @@ def main(argv: list[str]) -> None:
 
 
 def measured(length: int, rounds: int) -> list[dict]:
-    inputs = {kind: inputs_of(kind, length) for kind in (RANDOM, ALIKE)}
-    steps = {}
-    for kind, tensors in inputs.items():
-        made = steps_of(BASELINE, tensors, 1)
-        steps |= {(kind, None, phase): s for phase, s in zip(PHASES, made, strict=True)}
-    for kind, p in CASES:
-        made = steps_of(KERNEL, inputs[kind], p)
-        steps |= {(kind, p, phase): s for phase, s in zip(PHASES, made, strict=True)}
+    inputs = {spread: inputs_of(spread, length) for spread in SPREADS}
+    steps = dict(zip(PHASES, steps_of(BASELINE, inputs[RANDOM], 1), strict=True))
+    for spread, p in CASES:
+        made = steps_of(KERNEL, inputs[spread], p)
+        steps |= {(spread, p, phase): s for phase, s in zip(PHASES, made, strict=True)}
     seconds = measure.median_seconds(steps, device="cpu", rounds=rounds)
     return [
-        {"length": length, "inputs": kind, "p": p, "share": counting(*inputs[kind][:2], p)}
-        | {phase: seconds[kind, p, phase] / seconds[kind, None, phase] for phase in PHASES}
-        for kind, p in CASES
+        {"length": length, "spread": spread, "p": p, "share": counting(*inputs[spread][:2], p)}
+        | {phase: seconds[spread, p, phase] / seconds[phase] for phase in PHASES}
+        for spread, p in CASES
     ]
 
 
-def inputs_of(kind: str, length: int) -> tuple[Tensor, ...]:
+def inputs_of(spread: float | None, length: int) -> tuple[Tensor, ...]:
     shape = {"batch": 1, "heads": 12, "head_dim": 64, "device": "cpu", "dtype": "fp32"}
     q, k, v, grad = make_inputs(Namespace(**shape, inputs="random"), length)
-    if kind == ALIKE:
+    if spread is not RANDOM:
         base = torch.randn(1, 12, 1, 64, generator=torch.Generator().manual_seed(1))
-        q, k = base + 0.1 * q, base + 1e-4 * k
+        q, k = base + 0.1 * q, base + spread * k
         k[:, :, 0] = -base[:, :, 0]
     return q, k, v, grad
 
@@ -94,7 +96,8 @@ def counting(q: Tensor, k: Tensor, p: float) -> float:
 
 
 def _line(row: dict) -> list[str]:
-    cells = [f"{row['length']:,}", row["inputs"], f"{row['p']:g}", f"{row['share']:.1%}"]
+    keys = "random" if row["spread"] is RANDOM else f"within {row['spread']:g}"
+    cells = [f"{row['length']:,}", keys, f"{row['p']:g}", f"{row['share']:.1%}"]
     return [*cells, *(f"{row[phase]:.2f}" for phase in PHASES)]
 
 
@@ -102,8 +105,9 @@ def draw(rows: list[dict], out: Path) -> list[Path]:
     figure, axes = plots.figure(width=plots.COLUMN)
     series = [(n, phase) for n in dict.fromkeys(r["length"] for r in rows) for phase in PHASES]
     for number, (length, phase) in enumerate(series):
-        points = sorted((r["share"], r[phase]) for r in rows if r["length"] == length)
-        axes.plot(*zip(*points, strict=True), **plots.line(number), label=f"{length:,} {phase}")
+        points = [(r["share"], r[phase]) for r in rows if r["length"] == length]
+        style = plots.line(number) | {"linestyle": "none"}
+        axes.plot(*zip(*points, strict=True), **style, label=f"{length:,} {phase}")
     axes.axhline(1, color="#555555", linewidth=0.8)
     axes.set(xlabel="share of entries that count", ylabel="time / flash softmax", ylim=(0, None))
     axes.legend(loc="lower right")

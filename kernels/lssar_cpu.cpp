@@ -62,6 +62,16 @@ inline i8 bits(v8 x) { return (i8)x; }
 inline v8 where(i8 c, v8 a, v8 b) { return bits((bits(a) & c) | (bits(b) & ~c)); }
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// While it lives, results below 2^-126 are zero in this thread: powers of small numbers are full of
+// them, and processors take a hundred cycles to represent one.
+struct FlushTiny {
+#ifdef LSSAR_AVX2
+  unsigned before = _mm_getcsr();
+  FlushTiny() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
+  ~FlushTiny() { _mm_setcsr(before); }
+#endif
+};
+
 // Packing: the chosen lanes of a vector first, in order; what follows them is arbitrary.
 #ifdef LSSAR_AVX2
 inline v8 maximum(v8 a, v8 b) { return _mm256_max_ps(a, b); }
@@ -415,20 +425,31 @@ struct Arena {  // one allocation, handed out in aligned pieces
   size_t bytes = 0, used = 0;
   Arena() = default;
   Arena(const Arena&) = delete;
-  ~Arena() { std::free(base); }
+  ~Arena() { release(); }
   bool reserve(size_t floats) {
-    size_t wanted = round_up(floats * sizeof(float), 64), huge = (size_t)1 << 21;
+    constexpr size_t HUGE_PAGE = (size_t)1 << 21;
+    size_t wanted = round_up(floats * sizeof(float), HUGE_PAGE);
     if (wanted <= bytes) return true;
-    std::free(base);
-    bool large = wanted > 2 * huge;
-    if (large) wanted = round_up(wanted, huge);
-    base = (float*)std::aligned_alloc(large ? huge : 64, wanted);
-    bytes = base ? wanted : 0;
-#ifdef MADV_HUGEPAGE
-    // a row block sweeps over several MB; 4 KB pages would miss the TLB all the way
-    if (base && large) madvise(base, bytes, MADV_HUGEPAGE);
+    release();
+#ifdef __linux__
+    // Not from the heap, whose end it would hold. A row block sweeps over several MB: with 4 KB
+    // pages it would miss the TLB all the way.
+    void* got = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    base = got == MAP_FAILED ? nullptr : (float*)got;
+    if (base && wanted > 2 * HUGE_PAGE) madvise(base, wanted, MADV_HUGEPAGE);
+#else
+    base = (float*)std::aligned_alloc(64, wanted);
 #endif
+    bytes = base ? wanted : 0;
     return base != nullptr;
+  }
+  void release() {
+#ifdef __linux__
+    if (base) munmap(base, bytes);
+#else
+    std::free(base);
+#endif
+    base = nullptr, bytes = 0;
   }
   float* take(size_t floats) {
     float* p = base + used;
@@ -596,10 +617,17 @@ struct Sums {  // of each row over the tiles so far
   alignas(32) float s[ROWS] = {}, top[ROWS];
   alignas(32) float s_all[ROWS];  // the sum of all scores of the row, known beforehand
   alignas(32) float kept[ROWS];   // entries that may count
+  bool dense = false;             // most entries of the tile before counted
   Sums() {
     std::fill(top, top + ROWS, MASKED);
     std::fill(s_all, s_all + ROWS, -1e30f);
     std::fill(kept, kept + ROWS, 0.f);
+  }
+  // of `width` entries of a row: their f, and vectors of their scores padded with MASKED
+  void add(int r, int width, double sum_f, v8 plain, v8 high) {
+    f[r] += sum_f;
+    s[r] += sum(plain) - MASKED * (float)(round_up(width, 8) - width);
+    top[r] = std::max(top[r], largest(high));
   }
 };
 
@@ -647,9 +675,22 @@ inline int sweep(const float* s, int width, int r, float cut, Sums& sums, float*
     for (x = 0; x < width; x += 8) part += softplus(load(s + x));
     f = wide_sum(part);
   }
-  sums.f[r] += f;
-  sums.s[r] += sum(plain) - MASKED * (float)(round_up(width, 8) - width);
-  sums.top[r] = std::max(sums.top[r], largest(high));
+  sums.add(r, width, f, plain, high);
+  return kept;
+}
+
+// A row of a tile where most entries count: f of all of them is kept. Returns how many count.
+template <bool ADD>
+inline int keep_all(const float* s, int width, int r, float cut, Sums& sums, float* to) {
+  v8 total = all(0.f), plain = all(0.f), high = all(MASKED);
+  int kept = 0;
+  for (int x = 0; x < width; x += 8) {
+    v8 y = load(s + x), f = softplus(y);
+    store(to + x, f);
+    kept += __builtin_popcount(lanes(y > all(cut)));
+    if (ADD) total += f, plain += y, high = maximum(high, y);
+  }
+  if (ADD) sums.add(r, width, wide_sum(total), plain, high);
   return kept;
 }
 
@@ -682,35 +723,46 @@ void cut_so_far(const Block& block, const Sums& sums, int64_t seen, float* cut) 
   }
 }
 
-// Adds a tile to the sums and copies what may count of it to val and idx, row by row, each padded
-// to 8 with MASKED; or all of it, where most counts. Returns the entries taken.
+// Adds a tile to the sums and keeps what may count of it, row by row: scores in val and keys in
+// idx, each row padded to 8 with MASKED; or f of all entries, where most count. Returns the room
+// taken.
 size_t take_tile(const Block& block, int64_t tile, const ForwardScratch& at, float* cuts,
                  Sums& sums, float* val, uint8_t* idx) {
   size_t used = 0;
-  int kept = 0, present = 0;
+  int kept = 0, present = 0, count;
   int32_t* n = at.n + tile * ROWS;
   bool first = tile == 0;  // of which nothing is known that would make a cut
   if (first)
     for (int r = 0; r < block.rows; r++)
       sweep<true, false>(at.s + r * TILE, block.width(r, tile), r, 0.f, sums, nullptr, nullptr);
   cut_so_far(block, sums, std::max<int64_t>(tile, 1) * TILE, cuts);
+  bool whole = sums.dense;  // neighbouring tiles are alike
   for (int r = 0; r < block.rows; r++) {
+    const float* s = at.s + r * TILE;
     int width = block.width(r, tile);
-    auto keep = first ? sweep<false, true> : sweep<true, true>;
-    n[r] = keep(at.s + r * TILE, width, r, cuts[r], sums, val + used, idx + used);
-    store(val + used + n[r], all(MASKED));
-    used += round_up(n[r], 8);
-    kept += n[r];
+    if (whole) {
+      count = keep_all<true>(s, width, r, cuts[r], sums, val + r * TILE);
+    } else {
+      auto keep = first ? sweep<false, true> : sweep<true, true>;
+      n[r] = count = keep(s, width, r, cuts[r], sums, val + used, idx + used);
+      store(val + used + count, all(MASKED));
+      used += round_up(count, 8);
+    }
+    kept += count;
     present += width;
   }
   // About where the two cost the same; a small tile has nothing to gain, and its short rows keep
   // the exactly zero gradient of a single entry.
-  bool dense = present >= 2048 && kept >= 0.55 * present;
+  sums.dense = present >= 2048 && kept >= 0.55 * present;
+  if (sums.dense && !whole) {
+    whole = true;
+    for (int r = 0; r < block.rows; r++)
+      keep_all<false>(at.s + r * TILE, block.width(r, tile), r, cuts[r], sums, val + r * TILE);
+  }
   for (int r = 0; r < block.rows; r++)
-    sums.kept[r] += (float)(dense ? block.width(r, tile) : n[r]);
-  if (!dense) return used;
+    sums.kept[r] += (float)(whole ? block.width(r, tile) : n[r]);
+  if (!whole) return used;
   n[0] = -1;
-  std::memcpy(val, at.s, sizeof(float) * ROWS * TILE);
   return ROWS * TILE;
 }
 
@@ -744,28 +796,35 @@ struct Totals {  // of each row: sums of z r and of r, over the tiles before and
   }
 };
 
-// z r in place of eight scores of a row, r beside them
-inline void weigh(float* s, float* to, const Block& block, int row, Totals& totals) {
-  v8 z = maximum(block.z(softplus(load(s)), row), all(0.f));
-  v8 r = power(z, block.p[row] - 1.f), w = z * r;
-  store(s, w), store(to, r);
-  totals.l_tile[row] += w, totals.h_tile[row] += r;
+// z r in place of `n` scores of a row, or of their f where it is KNOWN; r beside them for the GUIDE
+template <bool KNOWN, bool GUIDE>
+inline void weigh(float* s, float* to, int n, const Block& block, int row, Totals& totals) {
+  v8 l = all(0.f), h = all(0.f);
+  for (int e = 0; e < n; e += 8) {
+    v8 f = KNOWN ? load(s + e) : softplus(load(s + e));
+    v8 z = maximum(block.z(f, row), all(0.f)), r = power(z, block.p[row] - 1.f), w = z * r;
+    store(s + e, w);
+    l += w;
+    if (GUIDE) store(to + e, r), h += r;
+  }
+  totals.l_tile[row] += l;
+  if (GUIDE) totals.h_tile[row] += h;
 }
 
 inline void clear_after(float* row, int width) {  // zeros in columns [width, TILE)
   for (int x = width; x < TILE; x++) row[x] = 0.f;
 }
 
+template <bool KNOWN, bool GUIDE>
 void add_dense(const Block& block, int64_t tile, const ForwardScratch& at, float* s,
                Totals& totals) {
   int64_t cols = block.head.cols;
-  bool guide = block.head.call.guide.data != nullptr;
   for (int r = 0; r < block.rows; r++) {
     int width = block.width(r, tile);
     float *weights = s + r * TILE, *sharp = at.r + r * TILE;
-    for (int x = 0; x < width; x += 8) weigh(weights + x, sharp + x, block, r, totals);
+    weigh<KNOWN, GUIDE>(weights, sharp, width, block, r, totals);
     clear_after(weights, width);
-    clear_after(sharp, width);
+    if (GUIDE) clear_after(sharp, width);
   }
   const float* v = at.v + tile * TILE * at.ldv;
   for (int r = 0; r < block.rows; r += MR) {
@@ -775,12 +834,13 @@ void add_dense(const Block& block, int64_t tile, const ForwardScratch& at, float
                        (int)cols, true);
     };
     product(s, at.out);
-    if (guide) product(at.r, at.guide);
+    if (GUIDE) product(at.r, at.guide);
   }
 }
 
 // The kept entries that do count; returns the entries passed. All rows go through each step
 // together: the list of a single row is short.
+template <bool GUIDE>
 size_t add_sparse(const Block& block, int64_t tile, const ForwardScratch& at, const float* cuts,
                   float* s, uint8_t* idx, Totals& totals) {
   int64_t cols = block.head.cols;
@@ -801,13 +861,14 @@ size_t add_sparse(const Block& block, int64_t tile, const ForwardScratch& at, co
     for (; end % 8; end++) s[end] = MASKED;
     for (; filled < end; filled += 8) row[filled / 8] = (uint8_t)r;
   }
-  for (int e = 0; e < filled; e += 8) weigh(s + e, at.r + e, block, row[e / 8], totals);
+  for (int e = 0; e < filled; e += 8)
+    weigh<false, GUIDE>(s + e, at.r + e, 8, block, row[e / 8], totals);
   const float* v = at.v + tile * TILE * at.ldv;
   for (int r = 0; r < block.rows; r++) {
     float *out = at.out + r * cols, *guide = at.guide + r * cols;
     const uint8_t* keys = idx + start[r];
     const float *w = s + start[r], *sharp = at.r + start[r];
-    if (block.head.call.guide.data)
+    if (GUIDE)
       sparse_sums(n[r], keys, w, sharp, v, at.ldv, out, guide, (int)cols);
     else
       sparse_sum(n[r], keys, w, v, at.ldv, out, (int)cols);
@@ -832,13 +893,14 @@ void write_rows(const Block& block, const ForwardScratch& at, const Totals& tota
   }
 }
 
+template <bool GUIDE>
 void forward_block(Block& block, const ForwardScratch& at) {
   const Head& head = block.head;
   int64_t tiles = (block.keys() + TILE - 1) / TILE;
   alignas(32) float cuts[ROWS];
-  bool dense = block.lssa();
+  bool again = block.lssa();  // every entry counts, and no statistics are needed beforehand
   pack_queries(block, at.q);
-  if (!dense) {
+  if (!again) {
     Sums sums;
     if (!head.direct) sum_all_scores(block, at, sums);
     size_t used = 0;
@@ -847,22 +909,22 @@ void forward_block(Block& block, const ForwardScratch& at) {
       used += take_tile(block, tile, at, cuts, sums, at.val + used, at.idx + used);
     }
     block.leave_out_of(sums.kept);
-    dense = row_statistics(block, sums);  // such a row needs every key: all scores again
+    again = row_statistics(block, sums);  // such a row needs every key: all scores again
   }
   exact_cut(block, cuts);
   std::fill(at.out, at.out + block.rows * head.cols, 0.f);
-  std::fill(at.guide, at.guide + block.rows * head.cols, 0.f);
+  if (GUIDE) std::fill(at.guide, at.guide + block.rows * head.cols, 0.f);
   Totals totals;
   size_t used = 0;
   for (int64_t tile = 0; tile < tiles; tile++) {
-    if (dense) {
+    if (again) {
       score_tile(block, tile, at);
-      add_dense(block, tile, at, at.s, totals);
+      add_dense<false, GUIDE>(block, tile, at, at.s, totals);
     } else if (at.n[tile * ROWS] < 0) {
-      add_dense(block, tile, at, at.val + used, totals);
+      add_dense<true, GUIDE>(block, tile, at, at.val + used, totals);
       used += ROWS * TILE;
     } else {
-      used += add_sparse(block, tile, at, cuts, at.val + used, at.idx + used, totals);
+      used += add_sparse<GUIDE>(block, tile, at, cuts, at.val + used, at.idx + used, totals);
     }
     totals.end_tile();
   }
@@ -885,7 +947,7 @@ void forward_head(const Head& head, Arena& arena) {
     pack_rows(head.row(c.v, 0), c.v.l, head.keys, head.d, head.cols, nullptr, at.v);
   for (int64_t i = head.begin; i < head.end; i += ROWS) {
     Block block(head, i);
-    forward_block(block, at);
+    c.guide.data ? forward_block<true>(block, at) : forward_block<false>(block, at);
   }
 }
 
@@ -1210,6 +1272,7 @@ extern "C" int lssar_forward(const Call* call, double p, double alpha) {
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
+    FlushTiny mode;
     Arena& arena = scratch();
     failed = !arena.reserve(ForwardScratch::size(task(c, {p, alpha}, tasks - 1, chunks)));
 #pragma omp for schedule(dynamic, 1)
@@ -1231,6 +1294,7 @@ extern "C" int lssar_backward(const Call* call, double p, double alpha) {
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
+    FlushTiny mode;
     Arena& arena = scratch();
     failed = !arena.reserve(BackwardScratch::size(last));
 #pragma omp for schedule(dynamic, 1)

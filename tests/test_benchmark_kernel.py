@@ -1,4 +1,4 @@
-"""benchmarks/sparsity.py: the share of entries that count, and the files it writes."""
+"""benchmarks/sparsity.py and threads.py: what they count, and the files they write."""
 
 import json
 
@@ -32,8 +32,21 @@ def test_every_case_is_measured_and_drawn(tmp_path, capsys):
         ["sparsity", "--lengths", "33,64", "--rounds", "1", "--threads", "1", "--out", str(out)]
     )
     rows = json.loads(out.read_text())["rows"]
-    assert [(r["length"], r["inputs"], r["p"]) for r in rows] == [
+    assert [(r["length"], r["spread"], r["p"]) for r in rows] == [
         (n, *case) for n in (33, 64) for case in CASES
     ]
     assert all(r["forward"] > 0 and r["forward+backward"] > 0 for r in rows)
     assert out.with_suffix(".png").exists() and "entries that count" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+def test_one_and_two_threads_take_turns(tmp_path, capsys):
+    before, out = torch.get_num_threads(), tmp_path / "threads.json"
+    benchmark.main(
+        ["threads", "--threads", "2", "--lengths", "64", "--rounds", "1", "--out", str(out)]
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["contestant"] for r in rows] == ["softmax sdpa"] * 2 + ["lssar cpu"] * 2
+    assert all(r["speed_up"] == pytest.approx(r["one"] / r["several"]) for r in rows)
+    assert torch.get_num_threads() == before
+    assert "2 threads, ms" in capsys.readouterr().out
