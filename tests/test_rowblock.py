@@ -141,9 +141,25 @@ def test_a_window_makes_the_cost_linear_too(monkeypatch):
     q, k = torch.randn(2, 1, 1, 4096, 8)
     mechanism = get_mechanism("lssar", window=64)
     blocks = list(rowblock._blocks(q, k, mechanism.window))
-    assert sum((r.stop - r.start) * (s.stop - s.start) for r, s in blocks) < 4096 * 64 * 4
-    assert [r.start for r, _ in blocks] == [0, *(r.stop for r, _ in blocks[:-1])]
-    assert blocks[-1][0].stop == 4096
+    assert sum(size(b.rows) * size(b.keys) for b in blocks) < 4096 * 64 * 4
+    assert [b.rows.start for b in blocks] == [0, *(b.rows.stop for b in blocks[:-1])]
+    assert blocks[-1].rows.stop == 4096
+
+
+def size(part: slice) -> int:
+    return part.stop - part.start
+
+
+@pytest.mark.parametrize(("heads", "length"), [(7, 100), (3, 1000), (50, 17), (2, 5000)])
+def test_blocks_cover_every_row_of_every_head_once_in_bounded_memory(heads, length, monkeypatch):
+    monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**17})
+    q, k = torch.zeros(2, 1, heads, length, 2)
+    seen = torch.zeros(heads, length)
+    for block in rowblock._blocks(q, k, None):
+        seen[block.heads, block.rows] += 1
+        assert block.keys == slice(0, block.rows.stop)
+        assert size(block.heads) * size(block.rows) * length <= 2**17
+    assert (seen == 1).all()
 
 
 def test_long_calls_take_row_blocks_by_themselves():
