@@ -152,7 +152,7 @@ def size(part: slice) -> int:
 
 @pytest.mark.parametrize(("heads", "length"), [(7, 100), (3, 1000), (50, 17), (2, 5000)])
 def test_blocks_cover_every_row_of_every_head_once_in_bounded_memory(heads, length, monkeypatch):
-    monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**17})
+    monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"default": 2**17})
     q, k = torch.zeros(2, 1, heads, length, 2)
     seen = torch.zeros(heads, length)
     for block in rowblock._blocks(q, k, None):
