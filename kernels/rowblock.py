@@ -42,14 +42,11 @@ class _RowBlocks(torch.autograd.Function):
     def backward(ctx, grad_out):
         inputs = ctx.saved_tensors
         # float32 sums: many blocks add into the same key.
-        totals = [
-            None
-            if t is None
-            else torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
-            for t in inputs
-        ]
+        totals = _each(
+            lambda t: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)), inputs
+        )
         for block in _blocks(*inputs[:2], ctx.mechanism.window):
-            parts = [t if t is None else t.detach().requires_grad_() for t in block.of(*inputs)]
+            parts = _each(lambda t: t.detach().requires_grad_(), block.of(*inputs))
             with torch.enable_grad():
                 out = ctx.attend_eager(*parts[:3], ctx.mechanism, parts[3])
             leaves = [t for t in parts if t is not None]
@@ -57,14 +54,13 @@ class _RowBlocks(torch.autograd.Function):
             targets = [t for t in block.of(*totals) if t is not None]
             for target, grad in zip(targets, grads, strict=True):
                 target += grad
-        return (
-            None,
-            None,
-            *(
-                t if t is None else total.to(t.dtype)
-                for t, total in zip(inputs, totals, strict=True)
-            ),
-        )
+        types = _each(lambda t: t.dtype, inputs)
+        return None, None, *(t and total.to(t) for t, total in zip(types, totals, strict=True))
+
+
+def _each(function, tensors) -> list:
+    """Of every tensor; a mechanism without parameters has None in their place."""
+    return [t if t is None else function(t) for t in tensors]
 
 
 @dataclass(frozen=True)
