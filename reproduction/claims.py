@@ -16,6 +16,7 @@ from errors import UserError
 from evaluation import table as text_table
 from reproduction.plan import Workspace
 from reproduction.special import read_json
+from reproduction.tables import ACCURACY_NOISE
 
 HOLDS, FAILS, UNSEEN = "holds", "does not hold", "cannot be seen at this scale"
 
@@ -212,10 +213,10 @@ def passkey_beyond(evidence: Evidence) -> tuple[str, str]:
         f"{row} " + "/".join(f"{v:.0f}" for v in values) + " %" for row, values in found.items()
     )
     text += " at 1x/2x/4x"
-    if max(found["softmax"][0], found["lssar-p15"][0]) < 50:
-        return text, UNSEEN
+    if min(found["softmax"][0], found["lssar-p15"][0]) < 50:
+        return text, UNSEEN  # one of them has not learned the task
     ahead = [a - b for a, b in zip(found["lssar-p15"][1:], found["softmax"][1:], strict=True)]
-    return text, HOLDS if min(ahead) > 0 else FAILS
+    return text, HOLDS if ahead[0] > ACCURACY_NOISE and ahead[1] >= 0 else FAILS
 
 
 def fused_cost(evidence: Evidence) -> tuple[str, str]:
