@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import plots
 from attention import BACKENDS, Call, Mechanism, choose_backend, get_mechanism
 from benchmarks import measure
 from benchmarks.measure import Step, positive
@@ -77,7 +78,8 @@ def main(argv: list[str]) -> int:
     print(text(result))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, result)
-    print(f"written: {options.out}")
+    for path in (options.out, *draw(result, options.out)):
+        print(f"written: {path}")
     return 0
 
 
@@ -211,3 +213,24 @@ def text(result: dict) -> str:
     )
     notes = [f"left out: {s['name']}: {s['reason']}" for s in result["skipped"]]
     return "\n".join([title, table(header, lines), *notes])
+
+
+def draw(result: dict, out: Path) -> list[Path]:
+    """A bar a line of the table, eager softmax as the unit; a dot where the paper has a number."""
+    rows, first = result["rows"], result["rows"][0]
+    figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)
+    for axes, column, title in zip(panels, COLUMNS, HEADER, strict=True):
+        colours = [plots.COLOURS[0 if row["backend"] == "eager" else 1] for row in rows]
+        axes.barh(range(len(rows)), [row[column] / first[column] for row in rows], color=colours)
+        published = [(i, row["paper"]) for i, row in enumerate(rows) if row["paper"]]
+        axes.plot(
+            [paper[column] / published[0][1][column] for _, paper in published],
+            [i for i, _ in published],
+            **plots.line(6) | {"linestyle": "none", "markersize": 4},
+            label="the paper",
+        )
+        axes.set(title=f"{title} / eager softmax", xlim=(0, None))
+    panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
+    panels[0].invert_yaxis()
+    panels[-1].legend(loc="lower right")
+    return plots.save(figure, out.with_suffix(".png"))

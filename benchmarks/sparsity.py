@@ -24,7 +24,7 @@ from files import write_json
 KERNEL = Contestant("lssar", "cpu")
 # How far the keys are from each other, all but one that lies opposite; None: keys at random.
 RANDOM, ALIKE = None, 1e-4
-SPREADS = (RANDOM, ALIKE, 2.5e-3, 1e-2)
+SPREADS = (RANDOM, ALIKE, 1e-2, 3e-2, 1e-1)
 CASES = (
     *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
     *((spread, p) for spread in SPREADS[1:] for p in (2, 15)),

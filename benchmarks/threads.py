@@ -2,7 +2,7 @@
 
 How much faster several threads are than one: the fused CPU kernel, and PyTorch's flash softmax for
 what this machine can give. One and several threads take turns in one process; a speed-up is the
-median over the rounds of the two times of a round. Writes JSON.
+median over the rounds of the two times of a round. Writes JSON and a figure.
 """
 
 import statistics
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import plots
 from benchmarks import measure
 from benchmarks.attention import BASELINE, PHASES, steps_of
 from benchmarks.measure import positive
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> None:
     write_json(
         options.out, {"kind": "threads", "settings": settings, "machine": machine, "rows": rows}
     )
-    print(f"written: {options.out}")
+    for path in (options.out, *draw(rows, options.threads, options.out)):
+        print(f"written: {path}")
 
 
 def measured(length: int, threads: int, rounds: int) -> list[dict]:
@@ -67,3 +69,19 @@ def _seconds(step: measure.Step, threads: int) -> float:
 def _line(row: dict) -> list[str]:
     times = [f"{1000 * row[key]:.1f}" for key in ("one", "several")]
     return [f"{row['length']:,}", row["contestant"], row["phase"], *times, f"{row['speed_up']:.2f}"]
+
+
+def draw(rows: list[dict], threads: int, out: Path) -> list[Path]:
+    figure, axes = plots.figure(width=plots.COLUMN)
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    series = dict.fromkeys((row["contestant"], row["phase"]) for row in rows)
+    for contestant, phase in series:
+        found = [r for r in rows if (r["contestant"], r["phase"]) == (contestant, phase)]
+        style = plots.line(int(contestant == str(KERNEL)), PHASES.index(phase))
+        speed_ups = [r["speed_up"] for r in found]
+        axes.plot([r["length"] for r in found], speed_ups, **style, label=f"{contestant}, {phase}")
+    axes.axhline(threads, color="#555555", linewidth=0.8)
+    plots.length_axis(axes, lengths)
+    axes.set(xlabel="length", ylabel=f"{threads} threads / 1 thread", ylim=(0, 1.05 * threads))
+    axes.legend(loc="lower right")
+    return plots.save(figure, out.with_suffix(".png"))
