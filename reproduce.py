@@ -8,7 +8,7 @@ tables. Run again, it continues: what is done is passed over, one failed run sto
     --scale paper    FineWeb and FineWeb-Edu, 8 GPUs
     --plan           print runs, tokens, hours and disk; start nothing
     --tables-only    train and evaluate nothing; make tables of what there is
-    --seeds 0,1,2    for every run; at nano three for headline, PI and sizes, else one
+    --seeds 0,1,2    for every run; default at nano three for headline and PI, else one
     --jobs 2         at a time; default one, on a CPU two
     --gpus 8         processes of a training; default the GPUs here
 

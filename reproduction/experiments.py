@@ -190,10 +190,10 @@ def size_run(scale: str, size: str, name: str) -> str:
 
 def run_seeds(scale: Scale, key: str, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
     """The seeds asked for, or the scale's own: the first alone, and all of them in the comparisons
-    that are about small differences: the headline, PI and the sizes."""
+    that are about small differences: the headline and PI."""
     if wanted is not None:
         return wanted
-    several = key in HEADLINE or key.startswith(("pi-", "no-pi-", "edu-"))
+    several = key in HEADLINE or key.startswith(("pi-", "no-pi-"))
     return scale.seeds if several else scale.seeds[:1]
 
 

@@ -108,7 +108,7 @@ def test_nano_runs_on_one_process(path):
     plan = config.batch_plan()
     assert plan.world_size == 1
     assert plan.accumulation * plan.micro_batch * config.train.length == config.train.batch_tokens
-    assert config.train.steps * config.train.batch_tokens < 5e6
+    assert config.train.steps * config.train.batch_tokens < 2e7  # within an hour on one core
 
 
 def test_nano_configs_differ_in_the_attention_only():
