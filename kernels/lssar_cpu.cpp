@@ -458,11 +458,20 @@ struct Arena {  // one allocation, handed out in aligned pieces
   }
 };
 
-// Kept between calls: pages of a fresh one would have to be cleared first, a tenth of a short call.
-Arena& scratch() {
-  static thread_local Arena arena;
-  return arena;
-}
+// A thread's own, kept between calls unless it is large: pages of a fresh one would have to be
+// cleared first, a tenth of the time of a short call.
+struct Scratch {
+  static constexpr size_t LARGE = (size_t)64 << 20;
+  Arena& arena;
+  Scratch() : arena(of_thread()) {}
+  ~Scratch() {
+    if (arena.bytes > LARGE) arena.release();
+  }
+  static Arena& of_thread() {
+    static thread_local Arena arena;
+    return arena;
+  }
+};
 
 // k^T in panels [panel][d][PANEL], keys scaled by `scale` where given, zeros past the last key
 void pack_panels(const float* x, int64_t ld, int64_t n, int64_t d, const float* scale, float* to) {
@@ -1273,7 +1282,8 @@ extern "C" int lssar_forward(const Call* call, double p, double alpha) {
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
     FlushTiny mode;
-    Arena& arena = scratch();
+    Scratch scratch;
+    Arena& arena = scratch.arena;
     failed = !arena.reserve(ForwardScratch::size(task(c, {p, alpha}, tasks - 1, chunks)));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; i++)
@@ -1295,7 +1305,8 @@ extern "C" int lssar_backward(const Call* call, double p, double alpha) {
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
     FlushTiny mode;
-    Arena& arena = scratch();
+    Scratch scratch;
+    Arena& arena = scratch.arena;
     failed = !arena.reserve(BackwardScratch::size(last));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; i++) {
