@@ -165,13 +165,15 @@ def _like(x: Tensor) -> Tensor:
     return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
 
+# torch.compile's cache on disk knows an operator by its name: with a change of what is saved the
+# name changes, or compiled code of an older version would be loaded and refuse the new shapes.
 _library = torch.library.Library("lssar", "DEF")
 _library.define(
-    "cpu_forward(Tensor q, Tensor k, Tensor v, float p, float alpha, int train_length, bool save)"
-    " -> (Tensor out, Tensor stats, Tensor guide)"
+    "cpu_forward_v2(Tensor q, Tensor k, Tensor v, float p, float alpha, int train_length,"
+    " bool save) -> (Tensor out, Tensor stats, Tensor guide)"
 )
 _library.define(
-    "cpu_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats,"
+    "cpu_backward_v2(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats,"
     " Tensor guide, float p, float alpha, int train_length) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -208,7 +210,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dout, *_):
-    grads = torch.ops.lssar.cpu_backward(dout, *ctx.saved_tensors, *ctx.options)
+    grads = torch.ops.lssar.cpu_backward_v2(dout, *ctx.saved_tensors, *ctx.options)
     return *grads, None, None, None, None
 
 
@@ -216,14 +218,14 @@ def _no_second_derivative(ctx, *_):
     raise RuntimeError("the fused kernel has no second derivative; use backend='eager' for it")
 
 
-_library.impl("cpu_forward", _forward, "CPU")
-_library.impl("cpu_backward", _backward, "CPU")
-torch.library.register_fake("lssar::cpu_forward", _fake_forward, lib=_library)
-torch.library.register_fake("lssar::cpu_backward", _fake_backward, lib=_library)
+_library.impl("cpu_forward_v2", _forward, "CPU")
+_library.impl("cpu_backward_v2", _backward, "CPU")
+torch.library.register_fake("lssar::cpu_forward_v2", _fake_forward, lib=_library)
+torch.library.register_fake("lssar::cpu_backward_v2", _fake_backward, lib=_library)
 torch.library.register_autograd(
-    "lssar::cpu_forward", _autograd, setup_context=_setup_context, lib=_library
+    "lssar::cpu_forward_v2", _autograd, setup_context=_setup_context, lib=_library
 )
-torch.library.register_autograd("lssar::cpu_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd("lssar::cpu_backward_v2", _no_second_derivative, lib=_library)
 
 
 class _Direct(torch.autograd.Function):
@@ -238,7 +240,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         # With create_graph the operator is recorded, and refuses when it is differentiated.
-        run = torch.ops.lssar.cpu_backward if torch.is_grad_enabled() else _backward
+        run = torch.ops.lssar.cpu_backward_v2 if torch.is_grad_enabled() else _backward
         return *run(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
@@ -247,7 +249,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
     plain = type(q) is type(k) is type(v) is Tensor
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
-        return torch.ops.lssar.cpu_forward(q, k, v, *options, save)[0]
+        return torch.ops.lssar.cpu_forward_v2(q, k, v, *options, save)[0]
     if save:
         return _Direct.apply(q, k, v, *options, save)
     return _forward(q, k, v, *options, save)[0]

@@ -98,11 +98,11 @@ def test_autocast_trains_through_the_kernel():
 @pytest.mark.parametrize("p", [0.0, 7.5])
 def test_operators_pass_opcheck(p):
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
-    torch.library.opcheck(torch.ops.lssar.cpu_forward, (q, k, v, p, 0.1, 4, True))
+    torch.library.opcheck(torch.ops.lssar.cpu_forward_v2, (q, k, v, p, 0.1, 4, True))
     q, k, v = (x.detach() for x in (q, k, v))
-    torch.library.opcheck(torch.ops.lssar.cpu_forward, (q, k, v, p, 0.1, 4, False))
-    saved = (q, q, k, v, *torch.ops.lssar.cpu_forward(q, k, v, p, 0.1, 4, True))
-    torch.library.opcheck(torch.ops.lssar.cpu_backward, (*saved, p, 0.1, 4))
+    torch.library.opcheck(torch.ops.lssar.cpu_forward_v2, (q, k, v, p, 0.1, 4, False))
+    saved = (q, q, k, v, *torch.ops.lssar.cpu_forward_v2(q, k, v, p, 0.1, 4, True))
+    torch.library.opcheck(torch.ops.lssar.cpu_backward_v2, (*saved, p, 0.1, 4))
 
 
 def test_compiled_graphs_see_one_node_each_way():
@@ -122,7 +122,7 @@ def test_compiled_graphs_see_one_node_each_way():
     expected = results(lambda *x: 2 * cpu.lssar(*x, p=15), tensors, tensors[0], torch.float32)
     assert all(map(torch.equal, got, expected))
     ops = torch.ops.lssar
-    assert seen == [[ops.cpu_forward.default], [ops.cpu_backward.default]]
+    assert seen == [[ops.cpu_forward_v2.default], [ops.cpu_backward_v2.default]]
 
 
 def test_checkpointing_recomputes_the_same_bits():
@@ -234,8 +234,8 @@ def test_a_dispatch_mode_sees_the_operator():
     plain = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
     with Listen():
         heard = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
-    assert torch.ops.lssar.cpu_forward.default in seen
-    assert torch.ops.lssar.cpu_backward.default in seen
+    assert torch.ops.lssar.cpu_forward_v2.default in seen
+    assert torch.ops.lssar.cpu_backward_v2.default in seen
     assert all(map(torch.equal, plain, heard))
 
 
