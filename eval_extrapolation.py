@@ -232,6 +232,9 @@ def make_parser() -> EvaluationParser:
 def evaluate(arguments, world: World) -> None:
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
+    for checkpoint in checkpoints:
+        if checkpoint.config.channels > 1 or checkpoint.config.outputs:
+            raise UserError(f"{checkpoint.path} is no text model: it reads orbits; see physics/")
     vocabularies = {c.config.vocab_size: c for c in checkpoints}
     for vocab_size, checkpoint in vocabularies.items():
         try:

@@ -23,11 +23,12 @@ import torch
 from errors import Parser, UserError, did_you_mean, run
 from files import write_json
 from reproduction.claims import claims_record, show_claims
-from reproduction.experiments import SCALES, Table, all_runs, all_tables
+from reproduction.experiments import Table, all_tables
 from reproduction.figures import draw
 from reproduction.jobs import Job, run_all
 from reproduction.plan import Workspace, describe, jobs_of, training_jobs
 from reproduction.records import runs_record
+from reproduction.runs import SCALES, all_runs
 from reproduction.special import SPECIALS, Special
 from reproduction.tables import build, show
 

@@ -86,6 +86,7 @@ def main(argv: list[str]) -> int:
     if first.table == "cost":
         return cost.main(rest)
     options = make_parser().parse_args(argv)
+    measure.check_writable(options.out)
     if options.threads:
         torch.set_num_threads(options.threads)
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
@@ -109,7 +110,6 @@ def main(argv: list[str]) -> int:
         }
     )
     print(attention_report.text(result))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, result)
     for path in (options.out, *attention_report.draw(result, options.out)):
         print(f"written: {path}")

@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--budget", type=float, default=60, help="seconds for one number at most")
     parser.add_argument("--out", type=Path, default=Path("results/cost.json"))
     options = parser.parse_args(argv)
+    measure.check_writable(options.out)
     if options.threads:
         torch.set_num_threads(options.threads)
     entries = table_entries(options, setting["p"])
@@ -76,7 +77,6 @@ def main(argv: list[str]) -> int:
         }
     )
     print(text(result))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, result)
     for path in (options.out, *draw(result, options.out)):
         print(f"written: {path}")

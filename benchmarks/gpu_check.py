@@ -65,7 +65,7 @@ class Report:
             "machine": measure.machine(device) | {"cuda": torch.version.cuda},
             "revision": git_revision(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
+        measure.check_writable(path)
 
     def group(self, name: str, check: Callable[..., list[dict]], *arguments) -> None:
         """Run one group of checks; whatever it raises is a failure of that group."""

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from files import temporary_of, writing
+
 Step = Callable[[], object]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_ROUNDS = 3
@@ -49,6 +51,15 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def check_writable(out: Path) -> None:
+    """Before measuring: what cannot be written down would have been measured for nothing."""
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        trial = temporary_of(out)
+        trial.touch()
+        trial.unlink()
 
 
 # --- time ----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=Path("results/sparsity.json"))
     options = parser.parse_args(argv)
+    measure.check_writable(options.out)
     if options.threads:
         torch.set_num_threads(options.threads)
     if reason := KERNEL.cannot("cpu", torch.float32, 64, 15):
@@ -46,7 +47,6 @@ def main(argv: list[str]) -> None:
     print(f"ratios to F.scaled_dot_product_attention, {torch.get_num_threads()} threads")
     header = ["length", "keys", "p", "entries that count", *PHASES]
     print(table(header, [_line(row) for row in rows]))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = vars(options) | {"out": str(options.out)}
     write_json(
         options.out,

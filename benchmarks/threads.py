@@ -29,12 +29,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--out", type=Path, default=Path("results/threads.json"))
     options = parser.parse_args(argv)
+    measure.check_writable(options.out)
     if reason := KERNEL.cannot("cpu", torch.float32, 64, P):
         raise UserError(f"the CPU kernel cannot be measured here: {reason}")
     rows = [row for n in options.lengths for row in measured(n, options.threads, options.rounds)]
     header = ["length", "", "phase", "1 thread, ms", f"{options.threads} threads, ms", "speed-up"]
     print(table(header, [_line(row) for row in rows]))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = vars(options) | {"out": str(options.out)}
     machine = measure.machine("cpu")
     write_json(

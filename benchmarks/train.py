@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nanogpt", type=Path, help="a nanoGPT checkout to measure beside")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(argv)
+    if options.out:
+        measure.check_writable(options.out)
     names = options.attention.split(",") + (["nanoGPT"] if options.nanogpt else [])
 
     device = measure.best_device()
@@ -61,7 +63,6 @@ def main(argv: list[str]) -> int:
     for name, row in rows.items():
         print(f"{name:14}" + "".join(f"{value:12,.2f}" for value in row.values()))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.out, {"setting": setting, "steps": rows})
     return 0
 

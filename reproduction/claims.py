@@ -213,6 +213,9 @@ def passkey_beyond(evidence: Evidence) -> tuple[str, str]:
         f"{row} " + "/".join(f"{v:.0f}" for v in values) + " %" for row, values in found.items()
     )
     text += " at 1x/2x/4x"
+    if "lssar-half" in (row["key"] for row in evidence.table("passkey")["rows"]):
+        half = evidence.value("passkey", "lssar-half", 1, "accuracy")
+        text += f", LSSAR with twice the steps; with as many {half:.0f} % at 1x"
     if min(found["softmax"][0], found["lssar-p15"][0]) < 50:
         return text, UNSEEN  # one of them has not learned the task
     ahead = [a - b for a, b in zip(found["lssar-p15"][1:], found["softmax"][1:], strict=True)]

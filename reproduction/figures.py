@@ -1,8 +1,9 @@
 """A figure a table: loss by length, dots for a single length, loss by exponent."""
 
 import plots
-from reproduction.experiments import SWEEP_STEMS, SWEPT_P, Table
+from reproduction.experiments import Table
 from reproduction.plan import Workspace
+from reproduction.runs import SWEEP_STEMS, SWEPT_P
 
 
 def draw(table: Table, built: dict, space: Workspace) -> list[str]:

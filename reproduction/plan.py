@@ -10,8 +10,9 @@ from config import Config, load_config
 from data.shards import MANIFEST
 from estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
 from evaluation import AS_TRAINED, open_checkpoints
-from reproduction.experiments import ALL_FACTORS, ALPHAS, Run, Scale, Table, all_runs, run_seeds
+from reproduction.experiments import Table
 from reproduction.jobs import Job, is_done, python, torchrun
+from reproduction.runs import ALL_FACTORS, ALPHAS, Run, Scale, all_runs, run_seeds
 from results_io import read_results
 
 GIB = 2**30

@@ -5,8 +5,8 @@ import statistics
 from dataclasses import asdict
 
 from config import parse_config
-from reproduction.experiments import Run, all_runs
 from reproduction.plan import Workspace
+from reproduction.runs import Run, all_runs
 from run_log import read_metrics
 
 

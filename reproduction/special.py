@@ -13,9 +13,10 @@ from pathlib import Path
 from downstream_report import LAYOUTS, LOWER_IS_BETTER, PER_CENT
 from errors import UserError
 from evaluation import open_checkpoints
-from reproduction.experiments import SIZES, TITLES, size_run
+from reproduction.experiments import TITLES
 from reproduction.jobs import Job, python
 from reproduction.plan import Workspace
+from reproduction.runs import SIZES, size_run
 from reproduction.tables import frame, paper_numbers, summary
 
 MAIN_PAIR = ("softmax", "lssar-p15")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from evaluation import table as text_table
 from plots import short_number
-from reproduction.experiments import HEADLINE, Column, Row, Table
+from reproduction.experiments import Column, Row, Table
 from reproduction.plan import Workspace
+from reproduction.runs import HEADLINE
 from results_io import read_results
 
 # metric: folder of its evaluations, and what their jobs are called

@@ -12,6 +12,8 @@ from drill.children import refused
 from eval_helpers import tiny_model, write_checkpoint
 from training import arguments, make_corpus, train_here
 
+import benchmark
+import eval_extrapolation
 from attention import attend, attention_weights, get_mechanism
 from checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
 from config import load_config
@@ -235,3 +237,26 @@ def test_a_huge_exponent_does_not_hang_the_cpu_kernel(p):
     got = attend(q, k, v, get_mechanism("lssar", p=p), backend="cpu")
     sharpest = attention_weights(q, k, "lssar").argmax(-1)  # of each row: the limit of p
     torch.testing.assert_close(got, v.gather(2, sharpest.unsqueeze(-1).expand_as(got)))
+
+
+def test_a_model_of_orbits_is_refused_where_text_is_evaluated(tmp_path):
+    """Its batches failed deep in the model."""
+    path = write_checkpoint(tmp_path / "model", tiny_model(channels=2))
+    with pytest.raises(UserError, match="no text model"):
+        eval_extrapolation.main(
+            [
+                str(path),
+                "--data",
+                str(tmp_path),
+                "--lengths",
+                "8",
+                "--out",
+                str(tmp_path / "x.json"),
+            ]
+        )
+
+
+@pytest.mark.parametrize("name", ["attention", "sparsity", "threads", "train"])
+def test_a_benchmark_that_cannot_write_says_so_before_it_measures(name):
+    with pytest.raises(UserError, match="cannot write"):
+        benchmark.main([name, "--out", "/proc/none/x.json"])

@@ -20,20 +20,10 @@ from config import load_config
 from errors import UserError
 from evaluation import AS_TRAINED
 from reproduction.claims import FAILS, HOLDS, UNSEEN, all_below, below, claims_record
-from reproduction.experiments import (
-    HEADLINE,
-    MECHANISM_OF,
-    SCALES,
-    Column,
-    Corpus,
-    Row,
-    Run,
-    Table,
-    all_runs,
-    all_tables,
-)
+from reproduction.experiments import Column, Row, Table, all_tables
 from reproduction.jobs import Job, run_all
 from reproduction.plan import Workspace, jobs_of
+from reproduction.runs import HEADLINE, MECHANISM_OF, SCALES, Corpus, Run, all_runs
 from reproduction.special import SPECIALS
 from reproduction.tables import build, paper_numbers, script_of, show
 
