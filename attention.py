@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, did_you_mean
-from kernels.backends import CPU, SDPA, TRITON, Backend, Call, chosen, fastest
+from kernels.backends import CPU, SDPA, TRITON, Backend, Call, chosen, fastest, used
 from kernels.rowblock import attend_by_row_blocks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -175,7 +175,7 @@ def attention_weights(
     float64 in, float64 out; any other type is computed, and returned, in float32.
     """
     _check_shapes(q, k)
-    mechanism = _resolve(mechanism, keys=k.shape[2])
+    mechanism = resolve(mechanism, keys=k.shape[2])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
         return _weights(q.to(dtype), k.to(dtype), mechanism, _parameters(mechanism, params, q))
@@ -303,17 +303,18 @@ def attend(
 ) -> Tensor:
     """Causal attention: q (B, H, Lq, d) over k, v (B, H, Lk, d), the last query at the last key.
 
-    `mechanism` is a name or a `Mechanism`. `params` holds the learnable scalar of each head (H,)
-    for `ssmax` and `relu-shen`; absent, the paper's initial value. `backend` is "auto" for the
-    fastest that supports the call, or one of `BACKENDS` to insist on it.
+    v may be of another width than q and k. `mechanism` is a name or a `Mechanism`. `params` holds
+    the learnable scalar of each head (H,) for `ssmax` and `relu-shen`; absent, the paper's initial
+    value. `backend` is "auto" for the fastest that supports the call, or one of `BACKENDS` to
+    insist on it.
     """
     _check_shapes(q, k, v)
-    m = _resolve(mechanism, keys=k.shape[2])
+    m = resolve(mechanism, keys=k.shape[2])
     params = _parameters(m, params, q)
-    return chosen(BACKENDS, backend, m, q, k).run(q, k, v, m, params)
+    return chosen(BACKENDS, backend, m, q, k, v).run(q, k, v, m, params)
 
 
-def _resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
+def resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
     """The mechanism of this call: L is a number, and a window that hides nothing is dropped."""
     m = mechanism if isinstance(mechanism, Mechanism) else get_mechanism(mechanism)
     if m.length == "current":
@@ -378,3 +379,8 @@ BACKENDS: dict[str, Backend] = {
 def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str:
     """The fastest backend that can take the call; `everywhere`: as if all were installed."""
     return fastest(BACKENDS, m, call, everywhere)
+
+
+def used_backend(m: Mechanism) -> str | None:
+    """The backend that the latest call of the mechanism in this process took."""
+    return used.get(m.name)

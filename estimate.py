@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from attention import Call, choose_backend
+from attention import Call, choose_backend, resolve
 from config import BatchPlan, Config
+from data.loader import TrainLoader, validation_windows
 from data.records import open_data
 from errors import UserError
 from model import GPT
@@ -106,8 +107,8 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
         )
 
 
-def planned_backend(config: Config, device: str) -> str:
-    """The attention backend of the training step, as if every backend were installed."""
+def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> str:
+    """The attention backend of the training step; `everywhere`: as if all were installed."""
     if config.attention.backend != "auto":
         return config.attention.backend
     m, t = config.model_config(), config.train
@@ -119,18 +120,24 @@ def planned_backend(config: Config, device: str) -> str:
         head_dim=m.head_dim,
         compiled=t.compile,
     )
-    return choose_backend(m.attention, call, everywhere=True)
+    return choose_backend(resolve(m.attention, t.length), call, everywhere=everywhere)
 
 
-def summary(config: Config, plan: BatchPlan, device: torch.device) -> list[str]:
-    """The lines that a run shows before its first step."""
-    backend = planned_backend(config, device.type)
+def summary(
+    config: Config, plan: BatchPlan, device: torch.device, *, planned: bool = False
+) -> list[str]:
+    """The lines that a run shows before its first step, whose attention then names its backend.
+
+    `planned`: for a device that need not be here, with the backend that it would take.
+    """
+    backend = planned_backend(config, device.type, everywhere=planned)
     e, t, m = estimate(config, backend), config.train, config.model_config()
     p = f" (p = {m.attention.p:g})" if m.attention.sharpened else ""
+    plans = f", planned for {device.type}: backend {backend}" if planned else ""
     return [
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
-        f"attention  {m.attention.name}{p}, backend {backend}",
+        f"attention  {m.attention.name}{p}{plans}",
         f"batch      {t.batch_tokens:,} tokens a step = {plan.world_size} processes x "
         f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
@@ -151,16 +158,21 @@ def _hours_here(e: Estimate, processes: int, device: torch.device) -> str:
     return f", {hours:,.2f} hours on the {processes} GPUs here"
 
 
-def dry_run(config: Config, world_size: int) -> list[str]:
-    """The summary for GPUs that need not be here, and the state of the data."""
-    lines = summary(config, config.batch_plan(world_size), torch.device("cuda"))
+def dry_run(config: Config, world_size: int, device: str) -> list[str]:
+    """The summary for a device that need not be here, and the state of the data."""
+    plan, t = config.batch_plan(world_size), config.train
+    lines = summary(config, plan, torch.device(device), planned=True)
     directory = Path(config.data.directory)
     if not directory.exists():
         return [*lines, f"data       {directory} is not there yet"]
     ends = config.data_ends()
     sets = {split: open_data(directory, split, **ends) for split in ("train", "val")}
     tokens = {split: tokens.total_tokens for split, tokens in sets.items()}
-    epochs = config.train.steps * config.train.batch_tokens / tokens["train"]
+    # Sets that are too small for a batch or a validation are refused as in a run.
+    options = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch, "seed": t.seed}
+    TrainLoader(sets["train"], length=t.length, world_size=world_size, **options)
+    validation_windows(sets["val"], length=t.length, total_tokens=config.eval.tokens, batch=1)
+    epochs = t.steps * t.batch_tokens / tokens["train"]
     return [
         *lines,
         f"data       {directory}: {tokens['train']:,} training tokens ({epochs:.3f} epochs), "

@@ -25,6 +25,9 @@ class Call:
     entries: int  # B * H * Lq * Lk
     head_dim: int
     compiled: bool = False
+    keys: int = 0  # Lk
+    value_dim: int | None = None  # None: as wide as the keys
+    mixed: bool = False  # q, k and v differ in type, and no autocast makes them alike
 
 
 def _none(*_) -> None:
@@ -61,19 +64,42 @@ def fastest(backends: dict[str, Backend], m, call: Call, everywhere: bool = Fals
     raise AssertionError("eager takes every call")
 
 
-def chosen(backends: dict[str, Backend], name: str, m, q: Tensor, k: Tensor) -> Backend:
+def chosen(backends: dict[str, Backend], name: str, m, q: Tensor, k: Tensor, v: Tensor) -> Backend:
     """The backend a caller named, or the fastest one for "auto"."""
-    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    call = Call(q.device.type, q.dtype, entries, q.shape[3], torch.compiler.is_compiling())
+    call = _describe(q, k, v)
     if name == "auto":
-        return backends[fastest(backends, m, call)]
-    if name not in backends:
+        name = fastest(backends, m, call)
+    elif name not in backends:
         raise UserError(
             f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *backends])}"
         )
-    if reason := backends[name].refuses(m, call) or backends[name].missing():
+    elif reason := backends[name].refuses(m, call) or backends[name].missing():
         raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
+    _record(m.name, name)
     return backends[name]
+
+
+def _describe(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    alike = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
+    return Call(
+        device=q.device.type,
+        dtype=q.dtype,
+        entries=q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2],
+        head_dim=q.shape[3],
+        compiled=torch.compiler.is_compiling(),
+        keys=k.shape[2],
+        value_dim=v.shape[3],
+        mixed=not alike,
+    )
+
+
+# The backend of the latest call of each mechanism, by name: what a run has really used.
+used: dict[str, str] = {}
+
+
+@torch.compiler.assume_constant_result  # in a compiled graph the choice is made while tracing
+def _record(mechanism: str, backend: str) -> None:
+    used[mechanism] = backend
 
 
 # --- PyTorch's flash attention -------------------------------------------------------------------
@@ -96,6 +122,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, m, params: Tensor | None) -> Tensor:
 def _not_softmax(m, call: Call) -> str | None:
     if (m.phi, m.norm, m.bias, m.post, m.p) != ("exp", "l1", "none", "none", None):
         return f"it computes softmax and ssmax, not {m.name!r}"
+    if call.mixed:
+        return "it takes q, k and v of one type"
     return "it has no sliding window" if m.window else None
 
 
@@ -111,6 +139,10 @@ def _not_lssar(m, call: Call) -> str | None:
         return "it has no naive numerics"
     if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it computes in float32, not {call.dtype}"
+    if call.mixed:
+        return "it takes q, k and v of one type"
+    if call.value_dim not in (None, call.head_dim):
+        return f"it takes values as wide as the keys ({call.head_dim}), not {call.value_dim}"
     return None
 
 
@@ -125,7 +157,15 @@ def _not_cpu_call(m, call: Call) -> str | None:
         return f"it computes on the CPU, not on {call.device}"
     if call.head_dim > 256:
         return f"it takes head dimensions up to 256, not {call.head_dim}"
+    if call.keys > 2**22 and call.keys > (most := _cpu_most_keys(call.head_dim)):
+        return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
     return _not_lssar(m, call)
+
+
+def _cpu_most_keys(head_dim: int) -> int:
+    from kernels import cpu
+
+    return cpu.most_keys(head_dim)
 
 
 @torch.compiler.assume_constant_result
@@ -161,7 +201,10 @@ def _not_triton_call(m, call: Call) -> str | None:
 def _triton_missing() -> str | None:
     from kernels import triton_op
 
-    return triton_op.unavailable()
+    reason = triton_op.unavailable()
+    if reason:
+        _notice(f"LSSAR runs without its fused GPU kernel, several times slower: {reason}")
+    return reason
 
 
 SDPA = Backend(_sdpa, _not_softmax)

@@ -1,8 +1,9 @@
 """Exact fused LSSA and LSSAR on the CPU: `lssar(q, k, v, p=15)`, forward and backward.
 
 The kernel is `lssar_cpu.cpp`, built once by the system's C++ compiler (seconds) into a cache
-folder ($LSSAR_CACHE, else $XDG_CACHE_HOME/lssar, else ~/.cache/lssar) and loaded with ctypes.
-Importing this module builds nothing; `unavailable()` says why the kernel cannot be used.
+folder ($LSSAR_CACHE, else $XDG_CACHE_HOME/lssar, else ~/.cache/lssar, else a private temporary one)
+and loaded with ctypes. Importing this module builds nothing; `unavailable()` says why the kernel
+cannot be used.
 
 Memory is linear in the length. The output and dq have the same bits for any number of threads; dk
 and dv have the same bits for the same number of threads.
@@ -11,17 +12,21 @@ and dv have the same bits for the same number of threads.
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kernels.cache import private_folder
 
 SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
@@ -34,6 +39,7 @@ VARIANTS = (
     (),
 )
 MAX_HEAD_DIM = 256
+MAX_SCORE = 125.9  # a score s has |s| <= log(d) log2(N), and 2^-|s| must be a normal float32
 ROW_STATISTICS = 6  # named in lssar_cpu.cpp
 
 
@@ -52,21 +58,23 @@ def _compiler() -> list[str]:
 
 def _cpu_features() -> str:
     """What -march=native depends on, so that a cache shared between machines stays right."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
     found = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
     return "\n".join([platform.machine(), platform.processor(), *sorted(found)])
 
 
 def _cache_dir() -> Path:
     if chosen := os.environ.get("LSSAR_CACHE"):
-        return Path(chosen)
+        return Path(chosen).absolute()
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "lssar"
+        return Path(base).absolute() / "lssar"
     try:
         return Path.home() / ".cache" / "lssar"
     except RuntimeError:
-        raise Unavailable("no home folder for the built kernel; set LSSAR_CACHE") from None
+        raise FileNotFoundError("no home folder") from None
 
 
 def _first_error(text: str) -> str:
@@ -78,26 +86,63 @@ def build(*extra: str) -> Path:
     """The shared library for this machine, from the cache or compiled now."""
     compiler = _compiler()
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+        version = _run_compiler([*compiler, "--version"]).stdout
     except OSError as error:
         raise Unavailable(f"cannot run the C++ compiler {shlex.join(compiler)}: {error}") from None
     parts = [SOURCE.read_text(), repr((compiler, FLAGS, VARIANTS, extra)), version, _cpu_features()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    library = _cache_dir() / f"lssar_cpu-{key}.so"
-    if library.exists():
+    name = f"lssar_cpu-{key}"
+    problems = []
+    for place in (_cache_dir, private_folder):
+        try:
+            folder = place()
+            library = _intact(folder, name) or _compile(compiler, extra, folder, name)
+        except OSError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(
+                f"the built CPU kernel is kept in {folder}, as its cache folder cannot be used "
+                f"({problems[0]}); set LSSAR_CACHE to a folder that can be written",
+                stacklevel=2,
+            )
         return library
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    except OSError as error:
-        raise Unavailable(f"cannot write the cache folder {library.parent}: {error}") from None
+    raise Unavailable(
+        f"no folder can keep the built kernel ({'; '.join(problems)}); set LSSAR_CACHE to one"
+    )
+
+
+def _run_compiler(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, errors="replace")
+
+
+def _intact(folder: Path, name: str) -> Path | None:
+    """A library built before that still has the sha256 in its name: loading half of one would end
+    the process with SIGBUS."""
+    for library in folder.glob(f"{name}-*.so"):
+        if library.is_file() and library == _named(library.read_bytes(), folder, name):
+            return library
+    return None
+
+
+def _named(contents: bytes, folder: Path, name: str) -> Path:
+    return folder / f"{name}-{hashlib.sha256(contents).hexdigest()}.so"
+
+
+def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
-    partial = Path(name)
+    partial = Path(partial)
     try:
         for variant in VARIANTS:
-            command = [*compiler, *FLAGS, *variant, *extra, str(SOURCE), "-o", str(partial)]
-            result = subprocess.run(command, capture_output=True, text=True)
+            result = _run_compiler(
+                [*compiler, *FLAGS, *variant, *extra, str(SOURCE), "-o", str(partial)]
+            )
             if result.returncode == 0:
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
+                    library = _named(file.read(), folder, name)
                 partial.replace(library)  # atomic: another process sees all of it or nothing
                 return library
     finally:
@@ -255,6 +300,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
     return _forward(q, k, v, *options, save)[0]
 
 
+def most_keys(head_dim: int) -> int:
+    """The keys that a row can have: 6.8 million where the head dimension is 256."""
+    return int(2 ** (MAX_SCORE / math.log(max(head_dim, 2))))
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) -> None:
     if q.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -263,6 +313,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) 
         raise ValueError(f"{q.shape[2]} queries need at least as many keys, not {k.shape[2]}")
     if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"head dimension {q.shape[3]}: the kernel takes 1 to {MAX_HEAD_DIM}")
+    if k.shape[2] > most_keys(q.shape[3]):
+        limit = f"the kernel takes up to {most_keys(q.shape[3])} of this head dimension"
+        raise ValueError(f"{k.shape[2]} keys of dimension {q.shape[3]}: {limit}")
     if p is not None and not p >= 1:
         raise ValueError(f"p = {p}: the gradient of y^p at 0 needs p >= 1")
     if train_length < 1:

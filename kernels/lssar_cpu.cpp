@@ -50,8 +50,9 @@ constexpr int PANEL = 16;  // columns side by side in a transposed panel
 constexpr int ROWS = 96;   // queries a block: a multiple of PANEL and MR, at most 256
 constexpr int TILE = 240;  // keys a tile, forward: a multiple of PANEL, at most 256
 constexpr int SPAN = 96;   // keys a tile, backward
+constexpr int MAX_COLS = 256;  // the largest head dimension
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
-constexpr float MASKED = -126.f;  // |s| <= log2(e) log(256) log(2^23) < 126: nothing real is lower
+constexpr float MASKED = -126.f;  // |s| <= log(d) log2(N) < 126, as cpu.py limits N
 constexpr float EPS = 1e-12f;     // as F.normalize
 
 inline v8 load(const float* p) { return *(const v8u*)p; }
@@ -573,7 +574,8 @@ void score_direct(const Block& block, int64_t key, const float* q, float* to, in
 // --- forward ------------------------------------------------------------------------------------
 
 struct ForwardScratch {
-  float *inverse, *panels, *v;                 // a head's keys
+  float *inverse, *panels, *packed_v;          // a head's keys
+  const float* v;                              // packed_v, or the values where they lie
   int64_t ldv;
   float *q, *out, *guide, *before;             // a block's rows; the sum of the keys before them
   float *s, *r;                                // a tile
@@ -589,14 +591,31 @@ struct ForwardScratch {
   ForwardScratch(Arena& arena, const Head& h) {
     size_t keys = h.tiles * TILE, rows = ROWS * h.cols, kept = h.tiles * ROWS * LIST;
     arena.used = 0;
-    inverse = arena.take(keys), panels = arena.take(keys * h.d), v = arena.take(keys * h.cols);
+    inverse = arena.take(keys), panels = arena.take(keys * h.d);
+    packed_v = arena.take(keys * h.cols);
     q = arena.take(rows), out = arena.take(rows), guide = arena.take(rows);
     before = arena.take(h.cols);
     s = arena.take(ROWS * LIST), r = arena.take(ROWS * LIST);
     val = arena.take(kept), idx = (uint8_t*)arena.take(kept / 4);
-    n = (int32_t*)arena.take(h.tiles * ROWS), ldv = h.cols;
+    n = (int32_t*)arena.take(h.tiles * ROWS);
   }
 };
+
+// Sums of weights times values are of v UNIT where those of v overflow. A row's weights add up to
+// less than 2^31, so they are finite, and their mean is if v is. Where nothing overflows UNIT is
+// not used: it would lose values below 2^-94.
+constexpr float UNIT = 0x1p-32f;
+
+void place_values(const Head& head, ForwardScratch& at, float unit) {
+  const View& v = head.call.v;
+  at.v = at.packed_v, at.ldv = head.cols;
+  if (unit == 1.f && head.direct && head.d % 8 == 0)
+    at.v = head.row(v, 0), at.ldv = v.l;
+  else
+    pack_rows(head.row(v, 0), v.l, head.keys, head.d, head.cols, nullptr, at.packed_v);
+  if (unit != 1.f)
+    for (int64_t x = 0; x < head.keys * head.cols; x++) at.packed_v[x] *= unit;
+}
 
 // Scores of a block against one tile, [row][TILE]; columns past a row's last key become MASKED
 // up to the next multiple of 8.
@@ -885,25 +904,46 @@ size_t add_sparse(const Block& block, int64_t tile, const ForwardScratch& at, co
   return used;
 }
 
-void write_rows(const Block& block, const ForwardScratch& at, const Totals& totals,
-                const float* cuts) {
+// to[x] = value(x) / unit; whether all is finite. In another unit than 1 only what was not finite
+// before is replaced.
+template <class F>
+inline bool write_row(float* to, int64_t d, float unit, F&& value) {
+  if (unit != 1.f)
+    for (int64_t x = 0; x < d; x++)
+      if (!std::isfinite(to[x])) to[x] = value(x) / unit;
+  if (unit == 1.f)
+    for (int64_t x = 0; x < d; x++) to[x] = value(x);
+  uint32_t largest = 0;  // of the bits without the sign: a maximum of integers is vectorised
+  for (int64_t x = 0; x < d; x++) {
+    uint32_t y;
+    std::memcpy(&y, to + x, sizeof y);
+    largest = std::max(largest, y & 0x7fffffffu);
+  }
+  return largest < 0x7f800000u;
+}
+
+bool write_rows(const Block& block, const ForwardScratch& at, const Totals& totals,
+                const float* cuts, float unit) {
   const Head& head = block.head;
+  bool finite = true;
   for (int r = 0; r < block.rows; r++) {
     float l = (float)totals.l[r], inverse = 1.f / l, h = (float)totals.h[r];
     float *to = head.row(head.call.out, block.first + r), *from = at.out + r * head.cols;
-    for (int64_t x = 0; x < head.d; x++) to[x] = from[x] * inverse;
+    finite &= write_row(to, head.d, unit, [&](int64_t x) { return from[x] * inverse; });
     float scale = block.inverse_m[r] * inverse;
     float* stat = head.row(head.call.stats, block.first + r);
     stat[0] = block.mu[r], stat[1] = block.mu_rest[r], stat[2] = block.m[r];
     stat[3] = l, stat[4] = block.p[r], stat[5] = cuts[r];
     if (!head.call.guide.data) continue;
     float *guide = head.row(head.call.guide, block.first + r), *g = at.guide + r * head.cols;
-    for (int64_t x = 0; x < head.d; x++) guide[x] = (g[x] - h * to[x]) * scale;
+    finite &= write_row(guide, head.d, unit,
+                        [&](int64_t x) { return (g[x] - h * (to[x] * unit)) * scale; });
   }
+  return finite;
 }
 
 template <bool GUIDE>
-void forward_block(Block& block, const ForwardScratch& at) {
+bool forward_block(Block& block, const ForwardScratch& at, float unit) {
   const Head& head = block.head;
   int64_t tiles = (block.keys() + TILE - 1) / TILE;
   alignas(32) float cuts[ROWS];
@@ -937,7 +977,7 @@ void forward_block(Block& block, const ForwardScratch& at) {
     }
     totals.end_tile();
   }
-  write_rows(block, at, totals, cuts);
+  return write_rows(block, at, totals, cuts, unit);
 }
 
 void forward_head(const Head& head, Arena& arena) {
@@ -950,13 +990,21 @@ void forward_head(const Head& head, Arena& arena) {
     for (int64_t j = 0; j < c.lk - c.lq + head.begin; j++)
       for (int64_t x = 0; x < head.d; x++) at.before[x] += at.inverse[j] * head.row(c.k, j)[x];
   }
-  if (head.direct && head.d % 8 == 0)
-    at.v = head.row(c.v, 0), at.ldv = c.v.l;
-  else
-    pack_rows(head.row(c.v, 0), c.v.l, head.keys, head.d, head.cols, nullptr, at.v);
+  place_values(head, at, 1.f);
+  auto forward = [&](int64_t first, float unit) {
+    Block block(head, first);
+    return c.guide.data ? forward_block<true>(block, at, unit)
+                        : forward_block<false>(block, at, unit);
+  };
+  float before[MAX_COLS];
   for (int64_t i = head.begin; i < head.end; i += ROWS) {
-    Block block(head, i);
-    c.guide.data ? forward_block<true>(block, at) : forward_block<false>(block, at);
+    std::copy(at.before, at.before + head.cols, before);
+    if (forward(i, 1.f)) continue;
+    // Each block anew, so that the bits of a row do not depend on the rows of its task.
+    std::copy(before, before + head.cols, at.before);
+    place_values(head, at, UNIT);
+    forward(i, UNIT);
+    place_values(head, at, 1.f);
   }
 }
 

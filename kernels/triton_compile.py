@@ -6,7 +6,6 @@ may choose is compiled, at head dim 64 in bf16 and fp16, with p = 15 and with a 
 also the adaptive one); the first of each also for LSSA, and at head dim 128 for all of these.
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -19,8 +18,12 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    from errors import quiet_imports
 
-from errors import UserError, run
+    quiet_imports()
+
+from errors import Parser, UserError, process_count, run
 from kernels.triton_op import CONFIGS, DECODE_CONFIGS, kernel_function
 
 ARCHITECTURES = (80, 90)
@@ -86,7 +89,6 @@ def resources(
         "registers": registers,
         "spilled_bytes": spilled,
         "shared_bytes": compiled.metadata.shared,
-        "cubin_bytes": len(compiled.asm["cubin"]),
     }
 
 
@@ -148,10 +150,10 @@ def _print(row: dict) -> None:
 
 
 def main(argv: list[str]) -> int | None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 2)[2])
+    parser = Parser(__doc__.split("\n", 2)[2])
     parser.add_argument("--first", action="store_true", help="only the first configuration of each")
     parser.add_argument("--head-dim", type=int, action="append", choices=(64, 128))
-    parser.add_argument("--workers", type=int, default=1, help="processes that compile")
+    parser.add_argument("--workers", type=process_count, default=1, help="processes that compile")
     parser.add_argument("--out", type=Path, help="also write the table to this JSON file")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -168,10 +170,13 @@ def main(argv: list[str]) -> int | None:
         for job in jobs(head_dim, args.first)
     ]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for row in pool.imap(_resources, todo):
-            rows.append(row)
-            _print(row)
+    with tempfile.TemporaryDirectory() as cache:
+        # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
+        os.environ["TRITON_CACHE_DIR"] = cache
+        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+            for row in pool.imap(_resources, todo):
+                rows.append(row)
+                _print(row)
     if args.out:
         table = {
             "status": "compiled with ptxas, not run on hardware",

@@ -10,12 +10,16 @@ import functools
 import importlib.util
 import math
 import os
+import tempfile
+import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from errors import UserError
+from kernels.cache import private_folder
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 128
@@ -56,6 +60,8 @@ def unavailable(q: Tensor | None = None) -> str | None:
     """Why the kernel cannot run here (on q's device, type and head dim), or None when it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
+    if problem := _broken():
+        return problem
     if q is None:
         return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
     if q.dtype not in DTYPES:
@@ -64,6 +70,15 @@ def unavailable(q: Tensor | None = None) -> str | None:
         return f"head dim {q.shape[-1]} is above {MAX_HEAD_DIM}"
     if not q.is_cuda and not interpreting():
         return f"the tensors are on {q.device.type}, not on a GPU"
+    return None
+
+
+@functools.cache
+def _broken() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except Exception as error:  # whatever a damaged installation raises
+        return f"triton cannot be imported: {error!r}"
     return None
 
 
@@ -229,9 +244,29 @@ def padded(d: int) -> int:
 
 def kernel_function(name: str):
     """The Triton function "forward", "dq" or "dkv"."""
+    _ensure_cache()
     from kernels import triton_backward, triton_forward
 
     return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
+
+
+@functools.cache
+def _ensure_cache() -> None:
+    """Triton keeps what it compiles below the home folder, and fails where that cannot be."""
+    home = Path(os.environ.get("TRITON_HOME") or "~")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # the latter: no home
+        private = private_folder() / "triton"
+        os.environ["TRITON_CACHE_DIR"] = str(private)
+        warnings.warn(
+            f"Triton's compiled kernels are kept in {private}, as its cache folder cannot be used "
+            f"({error}); set TRITON_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
 
 
 @functools.cache

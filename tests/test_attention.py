@@ -10,12 +10,16 @@ from torch.nn.functional import softmax
 from attention import (
     MECHANISMS,
     OVERRIDES,
+    Call,
     Mechanism,
     attend,
     attention_weights,
+    choose_backend,
     get_mechanism,
+    used_backend,
 )
 from errors import UserError
+from kernels import backends
 
 NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
@@ -84,6 +88,79 @@ def test_attend_is_the_reference_weights_times_the_values(name, backend, lq):
     got = attend(q, k, v, name, params=params, backend=backend)
     assert got.shape == (2, 2, lq, 11)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def output_and_gradients(tensors, name, params, backend):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out = attend(*leaves, name, params=params, backend=backend)
+    cotangent = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, leaves, cotangent)
+
+
+def assert_close_to_float64(tensors, name, backend):
+    params = params_of(name)
+    got = output_and_gradients(tensors, name, params, backend)
+    exact = output_and_gradients([t.double() for t in tensors], name, params, "eager")
+    reference = weights_of_batch(name, *(t.double() for t in tensors[:2]), params)
+    torch.testing.assert_close(exact[0], reference @ tensors[2].double(), rtol=1e-9, atol=1e-12)
+    assert got[0].dtype == tensors[2].dtype
+    for g, e in zip(got, exact, strict=True):
+        assert (g.double() - e).norm() <= 1e-3 * e.norm()
+
+
+@pytest.mark.parametrize(("lq", "width"), [(37, 11), (37, 45), (1, 1), (5, 129)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_any_width_in_float32_with_gradients(name, backend, lq, width):
+    if backend == "sdpa" and name not in ("softmax", "ssmax"):
+        return
+    q, k, v = random_qkv(lq, 37, 20, dtype=torch.float32)
+    v = torch.cat([v] * 7, -1)[..., :width]
+    assert_close_to_float64((q, k, v), name, backend)
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "lssa", "lssar"])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_values_of_another_type_are_taken_too(name, odd):
+    tensors = list(random_qkv(9, 13, 20, dtype=torch.float32))
+    tensors[odd] = tensors[odd].double()
+    got = attend(*tensors, name)
+    expected = weights_of_batch(name, *(t.double() for t in tensors[:2])) @ tensors[2].double()
+    assert got.dtype == tensors[2].dtype
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_fused_kernels_refuse_other_widths_and_types_in_one_line(backend, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, v = random_qkv(4, 4, 8, dtype=torch.float32)
+    with pytest.raises(UserError, match=r"as wide as the keys \(8\), not 5$"):
+        attend(q, k, v[..., :5], "lssar", backend=backend)
+    with pytest.raises(UserError, match=r"of one type$"):
+        attend(q, k, v.half(), "lssa", backend=backend)
+
+
+def test_what_a_call_used_is_recorded_in_compiled_graphs_too():
+    q, k, v = random_qkv(6, 6, 8, dtype=torch.float32)
+    for name, width, expected in (("softmax", 8, "sdpa"), ("lssar", 5, "eager")):
+        attend(q, k, v, name, backend="rowblock")
+        assert used_backend(MECHANISMS[name]) == "rowblock"
+        run = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            run(q, k, v[..., :width], name)
+            assert used_backend(MECHANISMS[name]) == expected
+
+
+def test_a_missing_triton_is_said_once_where_a_gpu_would_have_used_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    backends._notice.cache_clear()
+    call = Call("cuda", torch.bfloat16, entries=2**30, head_dim=64)
+    with pytest.warns(UserWarning, match="without its fused GPU kernel.*not installed") as said:
+        assert choose_backend(MECHANISMS["lssar"], call) == "rowblock"
+        assert choose_backend(MECHANISMS["lssa"], call) == "rowblock"
+        assert choose_backend(MECHANISMS["softmax"], call) == "sdpa"
+    assert len(said) == 1
+    assert choose_backend(MECHANISMS["lssar"], call, everywhere=True) == "triton"
 
 
 @pytest.mark.parametrize("name", LEARNABLE)

@@ -1,5 +1,7 @@
 """kernels/cpu.py: exact fused LSSA and LSSAR, against the reference in attention.py."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,8 @@ from cpu_kernel import distance, draw, eager, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention import MECHANISMS, Call, attend, choose_backend
+from errors import UserError
 from kernels import cpu
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -162,6 +166,100 @@ def test_vectors_of_norm_zero_are_finite(p):
     q[:, :, 40:50] = 0
     k[:, :, 60:80] = 0
     assert_as_accurate_as_eager((q, k, v), p=p, names=("out", "dv"))
+
+
+def huge_values(size, *shape, lk=None):
+    """v of +-size, which no sum over keys can hold, and the gradient of an output of that size."""
+    q, k, v = draw(*shape, lk=lk)
+    return (q, k, size * (2 * torch.rand_like(v) - 1)), torch.randn_like(q) * 1e31 / size
+
+
+@pytest.mark.parametrize("p", [None, 1, 4.5, 15])
+@pytest.mark.parametrize("size", [1e35, 1e37, 3e38])
+@pytest.mark.parametrize(
+    ("shape", "lk"), [((1, 2, 300, 24), None), ((1, 8, 1, 64), 900), ((1, 8, 3, 33), 901)]
+)
+def test_the_mean_of_finite_values_is_finite(shape, lk, size, p):
+    tensors, dout = huge_values(size, *shape, lk=lk)
+    exact = results(eager, tensors, dout, torch.float64, p=p)
+    plain = results(eager, tensors, dout, torch.float32, p=p)
+    fused = results(cpu.lssar, tensors, dout, torch.float32, p=p)
+    assert torch.equal(fused[0].float(), cpu.lssar(*tensors, p=p))  # nothing saved for a backward
+    assert fused[0].isfinite().all()
+    for name, e, x, f in zip(NAMES, exact, plain, fused, strict=True):
+        assert f[x.isfinite()].isfinite().all(), name
+        assert distance(f, e) <= 2 * distance(x, e) + 1e-5, name
+
+
+def test_small_values_beside_huge_ones_keep_their_bits():
+    (q, k, v), _ = huge_values(3e38, 1, 2, 300, 24)
+    v[..., ::2] *= 1e-38
+    v[..., ::2] *= 1e-32
+    alone = v.clone()
+    alone[..., 1::2] = 0
+    for p in (None, 15):
+        together = cpu.lssar(q, k, v, p=p)
+        assert together.isfinite().all()
+        assert torch.equal(together[..., ::2], cpu.lssar(q, k, alone, p=p)[..., ::2])
+        assert together[..., ::2].abs().max() > 0
+
+
+@pytest.mark.parametrize("p", [None, 15])
+def test_threads_change_no_bit_where_some_rows_overflow(p):
+    (q, k, v), dout = huge_values(3e38, 1, 1, 700, 16)
+    v[:, :, :250] *= 1e-30
+    one = results(cpu.lssar, (q, k, v), dout, torch.float32, p=p)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        try:
+            many = results(cpu.lssar, (q, k, v), dout, torch.float32, p=p)
+        finally:
+            torch.set_num_threads(1)
+        assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+    assert one[0].isfinite().all()
+
+
+def test_an_infinite_value_stays_infinite():
+    q, k, v = draw(1, 1, 40, 8)
+    v[:, :, 0, 3] = torch.inf
+    out = cpu.lssar(q, k, v, p=None)
+    assert (out[..., 3] == torch.inf).all() and out[..., :3].isfinite().all()
+
+
+def windows(numbers, n):
+    """n vectors of 256 in the memory of one: those that begin at each of the numbers."""
+    return numbers.as_strided((1, 1, n, 256), (0, 0, 1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_at_the_bound_are_computed(sign):
+    """All cosines near +-1, over the most keys that a row can have: 2^-|s| is nearly 2^-126."""
+    n = cpu.most_keys(256)
+    keys, values = 1 + 1e-3 * torch.randn(n + 255), 2 + torch.rand(n + 255)
+    q, k, v = torch.full((1, 1, 1, 256), float(sign)), windows(keys, n), windows(values, n)
+    try:
+        out = cpu.lssar(q, k, v, p=None)
+    except MemoryError:
+        pytest.skip("not enough memory for a row of this length")
+    sums = [F.pad(x.cumsum(0), (1, 0)) for x in (keys.double(), keys.double() ** 2)]
+    along, square = (x[256:] - x[:-256] for x in sums)  # of each window
+    f = F.softplus(sign * math.log(256) * math.log(n) * along / square.sqrt() / 16)
+    weights, values = f / f.sum(), values.double()
+    mean = torch.stack([weights @ values[x : x + n] for x in range(256)])
+    torch.testing.assert_close(out[0, 0, 0].double(), mean, rtol=1e-5, atol=0)
+
+
+def test_more_keys_than_scores_have_room_for_are_refused_and_auto_goes_elsewhere():
+    n = cpu.most_keys(256) + 1
+    assert math.log(256) * math.log2(n) < 126
+    k = torch.ones(1, 1, 1, 256).expand(1, 1, n, 256)
+    with pytest.raises(ValueError, match=f"{n} keys of dimension 256: .* up to {n - 1} "):
+        cpu.lssar(k[:, :, :1], k, k, p=15)
+    with pytest.raises(UserError, match=f"'cpu'.* up to {n - 1} keys"):
+        attend(k[:, :, :1], k, k, "lssar", backend="cpu")
+    call = Call("cpu", torch.float32, entries=n, head_dim=256, keys=n)
+    assert choose_backend(MECHANISMS["lssar"], call) == "rowblock"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

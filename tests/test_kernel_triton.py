@@ -5,6 +5,7 @@ Either way needs a process of its own: TRITON_INTERPRET is read when triton is f
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESOURCES = ROOT / "results" / "triton_resources.json"
 
 
-def python(*arguments, interpret):
+def python(*arguments, interpret, cwd=ROOT):
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -36,19 +37,30 @@ def test_interpreted_kernels_equal_float64(tests):
     assert " passed" in report and "skipped" not in report
 
 
-def compiled(*arguments, tmp_path):
+def compiled(*arguments, tmp_path, cwd=ROOT):
     out = tmp_path / "resources.json"
-    python("kernels/triton_compile.py", "--head-dim", 64, *arguments, "--out", out, interpret=False)
+    command = ("kernels/triton_compile.py", "--head-dim", 64, *arguments, "--out", out)
+    python(*command, interpret=False, cwd=cwd)
     return json.loads(out.read_text())["kernels"]
 
 
-def test_first_configurations_compile_for_a100_and_h100_without_a_spill(tmp_path):
-    rows = compiled("--first", tmp_path=tmp_path)
+@pytest.fixture
+def elsewhere(tmp_path):
+    """The code in a place unlike any checkout; its path goes into debug information."""
+    place = tmp_path / "a path with spaces" / "Überlänge-".ljust(100, "x") / "deeper"
+    data = ("corpora", "results", "runs", "site", "tests", "wandb")
+    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", *data))
+    return place
+
+
+def test_first_configurations_compile_anywhere_for_a100_and_h100_as_recorded_without_a_spill(
+    tmp_path, elsewhere
+):
+    rows = compiled("--first", tmp_path=tmp_path, cwd=elsewhere)
     assert {(row["kernel"], row["sm"], row["dtype"]) for row in rows} == {
         (kernel, sm, "bf16") for kernel in ("forward", "dq", "dkv") for sm in (80, 90)
     }
     assert all(row["spilled_bytes"] == 0 for row in rows)
-    assert all(row["cubin_bytes"] > 0 for row in rows)
     recorded = json.loads(RESOURCES.read_text())["kernels"]
     assert all(row in recorded for row in rows)
 
@@ -99,6 +111,25 @@ def test_a_gpu_has_configurations_to_tune_for_every_kernel_type_and_head_dim():
     python("-c", code, interpret=False)
 
 
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_one(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    places = {"HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "tmp")}
+    code = (
+        "import os\n"
+        f"os.environ |= {places}\n"
+        "for name in ('TRITON_HOME', 'TRITON_CACHE_DIR'):\n"
+        "    os.environ.pop(name, None)\n"
+        "from kernels import triton_compile as t\n"
+        "job = t.jobs(64, first_only=True)[0]\n"
+        "print(t.resources(**job, architecture=80)['registers'])\n"
+    )
+    assert int(python("-c", code, interpret=False)) > 0
+    (private,) = (tmp_path / "tmp").glob("lssar-*")
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert list(private.glob("triton/*/*.cubin"))
+
+
 def test_compiling_under_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="unset it"):
@@ -119,6 +150,17 @@ def test_why_the_kernel_is_unavailable_is_one_line(monkeypatch):
         == triton_op.unavailable(q)
         == ("triton is not installed; pip install triton")
     )
+
+
+def test_a_triton_that_cannot_be_imported_is_unavailable(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton/__init__.py").write_text("raise OSError('no symbol\\nfound')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kernels import triton_op\n"
+        "print(triton_op.unavailable())"
+    )
+    said = python("-c", code, interpret=False)
+    assert said.count("\n") == 1 and "triton cannot be imported: OSError('no symbol" in said
 
 
 def test_importing_the_operator_does_not_import_triton():

@@ -71,6 +71,14 @@ def test_no_scale_of_input_makes_a_row_infinite(name, scale, dtype):
         assert all(g.isfinite().all() for g in grads)
 
 
+@pytest.mark.parametrize("backend", ["eager", "rowblock"])
+@pytest.mark.parametrize("name", NORMALISED)
+def test_the_mean_of_finite_values_is_finite(name, backend):
+    q, k = torch.randn(2, 1, 2, 300, 20).unbind()
+    v = 3e38 * (2 * torch.rand(1, 2, 300, 20) - 1)
+    assert attend(q, k, v, name, backend=backend).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", tuple(MECHANISMS))
 def test_half_precision_inputs_are_computed_in_float32(name, dtype):

@@ -1,0 +1,222 @@
+"""The cache of the built CPU kernel: damaged files, folders of other users, several at once.
+
+Each case is a process of its own, as a damaged library may end the process that loads it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kernels import cpu
+
+ROOT = Path(__file__).parent.parent
+ANOTHER_USER = 12345  # unknown to the system, as in a container started with --user
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+PROGRAM = """
+import os
+import sys
+import torch
+from attention import attend
+from kernels import cpu
+
+backend, user = sys.argv[1], int(sys.argv[2])
+cpu.FLAGS = ("-std=c++17", "-shared", "-fPIC")  # built in a second
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 2, 50, 16).unbind()
+expected = attend(q, k, v, "lssar", backend="eager")
+if user:  # not before the imports: root's Python need not be there for others
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+out = attend(q, k, v, "lssar", backend=backend)
+assert (out - expected).abs().max() < 1e-4
+print("right")
+"""
+
+
+def start(folder, user=0, backend="cpu", **environment):
+    """A process that computes with the kernel; its cache and temporary folder are in `folder`."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "HOME")}
+    (folder / "tmp").mkdir(exist_ok=True)
+    (folder / "tmp").chmod(0o1777)
+    places = {"LSSAR_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp")} | environment
+    places["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, backend, str(user)],
+        cwd=folder,
+        env=inherited | {name: value for name, value in places.items() if value is not None},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process):
+    """What it said on stderr, once its result was right."""
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "right\n"), err
+    return err
+
+
+def libraries(folder):
+    return sorted(folder.glob("**/lssar_cpu-*.so"))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    assert result(start(folder)) == ""
+    return folder / "cache"
+
+
+def truncate(library):
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def flip_a_byte_of_code(library):
+    contents = bytearray(library.read_bytes())
+    contents[len(contents) // 2] ^= 0xFF
+    library.write_bytes(contents)
+
+
+def replace_by_garbage(library):
+    library.write_bytes(os.urandom(5000))
+
+
+def empty(library):
+    library.write_bytes(b"")
+
+
+def replace_by_a_fifo(library):
+    library.unlink()
+    os.mkfifo(library)
+
+
+def replace_by_a_broken_link(library):
+    library.unlink()
+    library.symlink_to("nowhere")
+
+
+DAMAGES = (truncate, flip_a_byte_of_code, replace_by_garbage, empty)
+DAMAGES += (replace_by_a_fifo, replace_by_a_broken_link)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_a_damaged_library_is_built_again(built, tmp_path, damage):
+    shutil.copytree(built, tmp_path / "cache")
+    (library,) = libraries(tmp_path / "cache")
+    intact = library.read_bytes()
+    damage(library)
+    assert result(start(tmp_path)) == ""
+    assert library.is_file() and library.read_bytes() == intact
+    assert not libraries(tmp_path / "tmp")
+
+
+def test_a_folder_in_place_of_the_library_is_left_alone_with_a_notice(built, tmp_path):
+    shutil.copytree(built, tmp_path / "cache")
+    (library,) = libraries(tmp_path / "cache")
+    library.unlink()
+    library.mkdir()
+    (library / "mine").touch()
+    assert str(library) in result(start(tmp_path))
+    assert (library / "mine").exists() and len(libraries(tmp_path / "tmp")) == 1
+
+
+def test_several_at_once_build_one_library_whatever_lies_there(built, tmp_path):
+    shutil.copytree(built, tmp_path / "cache")
+    (library,) = libraries(tmp_path)
+    truncate(library)
+    processes = [start(tmp_path) for _ in range(3)]
+    assert [result(p) for p in processes] == [""] * 3
+    assert list((tmp_path / "cache").iterdir()) == [library]
+
+
+def test_a_cache_that_can_only_be_read_is_used_as_it_is(built, tmp_path):
+    shutil.copytree(built, tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o500)
+    assert result(start(tmp_path)) == ""
+    assert not libraries(tmp_path / "tmp")
+
+
+def assert_kept_in_a_private_folder(process, folder, user=0):
+    notice = result(process)
+    assert notice.count("the built CPU kernel is kept in") == 1
+    assert "set LSSAR_CACHE" in notice
+    (library,) = libraries(folder / "tmp")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert library.parent.stat().st_uid == (user or os.geteuid())
+    return library
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LSSAR_CACHE": "{file}/cache"},
+        {"LSSAR_CACHE": "{file}"},
+        {"LSSAR_CACHE": None, "XDG_CACHE_HOME": "{file}"},
+        {"LSSAR_CACHE": None, "HOME": "{file}"},
+    ],
+    ids=["below a file", "a file", "XDG_CACHE_HOME a file", "HOME a file"],
+)
+def test_where_no_cache_folder_can_be_a_private_one_is_used(tmp_path, environment):
+    file = tmp_path / "file"
+    file.touch()
+    given = {k: v and v.format(file=file) for k, v in environment.items()}
+    library = assert_kept_in_a_private_folder(start(tmp_path, **given), tmp_path)
+    built = library.stat().st_mtime_ns
+    assert_kept_in_a_private_folder(start(tmp_path, **given), tmp_path)
+    assert library.stat().st_mtime_ns == built
+
+
+@pytest.fixture
+def foreign():
+    """A folder that another user can enter, with a home in it that no other user can."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "home").mkdir(mode=0o700)
+        yield folder
+
+
+@as_root
+@pytest.mark.parametrize("home", ["of another user", "read-only", "unset"])
+def test_as_another_user(foreign, home):
+    if not all(folder.stat().st_mode & 0o001 for folder in cpu.SOURCE.parents):
+        pytest.skip("no other user can read this checkout")
+    (foreign / "home").chmod(0o755 if home == "read-only" else 0o700)
+    place = None if home == "unset" else str(foreign / "home")
+    process = start(foreign, user=ANOTHER_USER, LSSAR_CACHE=None, HOME=place)
+    assert_kept_in_a_private_folder(process, foreign, ANOTHER_USER)
+
+
+def test_the_cache_may_be_the_folder_one_is_in(tmp_path):
+    assert result(start(tmp_path, LSSAR_CACHE=".")) == ""
+    assert len(libraries(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["open to all", "a link", "of another user"])
+def test_a_temporary_folder_that_others_can_write_is_not_trusted(tmp_path, kind):
+    if kind == "of another user" and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "file").touch()
+    private = tmp_path / "tmp" / f"lssar-{os.geteuid()}"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    private.parent.mkdir()
+    if kind == "a link":
+        private.symlink_to(tmp_path / "elsewhere")
+    else:
+        private.mkdir(mode=0o700)
+        private.chmod(0o777 if kind == "open to all" else 0o700)
+        if kind == "of another user":
+            os.chown(private, ANOTHER_USER, ANOTHER_USER)
+    notice = result(start(tmp_path, backend="auto", LSSAR_CACHE=str(tmp_path / "file" / "cache")))
+    assert "open to other users" in notice and "set LSSAR_CACHE" in notice
+    assert not libraries(tmp_path)
