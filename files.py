@@ -1,16 +1,20 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
 import re
+import stat
 import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from errors import UserError
 
@@ -25,6 +29,27 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path}: {error.strerror or error}; nothing finished is lost: put that "
             "right and run the same command again"
         ) from None
+
+
+LARGEST_TEXT = 2**28  # more is no record of ours, and would fill the memory
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open to read; OSError for a FIFO, where reading may wait forever, and for a device."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_text(path: Path, *, limit: int = LARGEST_TEXT, errors: str = "strict") -> str:
+    """The text of a regular file; OSError where it has more than `limit` characters."""
+    with io.TextIOWrapper(open_regular(path), "utf-8", errors) as file:
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise OSError(errno.EFBIG, f"larger than the {limit:,} characters expected", str(path))
+    return text
 
 
 def sync(path: Path) -> None:

@@ -108,7 +108,17 @@ class TrainLoader:
         if self.windows < 1:
             raise UserError(
                 f"{tokens.directory} has {tokens.total_tokens} training tokens, too few for one "
-                f"sequence of length {length} and its targets"
+                f"sequence of length {length} and its targets; the longest they allow: "
+                f"train.length = {max(1, tokens.total_tokens - 1)}"
+            )
+        if self.windows < global_batch:
+            step = micro_batch * world_size
+            fitting = self.windows // step * step * length
+            raise UserError(
+                f"{tokens.directory} has {self.windows} training sequences of length {length}, "
+                f"fewer than the {global_batch} of one step; "
+                + (f"set train.batch_tokens to {fitting}" if fitting else "lower train.micro_batch")
+                + f" (now {global_batch * length if fitting else micro_batch}) or add data"
             )
         self.global_batch = global_batch
         self.seed = seed
@@ -122,9 +132,10 @@ class TrainLoader:
         self._thread = ThreadPoolExecutor(1) if prefetch or (prefetch is None and on_gpu) else None
         self._ahead: tuple[tuple[int, int], Future] | None = None
 
-    def offsets(self, step: int) -> np.ndarray:
-        """Token offsets at which the sequences of this step's global batch begin."""
-        numbers = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+    def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
+        """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""
+        begin = step * self.global_batch + first
+        numbers = np.arange(begin, begin + (self.global_batch if count is None else count))
         epochs, indices = np.divmod(numbers, self.windows)
         if self.shuffle:
             for epoch in np.unique(epochs):
@@ -137,6 +148,19 @@ class TrainLoader:
         for part in range(self.accumulation):
             batch = self._take(step, part).to(self.device, non_blocking=True)
             yield self.source.split(batch)
+
+    def divisors(self, step: int) -> list[float]:
+        """For each micro-batch of this rank, what its mean loss is to be divided by.
+
+        The sum over a rank's micro-batches, averaged over the ranks, is then the mean over the
+        whole global batch: of its tokens, or of its labels, which may lie unevenly.
+        """
+        if isinstance(self.source, Windows) or self.source.labels is None:
+            return [self.accumulation] * self.accumulation
+        labels = self.source.labels_of(self.offsets(step))
+        mine = labels.reshape(self.accumulation, self.world_size, -1)[:, self.rank].sum(axis=1)
+        # A micro-batch without labels has the loss 0, whatever it is divided by.
+        return (max(1, labels.sum()) / (self.world_size * np.maximum(mine, 1))).tolist()
 
     def _take(self, step: int, part: int) -> Tensor:
         """The micro-batch, from the reading thread when it has it; sets the thread to the next."""
@@ -152,7 +176,7 @@ class TrainLoader:
 
     def _read(self, step: int, part: int) -> Tensor:
         first = (part * self.world_size + self.rank) * self.micro_batch
-        offsets = self.offsets(step)[first : first + self.micro_batch]
+        offsets = self.offsets(step, first, self.micro_batch)
         return self.source.read(offsets, pin=self.device.type == "cuda")
 
 
@@ -179,16 +203,23 @@ def validation_windows(
             f"of {length}: each must be a multiple of the next"
         )
     source = windows_of(tokens, length)
-    if source.count * length < total_tokens:
+    if (most := source.count * length) < total_tokens:
         raise UserError(
             f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for "
-            f"{total_tokens} targets; ask for fewer or prepare a larger validation set"
+            f"{total_tokens} targets in windows of {length}; "
+            + (f"set eval.tokens to at most {most} or " if most > 0 else "")
+            + "prepare a larger validation set"
         )
     count = total_tokens // segment
     starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)
     windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
     if isinstance(tokens, Records):
         windows = np.arange(total_tokens // length) * source.stride
+        if tokens.labels is not None and not tokens.labels_of(windows).any():
+            raise UserError(
+                f"the first {len(windows)} validation records of {tokens.directory} have no label; "
+                "raise eval.tokens"
+            )
     return _read_in_batches(source, windows[rank::world_size], batch)
 
 

@@ -16,6 +16,7 @@ bytes. Shard 0 is validation.
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -23,13 +24,17 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
 
 from tqdm import tqdm
 
 from data.download import READY_MADE, download
 from data.passkey_text import PasskeySource
 from data.pipeline import chunks, encoded
-from data.shards import MAX_SHARD_TOKENS, verify
+from data.shards import MAX_SHARD_TOKENS, describe_set, verify
 from data.sources import (
     HUB,
     HubSource,
@@ -40,10 +45,12 @@ from data.sources import (
 )
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, is_complete, locked, recorded_settings
-from errors import Parser, UserError, did_you_mean, run
+from errors import MOST_PROCESSES, Parser, UserError, did_you_mean, positive, run, whole
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
+# Of the published numbers; its `corpora` say which text they were trained and evaluated on.
+PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
 # What a kill can cost; each record syncs the disk.
 SECONDS_BETWEEN_RECORDS = 5.0
 
@@ -107,7 +114,7 @@ def _fill(
     bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
     with bar, contextlib.closing(stream):
-        for chunk, tokens in stream:
+        for chunk, tokens, encoder in stream:
             done = min(skip, len(tokens))
             skip -= done
             while done < len(tokens):
@@ -117,7 +124,7 @@ def _fill(
                 if max_tokens is not None:
                     room = min(room, max_tokens - writer.total)
                 part = tokens[done : done + room]
-                writer.append(part)
+                writer.append(part, encoder)
                 done += len(part)
                 bar.update(len(part))
                 if writer.total == max_tokens:
@@ -162,8 +169,8 @@ def token_count(text: str) -> int:
         count = int(float(number) * unit) if unit > 1 else int(number.replace("_", ""))
     except (ValueError, OverflowError):
         count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens like 100M")
+    if not 1 <= count < 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of tokens like 100M")
     return count
 
 
@@ -177,7 +184,8 @@ def make_parser() -> Parser:
     )
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
-    common.add_argument("--workers", type=int, help="processes; default one per core, 0 for none")
+    workers = whole(0, MOST_PROCESSES)
+    common.add_argument("--workers", type=workers, help="default one per core, 0 for none")
     val = argparse.ArgumentParser(add_help=False)
     val.add_argument("--val-tokens", type=token_count, help="validation: the first of all tokens")
     for name, (repository, _, samples) in HUB.items():
@@ -194,7 +202,7 @@ def make_parser() -> Parser:
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    download.add_argument("--shards", type=int, help="only the first so many training shards")
+    download.add_argument("--shards", type=positive, help="only the first so many training shards")
     check = commands.add_parser("verify", help="re-read a set")
     check.add_argument("directory", type=Path)
     return parser
@@ -253,8 +261,6 @@ def main(argv: list[str]) -> None:
     if arguments.tokeniser is None:
         arguments.tokeniser = "bytes" if arguments.command in GENERATED else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
-    if arguments.workers is not None and arguments.workers < 0:
-        raise UserError(f"--workers {arguments.workers} must be 0 or more")
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
@@ -273,6 +279,22 @@ def main(argv: list[str]) -> None:
         max_tokens=arguments.max_tokens,
         workers=number_of_workers(arguments),
     )
+    if arguments.command == "stdlib":
+        compare_with_published(arguments.out)
+
+
+def compare_with_published(out: Path) -> None:
+    """Say when the text is not that of the published numbers: each Python has its own library."""
+    try:
+        published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["corpora"]["corpora/stdlib"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # a copy of the code without results
+    mine = describe_set(out)
+    if mine["tokens_sha256"] != published["tokens_sha256"]:
+        print(
+            f"note: {out} ({mine['source']}) is not the text of the published numbers "
+            f"({published['source']}): yours will differ from them"
+        )
 
 
 if __name__ == "__main__":

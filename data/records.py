@@ -19,6 +19,7 @@ from torch import Tensor
 
 from data.shards import TokenSet, check_ids, open_split, reading
 from errors import UserError
+from files import open_regular, read_text
 
 DESCRIPTION = "records.json"
 
@@ -29,6 +30,9 @@ class Records:
     def __init__(self, tokens: TokenSet, points: int, channels: int, labels: np.ndarray | None):
         self.tokens, self.points, self.channels, self.labels = tokens, points, channels, labels
         self.directory, self.tokeniser = tokens.directory, None
+        self.files = tokens.files | {DESCRIPTION: None}
+        if labels is not None:
+            self.files[Path(labels.filename).name] = None
         self.stride = points * channels
         self.count, rest = divmod(tokens.total_tokens, self.stride)
         if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
@@ -36,6 +40,8 @@ class Records:
                 f"{self.directory} is damaged: {tokens.total_tokens} tokens are not records of "
                 f"{self.stride} with a label each; simulate it again"
             )
+        if labels is not None and np.isinf(labels).any():
+            raise UserError(f"{self.directory} has infinite labels; simulate it again")
         self.total_tokens = self.count * (points - 1)  # positions that a model reads
 
     def of_length(self, length: int) -> "Records":
@@ -45,6 +51,10 @@ class Records:
                 f"{self.points - 1}, not {length}; set train.length to that"
             )
         return self
+
+    def labels_of(self, offsets: np.ndarray) -> np.ndarray:
+        """How many labels each of these records has."""
+        return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
         """(records, points, channels) int64; with labels (records, points - 1, channels + outputs)
@@ -86,7 +96,7 @@ def open_data(
     labels = None
     if outputs:
         path = directory / f"labels_{split}.npy"
-        with reading(path):
+        with reading(path), open_regular(path):
             labels = np.load(path, mmap_mode="r", allow_pickle=False)
     return Records(tokens, about["points"], channels, labels)
 
@@ -100,9 +110,9 @@ def describe(directory: Path) -> dict:
             "python physics/simulate.py --help"
         )
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = json.loads(read_text(path))
         if not all(type(about[key]) is int for key in ("points", "channels", "outputs")):
             raise ValueError("a size that is no number")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); simulate it again") from None
     return about

@@ -22,7 +22,7 @@ import numpy as np
 
 from data.tokeniser import TOKENISERS, Tokeniser
 from errors import UserError
-from files import unseal
+from files import digest, open_regular, read_text, unseal
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
@@ -67,7 +67,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
     """Token count of the shard, after checking header, size and a sample of its tokens."""
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         header = np.frombuffer(file.read(HEADER_BYTES), dtype="<u1")
         sample = np.frombuffer(file.read(2 * SAMPLE_TOKENS), dtype="<u1")
@@ -115,6 +115,7 @@ class TokenSet:
         self.vocab_size = vocab_size
         self._ends = np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)
         self.total_tokens = int(self._ends[-1]) if self.shards else 0
+        self.files = {shard.name: shard.sha256 for shard in self.shards}  # None: not recorded
         self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
 
     def _map_shard(self, index: int) -> np.ndarray:
@@ -238,7 +239,7 @@ def read_manifest(directory: Path) -> dict:
     """The folder's manifest, with everything the code relies on checked."""
     path = directory / MANIFEST
     with reading(path):
-        text = path.read_bytes()
+        text = read_text(path, errors="replace")
     try:
         manifest = unseal(json.loads(text))
         shards = [Shard(**entry) for entry in manifest["shards"]]
@@ -257,9 +258,44 @@ def read_manifest(directory: Path) -> dict:
             raise ValueError(f"vocabulary {manifest['vocab_size']!r}")
         if type(manifest["documents"]) is not int:
             raise ValueError(f"documents {manifest['documents']!r}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        if not isinstance(_source(manifest), dict):
+            raise ValueError(f"source {_source(manifest)!r}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error})") from None
     return manifest
+
+
+def _source(manifest: dict) -> dict:
+    return manifest.get("settings", {}).get("source", {})
+
+
+def describe_set(directory: str | Path) -> dict:
+    """For a file of results: where the set is, which one, and what it was made from.
+
+    `tokens_sha256` is the same for the same shards, whatever else their manifest records.
+    """
+    path = Path(directory) / MANIFEST
+    known = {"manifest_sha256": None, "tokens_sha256": None, "source": None}
+    if path.exists():
+        manifest = read_manifest(path.parent)
+        shards = [shard["sha256"] for shard in manifest["shards"]]
+        known = {
+            "manifest_sha256": sha256_of(path),
+            "tokens_sha256": digest(shards),
+            "source": source_note(manifest),
+        }
+    return {"data": str(directory), **known}
+
+
+def source_note(manifest: dict) -> str | None:
+    """`Python 3.11.7 standard library`, or the name, sample and revision of what is on a hub."""
+    source = _source(manifest)
+    if source.get("kind") == "stdlib":
+        return f"Python {source.get('python')} standard library"
+    named = [
+        str(source[key]) for key in ("kind", "sample", "repository", "revision") if key in source
+    ]
+    return ", ".join(named) or None
 
 
 def verify(directory: str | Path) -> dict[str, int]:
@@ -295,5 +331,5 @@ def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int
 
 
 def sha256_of(path: Path) -> str:
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

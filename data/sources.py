@@ -233,7 +233,7 @@ class TextSource:
 
 
 class StdlibSource:
-    """The Python standard library's own sources, split by file; the same wherever Python is.
+    """The Python standard library's own sources, split by file; another Python, another text.
 
     Files come in the order of a hash of their names and a tenth of them is validation, so both
     splits are a fair sample of the whole from their first bytes on.

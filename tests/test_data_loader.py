@@ -144,9 +144,16 @@ def test_an_impossible_batch_is_refused_with_the_numbers(tokens):
 
 
 def test_too_few_tokens_for_one_sequence_is_refused(tokens):
-    assert loader(tokens, length=3000).windows == 1
-    with pytest.raises(UserError, match=r"3001 training tokens.*length 3001"):
-        loader(tokens, length=3001)
+    one = {"global_batch": 1, "micro_batch": 1}
+    assert loader(tokens, length=3000, **one).windows == 1
+    with pytest.raises(UserError, match=r"3001 training tokens.*length 3001.*length = 3000"):
+        loader(tokens, length=3001, **one)
+
+
+def test_a_step_of_more_sequences_than_there_are_is_refused_with_the_most_that_are(tokens):
+    assert loader(tokens, global_batch=176, micro_batch=16).windows == 176
+    with pytest.raises(UserError, match=r"176 training sequences.*180 of one step.*to 2958 .now"):
+        loader(tokens, global_batch=180, micro_batch=6)  # 2958 = 17 tokens x 174 sequences
 
 
 def test_a_token_outside_the_vocabulary_is_refused_naming_the_shard(tmp_path):

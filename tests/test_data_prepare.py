@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import platform
 import signal
 import tempfile
 from pathlib import Path
@@ -17,8 +18,8 @@ from data_sets import contents, read_stream, run_prepare
 import benchmark
 from data import sources
 from data.pipeline import Chunk, encoded
-from data.prepare import main
-from data.shards import open_split, verify
+from data.prepare import PUBLISHED, main
+from data.shards import describe_set, open_split, verify
 from data.tokeniser import get_tokeniser
 from errors import UserError
 
@@ -142,6 +143,25 @@ def test_the_standard_library_is_split_by_file_and_says_which(tmp_path):
     assert open_split(out, "val", vocab_size=257).tokeniser == "bytes"
 
 
+def test_another_standard_library_than_the_published_numbers_is_said(tmp_path, monkeypatch, capsys):
+    main(["stdlib", "--out", str(tmp_path / "mine")])
+    printed, mine = capsys.readouterr().out, describe_set(tmp_path / "mine")
+    published = json.loads(PUBLISHED.read_text())["corpora"]["corpora/stdlib"]
+    assert published["source"].startswith("Python 3.11."), "the note needs it"
+    assert ("note: " in printed) == (mine["tokens_sha256"] != published["tokens_sha256"])
+    assert mine["source"] == f"Python {platform.python_version()} standard library"
+
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.1")
+    monkeypatch.setattr(sources, "_python_source", lambda path: f"# {path.name}\n" * 9)
+    command = ["stdlib", "--out", str(tmp_path / "other")]
+    for _ in range(2):  # when it is made, and when it is there
+        main(command)
+        assert (
+            f"note: {tmp_path}/other (Python 3.99.1 standard library) is not the text of the "
+            f"published numbers ({published['source']})"
+        ) in capsys.readouterr().out
+
+
 def test_max_tokens_stops_exactly_and_the_half_read_stream_is_released(parquet, tmp_path):
     out = tmp_path / "out"
     done = run_prepare("fineweb", "--from-files", parquet, "--shard-tokens=1000",
@@ -249,9 +269,9 @@ def test_empty_and_too_small_corpora_are_refused(tmp_path):
             "x does",
         ),
         (["stdlib", "--shard-tokens=3B", "--out=x"], "is more than 2147483647"),
-        (["stdlib", "--workers=-1", "--out=x"], "--workers -1 must be 0 or more"),
+        (["stdlib", "--workers=-1", "--out=x"], "--workers: '-1' must be at least 0"),
         (["download", "finewep", "--out=x"], "did you mean 'fineweb'"),
-        (["download", "fineweb", "--shards=0", "--out=x"], "--shards 0 must be at least 1"),
+        (["download", "fineweb", "--shards=0", "--out=x"], "--shards: '0' must be at least 1"),
     ],
 )
 def test_mistyped_commands_are_one_line(arguments, match, tmp_path, monkeypatch):
@@ -305,7 +325,7 @@ def test_a_killed_worker_is_reported_not_waited_for():
 def test_chunks_come_back_in_order_whatever_their_cost():
     texts = ["x " * (50_000 if i % 5 == 0 else 1) + str(i) for i in range(30)]
     stream = (Chunk([(text, True)], i) for i, text in enumerate(texts))
-    for i, (chunk, tokens) in enumerate(encoded(stream, "gpt2", workers=2)):
+    for i, (chunk, tokens, _) in enumerate(encoded(stream, "gpt2", workers=2)):
         assert chunk.state == i
         assert tokens.tolist() == stream_of([texts[i]])
     assert i == 29

@@ -1,6 +1,7 @@
 """A preparation killed at any instant, or stopped by a full disk, ends with the same bytes."""
 
 import gzip
+import importlib.metadata
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ import pytest
 from data_sets import REPOSITORY, contents, run_prepare
 
 from data.prepare import main
-from data.writer import read_progress
+from data.tokeniser import BPE_FILES, Gpt2Tokeniser, get_tokeniser
+from data.writer import ShardWriter, read_progress
 from errors import UserError
+from files import digest, write_json
 
 # Forks preparations and kills them with SIGKILL after growing delays until one gets through, every
 # other one recording its progress after each chunk; prints how many were killed. One process that
@@ -185,3 +188,50 @@ def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
     partial.write_bytes(kept)
     main(arguments)
     assert contents(out) == expected
+
+
+def stopped_in_the_middle(out, uninterrupted, monkeypatch):
+    """The command, after it stopped with a few records written and most of the text unread."""
+    arguments, _ = uninterrupted["hub"]
+    save, records = ShardWriter.save, []
+
+    def save_and_stop(writer, *position):
+        save(writer, *position)
+        records.append(position)
+        if len(records) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("data.prepare.SECONDS_BETWEEN_RECORDS", 0.0)
+    monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 20_000)
+    monkeypatch.setattr(ShardWriter, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, "--out", str(out)])
+    monkeypatch.undo()
+    return [*arguments, "--out", str(out)]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_manifest_names_every_encoder_that_wrote_the_set(
+    out, uninterrupted, monkeypatch, recorded
+):
+    """Begun with the fast encoder, or by code that recorded none, and finished with tiktoken."""
+    begun_with = get_tokeniser("gpt2").fast_encoder() or get_tokeniser("gpt2").encoder()
+    command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
+    if not recorded:
+        record = read_progress(out)
+        del record["encoders"]
+        write_json(out / "progress.json", {"sha256": digest(record), "progress": record})
+    monkeypatch.setattr(Gpt2Tokeniser, "fast_encoder", lambda self: None)
+    main(command)
+    manifest = json.loads((out / "manifest.json").read_text())
+    tiktoken = f"tiktoken {importlib.metadata.version('tiktoken')}"
+    first = begun_with.name if recorded else "unrecorded"
+    assert manifest["encoders"] == sorted({first, tiktoken})
+    assert manifest["merges_sha256"] == BPE_FILES["vocab.bpe"]
+    shards = {name: data for name, data in contents(out).items() if name.endswith(".bin")}
+    assert shards.items() <= uninterrupted["hub"][1].items(), "the tokens depend on the encoder"
+
+
+def test_the_manifest_of_bytes_names_utf_8(uninterrupted):
+    manifest = json.loads(uninterrupted["stdlib"][1]["manifest.json"])
+    assert (manifest["encoders"], manifest["merges_sha256"]) == (["utf-8"], None)

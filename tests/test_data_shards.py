@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.prepare import main
-from data.shards import header_bytes, open_split, read_manifest, verify
+from data.shards import describe_set, header_bytes, open_split, read_manifest, verify
 from errors import UserError
 
 LINE = "Ünïcode and plain text, line by line.\n"
@@ -47,7 +47,7 @@ def refuses(folder, match, split="train", **options):
 
 def edit_manifest(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]  # by hand, or by an attacker: nothing vouches for it
+    manifest.pop("sha256", None)  # by hand, or by an attacker: nothing vouches for it
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -210,6 +210,8 @@ def test_a_manifest_s_names_cannot_leave_the_folder(prepared, name):
         lambda m: m["shards"][0].update(extra=1),
         lambda m: m["shards"][0].update(split="train"),
         lambda m: m["shards"].append(m["shards"][0]),
+        lambda m: m.update(settings=[]),
+        lambda m: m["settings"].update(source="stdlib"),
     ],
 )
 def test_a_damaged_manifest_is_named(prepared, change):
@@ -276,3 +278,19 @@ def test_no_permission_is_one_line(tmp_path_factory, hidden):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+def test_a_set_is_described_by_its_shards_and_its_source(prepared, tmp_path):
+    described = describe_set(prepared)
+    assert described["data"] == str(prepared)
+    assert described["source"] == "text"
+    edit_manifest(prepared, lambda m: m.update(encoders=["another"]))
+    again = describe_set(prepared)
+    assert again["tokens_sha256"] == described["tokens_sha256"]
+    assert again["manifest_sha256"] != described["manifest_sha256"]
+    edit_manifest(prepared, lambda m: m["shards"][2].update(sha256="0" * 64))
+    assert describe_set(prepared)["tokens_sha256"] != described["tokens_sha256"]
+    edit_manifest(prepared, lambda m: m.pop("settings"))
+    assert describe_set(prepared)["source"] is None
+    write_set(tmp_path, train=[STREAM])
+    assert set(describe_set(tmp_path).values()) == {str(tmp_path), None}

@@ -15,7 +15,7 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from data import tokeniser as module
 from data.pipeline import ChunkEncoder, cut_safely
-from data.tokeniser import get_tokeniser
+from data.tokeniser import Encoder, get_tokeniser
 from errors import UserError
 
 GPT2 = get_tokeniser("gpt2")
@@ -133,7 +133,7 @@ def test_cutting_a_text_never_changes_its_tokens(text, limit):
 @given(text=hostile)
 @settings(max_examples=500, deadline=None)
 def test_the_fast_encoder_equals_tiktoken(text):
-    assert fast()(text).tolist() == GPT2._bpe.encode_ordinary(text)
+    assert fast().encode(text).tolist() == GPT2._bpe.encode_ordinary(text)
 
 
 @functools.cache
@@ -141,15 +141,63 @@ def fast():
     return GPT2.fast_encoder()
 
 
-def test_a_wrong_fast_encoder_is_noticed_and_replaced():
+PIECES = [("Zürich " * 50, True), ("tail", False), ("don't", True)]
+PIECES += [(f"page {i} of the book\n" * (1 + i % 5), True) for i in range(100)]
+
+
+def expected_tokens():
+    parts = ([50256] * starts + GPT2._bpe.encode_ordinary(text) for text, starts in PIECES)
+    return [token for part in parts for token in part]
+
+
+WRONG = {
+    "another text in one document": lambda text: GPT2.encode(text.replace("ü", "u")),
+    "a token less at the end": lambda text: GPT2.encode(text)[: -1 if "book" in text else None],
+    "an id outside the vocabulary": lambda text: GPT2.encode(text).astype("<u4") + 2**16,
+    "no merge at all": lambda text: np.array([BYTE_IDS[byte] for byte in text.encode()]),
+}
+BYTE_IDS = [GPT2._bpe.encode_single_token(bytes([byte])) for byte in range(256)]
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_fast_encoder_is_noticed_and_replaced(wrong):
     encoder = ChunkEncoder("gpt2")
-    pieces = [("Zürich " * 50, True), ("tail", False), ("don't", True)]
-    expected = [50256, *GPT2._bpe.encode_ordinary("Zürich " * 50), *GPT2.encode("tail")]
-    expected += [50256, *GPT2.encode("don't")]
-    encoder._fast = lambda text: GPT2.encode(text.replace("ü", "u"))
-    tokens, agreed = encoder(pieces)
-    assert not agreed
-    assert tokens.tolist() == expected
-    tokens, agreed = ChunkEncoder("gpt2", fast=False)(pieces)
-    assert agreed
-    assert tokens.tolist() == expected
+    encoder._fast = Encoder("wrong", wrong)
+    tokens, name, dropped = encoder(PIECES)
+    assert dropped
+    assert name == f"tiktoken {importlib.metadata.version('tiktoken')}"
+    assert tokens.tolist() == expected_tokens()
+
+
+def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared():
+    """Whichever document the fast encoder loses a byte of, and about a sixteenth of other ids."""
+    texts = [f"document {i}: the end" for i in range(64)]
+    pieces, noticed = [(text, True) for text in texts], {"byte": 0, "merge": 0}
+    encoder = ChunkEncoder("gpt2")
+    for victim in texts:
+        for kind, spoilt in (("byte", victim[:-1]), ("merge", None)):
+
+            def wrong(text, victim=victim, spoilt=spoilt):
+                if text != victim:
+                    return GPT2.encode(text)
+                return GPT2.encode(spoilt) if spoilt else WRONG["no merge at all"](text)
+
+            encoder._fast = Encoder("wrong", wrong)
+            noticed[kind] += encoder(pieces).dropped
+    assert noticed == {"byte": 64, "merge": 4}
+
+
+def test_without_a_fast_encoder_nothing_is_dropped():
+    tokens, name, dropped = ChunkEncoder("gpt2", fast=False)(PIECES)
+    assert not dropped
+    assert name.startswith("tiktoken ")
+    assert tokens.tolist() == expected_tokens()
+
+
+@given(text=hostile)
+@settings(max_examples=200, deadline=None)
+def test_ids_spell_their_text_and_no_other(text):
+    ids = GPT2.encode(text)
+    assert GPT2.spells(ids, text)
+    assert not GPT2.spells(ids, text + "x")
+    assert not GPT2.spells(np.append(ids, GPT2.eot), text + "<|endoftext|>")

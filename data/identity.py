@@ -1,0 +1,89 @@
+"""Which data a run reads, recorded in its checkpoints so that `--resume` notices other data.
+
+A shard that the manifest lists is known by its sha256 there; it is read again only where its time
+stamp has changed, as in a copied or edited set. Other files are known by a sample of their bytes.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.records import Records
+from data.shards import MANIFEST, TokenSet, reading, sha256_of
+from errors import UserError
+from files import open_regular
+
+# A file of up to a megabyte is hashed whole; of a larger one these blocks, the ends among them.
+BLOCKS, BLOCK_BYTES = 16, 2**16
+SAMPLED = "sample "
+
+
+def identity(*splits: TokenSet | Records) -> dict:
+    """What a checkpoint records of the data, as plain values."""
+    directory = splits[0].directory
+    manifest = directory / MANIFEST
+    known = {name: sha256 for split in splits for name, sha256 in split.files.items()}
+    return {
+        "manifest": sha256_of(manifest) if manifest.exists() else None,
+        "files": {name: _about(directory / name, sha256) for name, sha256 in known.items()},
+    }
+
+
+def _about(path: Path, sha256: str | None) -> dict:
+    with reading(path):
+        found = path.stat()
+    content = sha256 or _hash(path, found.st_size)
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
+
+
+def _hash(path: Path, size: int) -> str:
+    """sha256 of a small file; of a large one that of blocks spread over it, and it says so."""
+    if size <= BLOCKS * BLOCK_BYTES:
+        return sha256_of(path)
+    digest = hashlib.sha256()
+    with reading(path), open_regular(path) as file:
+        for block in range(BLOCKS):
+            file.seek((size - BLOCK_BYTES) * block // (BLOCKS - 1))
+            digest.update(file.read(BLOCK_BYTES))
+    return SAMPLED + digest.hexdigest()
+
+
+def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice) -> str | None:
+    """Refuse other data than the saved ones unless accepted; returns what to warn of.
+
+    Files with other time stamps are read again, by this process its share of them.
+    """
+    other = list(_differences(saved, now))
+    touched = {} if other else {n: f for n, f in now["files"].items() if f != saved["files"][n]}
+    sampled = [name for name, file in touched.items() if file["content"].startswith(SAMPLED)]
+    for name in sorted(touched.keys() - sampled)[share]:
+        if sha256_of(directory / name) != touched[name]["content"]:
+            other.append(f"{name}: other contents than {MANIFEST} says")
+    listed = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
+    if other and not accept:
+        raise UserError(
+            f"--resume contradicts the data of the checkpoint (saved -> now): {listed}; set "
+            "data.directory to the data it was trained on, or add --accept-data to train on these"
+        )
+    if other:
+        return f"training continues on other data (--accept-data): {listed}"
+    if sampled:
+        return (
+            f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} "
+            f"such files); a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+        )
+    return None
+
+
+def _differences(saved: dict, now: dict) -> Iterator[str]:
+    if saved["manifest"] != now["manifest"]:
+        before, after = (str(state["manifest"])[:12] for state in (saved, now))
+        yield f"sha256 of {MANIFEST}: {before} -> {after}"
+    for name in sorted(saved["files"].keys() | now["files"].keys()):
+        old, new = saved["files"].get(name), now["files"].get(name)
+        if old is None or new is None:
+            yield f"{name}: {'added' if old is None else 'gone'}"
+        elif old["bytes"] != new["bytes"]:
+            yield f"{name}: {old['bytes']} -> {new['bytes']} bytes"
+        elif old["content"] != new["content"]:
+            yield f"{name}: other contents"
