@@ -8,7 +8,7 @@
 A checkpoint is written under a temporary name, fsync'd, and renamed; only then does `latest` point
 to it. Weights are safetensors and JSON; the trainer's state is read with weights_only, so nothing
 here can run code. model.json has the sha256 of the other files and of itself: damage is noticed
-before anything is computed with it.
+before anything is computed with it. So are weights that are not finite.
 """
 
 import json
@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from data.shards import sha256_of
 from errors import UserError
-from files import seal, sync, unseal, write_text
-from model import GPT, ModelConfig
+from files import open_regular, read_text, seal, sync, unseal, write_text
+from model import GPT, MEANING, ModelConfig
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 
@@ -55,7 +55,7 @@ def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     save_file(weights, directory / WEIGHTS)
     description = {
-        "format": 1,
+        "meaning": MEANING,
         "model": model.config.to_dict(),
         "info": asdict(info),
         "files": {f.name: sha256_of(f) for f in sorted(directory.iterdir()) if f.suffix != ".json"},
@@ -86,6 +86,11 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
             raise UserError(
                 f"{directory / WEIGHTS}: {name} is {_shape(have)}, the model in {DESCRIPTION} has "
                 f"{_shape(want)}; the two files do not belong together"
+            )
+        if not have.float().isfinite().all():
+            raise UserError(
+                f"{directory / WEIGHTS}: {name} has weights that are not finite (NaN or infinity); "
+                "use another checkpoint"
             )
     model.load_state_dict(weights, assign=True)
     for parameter in model.parameters():
@@ -123,7 +128,12 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
     """The model's config, what the checkpoint says of itself, and its files' sha256."""
     file = directory / DESCRIPTION
     try:
-        description = unseal(json.loads(file.read_text(encoding="utf-8")))
+        description = unseal(json.loads(read_text(file)))
+        if (found := description.get("meaning")) != MEANING:
+            raise UserError(
+                f"its weights have meaning {found!r:.20}, this code computes {MEANING} "
+                "(model.MEANING): use the revision that made it, or train again"
+            )
         info = CheckpointInfo(**description["info"])
         recorded = dict(description.get("files", {}))
         return ModelConfig.from_dict(description["model"]), info, recorded
@@ -172,7 +182,7 @@ class Store:
 
     def _pointer(self, name: str) -> Path | None:
         try:
-            target = (self.directory / name).read_text(encoding="utf-8").strip()
+            target = read_text(self.directory / name, limit=1000).strip()
         except (OSError, UnicodeDecodeError):
             return None
         return self.directory / Path(target).name if target else None
@@ -235,7 +245,40 @@ def read_trainer(directory: Path) -> dict:
     """Optimiser, step and RNG states; reading cannot run code."""
     _refuse_damage(directory / TRAINER, _description(directory)[2])
     try:
-        return torch.load(directory / TRAINER, map_location="cpu", weights_only=True)
+        with open_regular(directory / TRAINER) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{directory / TRAINER} is missing or damaged ({first})") from None
+
+
+# --- new runs that start from another ------------------------------------------------------------
+
+
+def take_weights(model: GPT, path: str) -> None:
+    """Those of another run or checkpoint."""
+    mine, theirs = model.state_dict(), load_model(path)[0].state_dict()
+    if model.config.outputs:  # a regression head begins anew
+        theirs |= {name: t for name, t in mine.items() if name.startswith("head.")}
+    for name in sorted(mine.keys() | theirs.keys()):
+        if name not in mine or name not in theirs or mine[name].shape != theirs[name].shape:
+            raise UserError(
+                f"train.init_from = {path!r} has another architecture (at {name}); "
+                "give both the same [model] and a mechanism with the same parameters"
+            )
+    model.load_state_dict(theirs)
+
+
+def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
+    """The moments of another run or checkpoint; rates and decay stay those of the new run."""
+    state, new = read_trainer(find(path))["optimiser"], optimiser.state_dict()
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    groups = ([len(group["params"]) for group in s["param_groups"]] for s in (state, new))
+    moments = [state["state"].get(i, {}).get("exp_avg") for i in range(len(parameters))]
+    shapes = [None if m is None else m.shape for m in moments]
+    if len({*map(tuple, groups)}) > 1 or shapes != [p.shape for p in parameters]:
+        raise UserError(
+            f"train.init_optimiser: the optimiser state of {path} is not that of this model's "
+            "parameters; leave it out to take the weights alone"
+        )
+    optimiser.load_state_dict({**new, "state": state["state"]})

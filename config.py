@@ -16,7 +16,11 @@ from pathlib import Path
 
 from attention import BACKENDS, Mechanism, get_mechanism
 from errors import UserError, did_you_mean
+from files import read_text
 from model import PRESETS, ModelConfig, preset
+
+CONFIGS = Path(__file__).parent / "configs"
+LARGEST_FILE = 2**16  # characters; ours have a thousand
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class TrainSection:
     precision: str = "auto"  # "bf16" autocast on GPUs, "fp32" elsewhere
     compile: bool = False
     init_from: str = ""  # a run or checkpoint whose weights to start from
+    init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
     max_skipped_steps: int = 3  # non-finite steps in a row before the run stops
 
 
@@ -177,13 +182,14 @@ class Config:
     def differences(self, other: "Config") -> list[str]:
         """`section.key: mine -> other's` for everything that would make another run of it."""
         mine, theirs = asdict(self), asdict(other)
+        free = set(_FREE_ON_RESUME)
+        if self.train.schedule == "constant":  # the steps so far are the same, however many follow
+            free.add("train.steps")
         return [
             f"{section}.{key}: {value!r} -> {theirs[section][key]!r}"
             for section, values in mine.items()
             for key, value in values.items()
-            if value != theirs[section][key]
-            and section not in _FREE_ON_RESUME
-            and f"{section}.{key}" not in _FREE_ON_RESUME
+            if value != theirs[section][key] and free.isdisjoint((section, f"{section}.{key}"))
         ]
 
 
@@ -195,13 +201,14 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 # What a resumed run may change: how often it reports and saves, and how the batch is cut.
 _FREE_ON_RESUME = {
     *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
-    *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_from"),
+    *("train.micro_batch", "train.compile", "train.max_skipped_steps"),
+    *("train.init_from", "train.init_optimiser"),
 }
 
 
 def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1) -> Config:
     """Read `path` and its bases, apply `--section.key=value` overrides, check everything."""
-    path = Path(path)
+    path = _find(Path(path))
     values, origin = _read(path, seen=())
     for text in overrides:
         section, key, value = _parse_override(text)
@@ -224,28 +231,43 @@ def parse_config(text: str, where: str) -> Config:
     return _build(values, origin, Path(where))
 
 
+def _find(path: Path) -> Path:
+    """The file itself, or the one of configs/ that is meant by its name, with or without .toml."""
+    try:
+        if path.exists() and not path.is_dir():
+            return path
+        named = path if path.suffix == ".toml" else Path(f"{path}.toml")
+        places = (named, CONFIGS / named, CONFIGS.parent / named)
+        return next((place for place in places if place.is_file()), path)
+    except OSError:  # a name that no file can have; reading it says so
+        return path
+
+
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
     """A file's values over those of its bases, and which file each came from."""
-    resolved = path.resolve()
-    if resolved in seen:
-        raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        resolved = path.resolve()
+        if resolved in seen:
+            raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
+        values = tomllib.loads(read_text(path, limit=LARGEST_FILE))
+    except UserError:
+        raise
     except FileNotFoundError:
-        siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, siblings) if siblings else "give the path of a .toml file"
-        raise UserError(f"no config file {path}; {hint}") from None
+        beside = () if path.parent == Path() else path.parent.glob("*.toml")
+        known = {p.name for p in beside} or {p.name for p in CONFIGS.glob("*.toml")}
+        raise UserError(f"no config file {path}; {did_you_mean(path.name, known)}") from None
     except (OSError, *_NOT_TOML) as error:
-        raise UserError(f"{path}: cannot be read as TOML: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read as TOML: {reason}") from None
     base, origin, merged = values.pop("base", None), {}, {}
     if base is not None:
         if not isinstance(base, str):
-            raise UserError(f"{path}: base = {base!r} must be the path of another .toml file")
+            raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
         merged, origin = _read(path.parent / base, (*seen, resolved))
     for section, content in values.items():
         if not isinstance(content, dict):
             raise UserError(
-                f"{path}: {section} = {content!r} stands outside a section; "
+                f"{path}: {section} = {_shown(content)} stands outside a section; "
                 f"put it under one of [{'], ['.join(_SECTIONS)}]"
             )
         merged.setdefault(section, {}).update(content)
@@ -253,9 +275,18 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
     return merged, origin
 
 
-# What tomllib raises: its own error and that of the text's encoding are ValueErrors, as is that of
-# a number with thousands of digits.
-_NOT_TOML = (ValueError, RecursionError)
+# What reading raises: tomllib's own error and that of the text's encoding are ValueErrors, as is
+# that of a number with thousands of digits; links in a circle are a RuntimeError, as is nesting.
+_NOT_TOML = (ValueError, RuntimeError)
+
+
+def _shown(value) -> str:
+    """A value for a message, however long or deeply nested."""
+    try:
+        text = repr(value)
+    except _NOT_TOML:
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _parse_override(text: str) -> tuple[str, str, object]:
@@ -282,12 +313,12 @@ def _build(values: dict, origin: dict, path: Path) -> Config:
         if section not in _SECTIONS:
             where = next((o for (s, _), o in origin.items() if s == section), path)
             raise UserError(
-                f"{where}: unknown section [{section}]; {did_you_mean(section, _SECTIONS)}"
+                f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
             )
         hints = typing.get_type_hints(_SECTIONS[section])
         typed = {}
         for key, value in content.items():
-            where = f"{origin[section, key]}: {section}.{key} = {value!r}"
+            where = f"{origin[section, key]}: {section}.{key:.50} = {_shown(value)}"
             if key not in hints:
                 raise UserError(f"{where}: unknown key; {did_you_mean(key, hints)}")
             typed[key] = _typed(value, hints[key], where)
@@ -349,6 +380,9 @@ def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
     places = config.model.positions or t.length
     require(t.length <= places, "train", "length", f"is above model.positions = {places}")
     require(t.warmup <= t.steps, "train", "warmup", f"is longer than train.steps = {t.steps}")
+    takes = t.init_from and not config.model.outputs  # a regression head begins anew
+    rule = "needs train.init_from, and a model without model.outputs"
+    require(takes or not t.init_optimiser, "train", "init_optimiser", rule)
     require(0 <= t.beta1 < 1, "train", "beta1", "must be in [0, 1)")
     require(0 <= t.beta2 < 1, "train", "beta2", "must be in [0, 1)")
     nearest = max(1, e.tokens // t.length) * t.length

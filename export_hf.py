@@ -11,6 +11,11 @@ end-of-text token, as `generate.py` does) and copies of the files of this reposi
 the model. It generates the tokens that `generate.py` does.
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 import ast
 import importlib.util
 import itertools

@@ -22,6 +22,12 @@ from cross_entropy import linear_cross_entropy, token_losses
 from errors import UserError, did_you_mean
 from padding import attend_padded, token_positions
 
+# What the weights mean: raised by every change after which the same weights compute something
+# else. Checkpoints and exports carry it, and those of another meaning are refused.
+#   1, or none: RoPE turns dimension i together with i + d/2
+#   2: RoPE turns dimensions 2i and 2i + 1
+MEANING = 2
+LEAST_TEMPERATURE = 1e-6  # below it logits would overflow, and nothing but the argmax has a chance
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
 
 
@@ -408,7 +414,9 @@ def sample(
         raise UserError(f"top_k = {top_k} must be at least 1; leave it out to keep all tokens")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"top_p = {top_p} must be in (0, 1]; leave it out to keep all tokens")
-    if temperature == 0:
+    if not logits.isfinite().all():
+        raise UserError("the model's logits are not finite, there is no token to choose from them")
+    if temperature < LEAST_TEMPERATURE:
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
@@ -419,5 +427,6 @@ def sample(
         probability = ordered.softmax(-1)
         # Keep the smallest set that reaches top_p: drop what has top_p already before it.
         outside = probability.cumsum(-1) - probability >= top_p
+        outside[:, 0] = False  # a top_p that is zero in the logits' type would drop all
         logits = logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

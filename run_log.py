@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import netrc
 import os
 import subprocess
@@ -16,9 +17,9 @@ from tqdm import tqdm
 from config import Config
 from distributed import World
 from errors import UserError
-from files import are_checked, checked_line, read_line, write_json, write_text, writing
+from files import are_checked, checked_line, read_line, read_text, write_json, write_text, writing
 
-METRICS = "metrics.jsonl"
+METRICS, RUN = "metrics.jsonl", "run.json"
 
 
 class RunLog:
@@ -64,15 +65,9 @@ class RunLog:
     def start(self, step: int, summary: list[str]) -> None:
         if not self.is_main:
             return
-        about = {
-            "revision": git_revision(),
-            "command": sys.argv,
-            "torch": torch.__version__,
-            "processes": self.world.size,
-            "device": device_name(self.world.device),
-        }
+        self._about = {"revision": git_revision(), "command": sys.argv, **machine(self.world)}
         write_text(self.path / "config.toml", self.config.to_toml())
-        write_json(self.path / "run.json", about)
+        write_json(self.path / RUN, self._about)
         metrics = [m for m in read_metrics(self.path) if m["step"] <= step]
         write_text(self.path / METRICS, "".join(map(checked_line, metrics)))
         # Unbuffered: a failed write must fail where it is made, not again when it is closed.
@@ -127,11 +122,52 @@ class RunLog:
             with contextlib.suppress(Exception):  # a lost connection must not stop a run
                 self._wandb.log(values, step=values["step"])
 
+    def stopped(self, step: int, by: str) -> None:
+        """Also into run.json: torchrun does not pass the exit code on."""
+        if self.is_main:
+            write_json(self.path / RUN, self._about | {"stopped": f"by {by} after step {step}"})
+            self.say(f"stopped by {by} after step {step}; rerun with --resume")
+
     def finish(self, step: int) -> None:
         if self.is_main:
             curve = self.path / "loss.png"
             plot_losses(read_metrics(self.path), curve, self.config.log.name)
             self.say(f"finished {step} steps: {self.path}, loss curve {curve}")
+
+
+def machine(world: World) -> dict:
+    """What the last bits of a run depend on besides its configuration."""
+    return {
+        "torch": str(torch.__version__),  # its own type is refused where checkpoints are read
+        "processes": world.size,
+        "device": device_name(world.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def other_machine(saved: dict, now: dict) -> str | None:
+    """A warning where a resumed run will not be bit for bit the one that nothing interrupted."""
+    on_cpu = now["device"] == "cpu"  # a GPU's sums do not depend on the threads
+    changed = [k for k in now if saved.get(k) != now[k] and (k != "threads" or on_cpu)]
+    if not changed:
+        return None
+    listed = ", ".join(f"{k} {saved.get(k)} -> {now[k]}" for k in changed)
+    remedy = {
+        "processes": f"torchrun --nproc_per_node={saved.get('processes')}",
+        "threads": f"OMP_NUM_THREADS={saved.get('threads')}",
+    }
+    return (
+        f"not the machine of the checkpoint (saved -> now): {listed}; sums are rounded "
+        "in another order, so the weights will differ in the last bits"
+    ) + "".join(f"; for the same, start with {remedy[k]}" for k in changed if k in remedy)
+
+
+def how_stopped(run_directory: Path) -> str | None:
+    """What the last start of the run says of its end, if a signal stopped it and it could save."""
+    try:
+        return json.loads((run_directory / RUN).read_text(encoding="utf-8")).get("stopped")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def device_name(device: torch.device) -> str:
@@ -162,7 +198,10 @@ def read_metrics(run_directory: Path) -> list[dict]:
     file, measured = run_directory / METRICS, []
     if not file.exists():
         return measured
-    *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        *lines, _ = read_text(file, errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; move it away") from None
     checked = are_checked(lines)
     for number, line in enumerate(lines, start=1):
         try:

@@ -3,18 +3,28 @@
 Trains one model. `python train.py CONFIG` runs the same on one GPU, a Mac or a CPU.
 
     --resume                      continue from the run's latest checkpoint, bit for bit
+    --accept-data                 resume even though the data are not those of the checkpoint
     --dry-run [--world-size 8]    print sizes, batch arithmetic, memory and hours; train nothing
-    --device cpu|cuda|mps         default: the best there is
+    --status                      print where the run is: exit code 0 finished, 75 stopped after
+                                  saving, 1 neither; train nothing
+    --device cpu|cuda|mps         default: the best there is; for --dry-run: cuda
 
 Exit codes: 0 finished, 2 a mistake in the input, 3 stopped by non-finite steps, 4 another rank
-died, 75 stopped by SIGTERM or SIGINT after saving (start again with --resume).
+died, 75 stopped by SIGTERM or SIGINT after saving (rerun with --resume). torchrun turns every
+one but 0 into 1: ask --status instead.
 """
+
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
 
 import contextlib
 import math
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +32,27 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-from checkpoint import CheckpointInfo, Store, load_model, read_trainer
+from attention import used_backend
+from checkpoint import (
+    CheckpointInfo,
+    Store,
+    find,
+    load_model,
+    read_description,
+    read_trainer,
+    take_optimiser,
+    take_weights,
+)
 from config import Config, load_config, parse_config
+from data.identity import identity, resumed
 from data.loader import TrainLoader, validation_windows
 from data.records import open_data
 from data.tokeniser import get_tokeniser
 from distributed import World
-from errors import Parser, UserError, run
+from errors import Parser, UserError, positive, run
 from estimate import dry_run, peak_flops, refuse_too_large, summary
 from model import GPT
-from run_log import RunLog
+from run_log import RunLog, how_stopped, machine, other_machine
 
 EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
@@ -40,21 +61,26 @@ def main(argv: list[str]) -> int:
     parser = Parser(__doc__)
     parser.add_argument("config", help="a file of configs/")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--accept-data", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--status", action="store_true")
     parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)
     if arguments.dry_run:
         config = load_config(arguments.config, overrides, arguments.world_size)
-        print("\n".join(dry_run(config, arguments.world_size)))
+        device = "cuda" if arguments.device == "auto" else arguments.device
+        print("\n".join(dry_run(config, arguments.world_size, device)))
         return 0
     config = load_config(arguments.config, overrides, distributed.world_size())
+    if arguments.status:
+        return status(config)
     world = distributed.start(arguments.device)
     # torchrun restarts failed workers with the command line they had.
     resume = arguments.resume or distributed.restarts() > 0
     try:
         with RunLog(config, world) as log, StopSignal() as stop:
-            return train(Run(config, world, log, resume), stop)
+            return train(Run(config, world, log, resume, arguments.accept_data), stop)
     except Diverged as error:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr)
@@ -64,7 +90,7 @@ def main(argv: list[str]) -> int:
             raise
         print(
             f"error: rank {world.rank} lost contact with another rank, which has died or hangs; "
-            f"its own messages tell why; go on with --resume ({str(error).splitlines()[0]})",
+            f"its own messages tell why; rerun with --resume ({str(error).splitlines()[0]})",
             file=sys.stderr,
         )
         return EXIT_LOST_CONTACT
@@ -72,17 +98,24 @@ def main(argv: list[str]) -> int:
         distributed.finish()
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--world-size {text} must be a whole number of at least 1")
-    return int(text)
+def status(config: Config) -> int:
+    """Where the run is, from its directory alone, as an exit code and a line."""
+    directory, steps, step = config.run_directory, config.train.steps, 0
+    with contextlib.suppress(UserError):
+        step = read_description(find(directory))[1].step
+    how = "finished" if step >= steps else how_stopped(directory)
+    print(f"{directory}: {step} of {steps} steps are saved; {how or 'not finished'}")
+    return 0 if step >= steps else EXIT_PREEMPTED if how else 1
 
 
 def train(run: "Run", stop: "StopSignal") -> int:
     """The loop. Returns the exit code."""
     config, progress = run.config, run.progress
+    started = progress.step
     while progress.step < config.train.steps:
         run.optimiser_step()
+        if progress.step == started + 1:
+            run.log.say(f"attention  computed by backend {used_backend(config.mechanism())}")
 
         # Once in a while: report, validate, sample, save.
         finished = progress.step == config.train.steps
@@ -96,7 +129,7 @@ def train(run: "Run", stop: "StopSignal") -> int:
         if progress.step % config.checkpoint.interval == 0 or finished or stopping:
             run.save()
         if stopping and not finished:
-            run.log.say(f"stopped by {stopping} after step {progress.step}; go on with --resume")
+            run.log.stopped(progress.step, stopping)
             return EXIT_PREEMPTED
     run.log.finish(progress.step)
     return 0
@@ -125,7 +158,9 @@ class Progress:
 class Run:
     """Everything one run needs, made in order, and what the loop does with it."""
 
-    def __init__(self, config: Config, world: World, log: RunLog, resume: bool):
+    def __init__(
+        self, config: Config, world: World, log: RunLog, resume: bool, accept_data: bool = False
+    ):
         self.config, self.world, self.log, t = config, world, log, config.train
         self.plan = config.batch_plan(world.size)
         ends = config.data_ends()
@@ -142,6 +177,8 @@ class Run:
             device=world.device,
             shuffle=config.data.shuffle,
         )
+        self.validation_batches()  # refuses a set that is too small, before the first step
+        self.data = identity(self.train_set, self.val_set)
         self.store = Store(config.run_directory)
         if world.is_main:
             self.store.remove_leftovers()  # of a run that was killed; the lock is ours
@@ -149,6 +186,14 @@ class Run:
         refuse_too_large(config, world.device)
         torch.manual_seed(t.seed)
         self.model, self.progress, saved = initial_state(config, self.store, resume)
+        if saved is not None:
+            share = slice(world.rank, None, world.size)
+            warnings = (
+                resumed(saved["data"], self.data, self.train_set.directory, accept_data, share),
+                other_machine(saved["machine"], machine(world)),
+            )
+            for warning in filter(None, warnings):
+                log.say(f"warning: {warning}")
         self.model.to(world.device).use_backend(config.attention.backend)
         self.optimiser = torch.optim.AdamW(
             self.model.parameter_groups(t.weight_decay),
@@ -159,6 +204,8 @@ class Run:
         if saved is not None:
             self.optimiser.load_state_dict(saved["optimiser"])
             distributed.restore_rng(saved["rng"], world)
+        elif t.init_optimiser:
+            take_optimiser(self.optimiser, t.init_from)
         if t.compile:
             self.model.compile()
         self.replica = self.model  # what forward and backward go through
@@ -203,14 +250,14 @@ class Run:
         self.seconds += time.perf_counter() - began
 
     def _accumulate(self, step: int) -> Tensor:
-        """Gradients of the mean loss over micro-batches and ranks; returns this rank's mean."""
-        total = torch.zeros((), device=self.world.device)
+        """Gradients of the mean loss over the global batch; returns this rank's part of it."""
+        total, divisors = torch.zeros((), device=self.world.device), self.loader.divisors(step)
         for i, (inputs, targets) in enumerate(self.loader.micro_batches(step)):
             last = i == self.plan.accumulation - 1
             synchronised = last or self.world.size == 1
             with contextlib.nullcontext() if synchronised else self.replica.no_sync():
                 with self.autocast:
-                    loss = self.replica(inputs, targets) / self.plan.accumulation
+                    loss = self.replica(inputs, targets) / divisors[i]
                 loss.backward()
             total += loss.detach()
         return total
@@ -230,18 +277,21 @@ class Run:
         )
         self.timed_steps, self.seconds = 0, 0.0
 
-    @torch.no_grad()
-    def validate(self) -> None:
-        """Mean loss over fixed tokens, shared by the ranks; it draws no random number."""
-        total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
-        for inputs, targets in validation_windows(
+    def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return validation_windows(
             self.val_set,
             length=self.config.train.length,
             total_tokens=self.config.eval.tokens,
             batch=self.config.eval.batch or self.config.train.micro_batch,
             rank=self.world.rank,
             world_size=self.world.size,
-        ):
+        )
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Mean loss over fixed tokens, shared by the ranks; it draws no random number."""
+        total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
+        for inputs, targets in self.validation_batches():
             with self.autocast:
                 mean = self.model(inputs.to(self.world.device), targets.to(self.world.device))
             count = int(targets.isfinite().sum())  # a number that is not there is NaN
@@ -286,6 +336,8 @@ class Run:
                 "progress": vars(p),
                 "optimiser": self.optimiser.state_dict(),
                 "rng": rng,
+                "data": self.data,
+                "machine": machine(self.world),
             }
             self.store.save(self.model, info, state, keep=self.config.checkpoint.keep, best=best)
         self.world.barrier()
@@ -304,46 +356,40 @@ def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Prog
     candidates = store.candidates()
     if candidates and not resume:
         raise UserError(
-            f"{config.run_directory} holds {candidates[0].name} already; add --resume to go on, "
-            "or choose another --log.name"
+            f"{config.run_directory} holds {candidates[0].name} already; rerun with --resume, or "
+            "choose another --log.name"
         )
     for path in candidates:
         try:
             model, _ = load_model(path)
             state = read_trainer(path)
-            saved, progress = (
-                parse_config(state["config"], str(path)),
-                Progress(**state["progress"]),
-            )
+            saved = parse_config(state["config"], str(path))
+            progress = Progress(**state["progress"])
         except (UserError, KeyError, TypeError) as error:
             print(f"warning: passing over {path}: {error}", file=sys.stderr)
             continue
         if changed := saved.differences(config):
+            hint = "undo the change or choose another --log.name"
+            if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
+                hint += (
+                    " (a cosine over other steps is a new run: with --train.init_from="
+                    f"{config.run_directory} --train.init_optimiser=true it starts from this one)"
+                )
             raise UserError(
-                f"--resume contradicts {path} (saved -> now): {'; '.join(changed)}; "
-                "undo the change or choose another --log.name"
+                f"--resume contradicts {path} (saved -> now): {'; '.join(changed)}; {hint}"
+            )
+        if config.train.steps < progress.step:
+            raise UserError(
+                f"train.steps = {config.train.steps}, but {path} has done {progress.step}; "
+                "give at least that many"
             )
         return model, progress, state
     if candidates:
         raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
     model = GPT(config.model_config())
     if config.train.init_from:
-        source, _ = load_model(config.train.init_from)
-        take_weights(model, source, config.train.init_from)
+        take_weights(model, config.train.init_from)
     return model, Progress(), None
-
-
-def take_weights(model: GPT, source: GPT, path: str) -> None:
-    mine, theirs = model.state_dict(), source.state_dict()
-    if model.config.outputs:  # a regression head begins anew
-        theirs |= {name: t for name, t in mine.items() if name.startswith("head.")}
-    for name in sorted(mine.keys() | theirs.keys()):
-        if name not in mine or name not in theirs or mine[name].shape != theirs[name].shape:
-            raise UserError(
-                f"train.init_from = {path!r} has another architecture (at {name}); "
-                "give both the same [model] and a mechanism with the same parameters"
-            )
-    model.load_state_dict(theirs)
 
 
 class StopSignal:

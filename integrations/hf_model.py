@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model import GPT, ModelConfig
+from model import GPT, MEANING, ModelConfig
 
 
 class LssarConfig(PreTrainedConfig):
@@ -29,6 +29,7 @@ class LssarConfig(PreTrainedConfig):
         attention: dict | None = None,
         interpolation: float = 1.0,
         train_length: int = 1024,
+        meaning: int = MEANING,
         **options,
     ):
         self.layers, self.heads, self.width = layers, heads, width
@@ -36,7 +37,18 @@ class LssarConfig(PreTrainedConfig):
         self.attention = attention or {"name": "lssar"}
         self.interpolation = interpolation
         self.train_length = train_length  # no limit: what the model has seen
+        self.meaning = meaning
         super().__init__(**options)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **options):
+        """A folder's configuration, which must be of weights that mean what this code computes."""
+        if (found := config_dict.get("meaning")) != MEANING:
+            raise ValueError(
+                f"the weights have meaning {found!r:.20}, this code computes {MEANING} "
+                "(model.MEANING): export the checkpoint again"
+            )
+        return super().from_dict(config_dict, **options)
 
     def model_config(self) -> ModelConfig:
         keys = ("layers", "heads", "width", "vocab_size", "vocab_rows", "attention")

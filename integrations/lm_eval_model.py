@@ -6,6 +6,7 @@ are given as they are, without an end-of-text token before them, as the harness 
 empty one becomes that token.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -122,8 +123,10 @@ class CheckpointLM(TemplateLM):
         with arithmetic(self.precision, self._device):
             logits = self._model.logits(hidden[-len(continuation) :])
         target = torch.tensor(continuation, device=self._device)
-        likely = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).sum()
-        return likely.item(), bool((logits.argmax(-1) == target).all())
+        likely = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).sum().item()
+        if not math.isfinite(likely):  # the harness would choose among NaN without a word
+            raise UserError(f"{self.checkpoint.path}: the model's logits are not finite")
+        return likely, bool((logits.argmax(-1) == target).all())
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []

@@ -1,6 +1,7 @@
 """config.py and every shipped configuration: the paper's schedules, and errors that help."""
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_the_comment_on_top_states_hardware_time_and_what_to_expect(path):
     if referred:
         assert (path.parent / referred[1]).exists()
     assert "hardware" in text
-    assert referred or re.search(r"hour|minute|day", text)
+    assert referred or re.search(r"hour|minute|second", text)
     assert re.search(r"expected|loss", text)
 
 
@@ -164,6 +165,49 @@ def test_a_missing_file_suggests_the_nearest():
     message = refused(CONFIGS[0].parent / "gpt2-124m-lsar.toml")
     assert "gpt2-124m-lsar.toml" in message
     assert "gpt2-124m-lssar.toml" in message.replace("gpt2-124m-lsar.toml", "")
+
+
+@pytest.mark.parametrize("given", ["nano-lssar", "nano-lssar.toml", "configs/nano-lssar"])
+def test_a_shipped_config_is_found_by_its_name_from_anywhere(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano-lssar").mkdir()  # a folder is not what is meant
+    assert load_config(given) == shipped("nano-lssar")
+    own = write(tmp_path, "[train]\nsteps = 999\n", "nano-lssar.toml")
+    if not given.startswith("configs"):
+        assert load_config(given).train.steps == 999
+    own.unlink()
+    assert "did you mean 'nano-lssar.toml'" in refused(given.replace("ssar", "sar"))
+    monkeypatch.chdir(CONFIGS[0].parent.parent)
+    assert "'pyproject.toml'" not in refused("pyproject")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[train]\n" + ".".join("a" * 5000) + " = 1\n",
+        "train." + ".".join("a" * 5000) + " = 1\n",
+        "base." + ".".join("a" * 5000) + " = 1\n",
+        "[" + ".".join("a" * 5000) + "]\nx = 1\n",
+        "[train]\nsteps = " + "[" * 300 + "]" * 300,
+        "[train]\nsteps = 0x" + "f" * 5000,
+        "[train]\nsteps = '" + "x" * 50_000 + "'",
+        "[" + "x" * 50_000 + "]\ny = 1\n",
+        "[train]\n" + "x" * 50_000 + " = 1\n",
+        "# " + "x" * 70_000,
+        'base = "\\u0000"',
+        'base = "/dev/zero"',
+        'base = "fifo"',
+        'base = "."',
+        'base = "circle"',
+        'base = "' + "x" * 5000 + '"',
+    ],
+    ids=lambda text: ascii(text[:30]),
+)
+def test_no_file_is_a_traceback_a_hang_or_a_page(tmp_path, text):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "circle").symlink_to("circle")
+    message = refused(write(tmp_path, text))
+    assert len(message) < 1000 or "x" * 5000 in message  # a path is given in full
 
 
 def test_broken_toml_and_stray_keys_are_named(tmp_path):
@@ -329,6 +373,13 @@ def test_differences_are_what_makes_another_run():
         "train.seed: 0 -> 3",
     ]
     assert len(base.differences(shipped("gpt2-124m-lssa"))) == 1
+    assert base.differences(shipped(SOFTMAX, "--train.steps=20000")) == [
+        "train.steps: 18865 -> 20000"
+    ]
+    constant, longer = (
+        shipped(SOFTMAX, "--train.schedule=constant", f"--train.steps={n}") for n in (900, 901)
+    )
+    assert constant.differences(longer) == []
 
 
 def test_the_example_in_the_documentation_runs():

@@ -20,6 +20,7 @@ from attention import MECHANISMS
 from data.tokeniser import BPE_FILES, get_tokeniser
 from errors import UserError
 from integrations.hf_model import LssarConfig, LssarForCausalLM
+from model import MEANING
 
 BYTES = get_tokeniser("bytes")
 PROMPTS = ["def f(", "The grass is green and", ""]
@@ -181,6 +182,19 @@ def test_exported_code_asks_for_no_package_but_torch_and_transformers(tmp_path):
     assert asked - set(sys.stdlib_module_names) <= {"torch", "transformers", "numpy"}
     for file in files:
         assert "\nfrom errors" not in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("meaning", [None, MEANING + 1])
+def test_an_export_of_another_meaning_is_refused(tmp_path, meaning):
+    checkpoint = write_checkpoint(tmp_path / "run", tiny_model(), tokeniser="bytes")
+    export_hf.main([str(checkpoint), str(tmp_path / "out")])
+    assert LssarForCausalLM.from_pretrained(tmp_path / "out").config.meaning == MEANING
+    file = tmp_path / "out/config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("meaning") == MEANING
+    file.write_text(json.dumps(config if meaning is None else config | {"meaning": meaning}))
+    with pytest.raises(ValueError, match=f"meaning {meaning}, this code computes {MEANING}"):
+        LssarForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_mistakes_are_one_line(tmp_path):

@@ -21,7 +21,7 @@ from training import (
     weights,
 )
 
-from checkpoint import Store, load_model
+from checkpoint import Store, load_model, save_model
 from config import load_config
 from distributed import World
 from errors import UserError
@@ -99,8 +99,10 @@ def test_resume_is_bit_exact_after_a_stop_at_any_step(corpus, whole_run, tmp_pat
     assert "stopped by SIGINT" in rest
     step = load_model(tmp_path / "nano-lssar")[1].step
     assert 7 <= step < 24
+    assert train_here(*given, "--status") == EXIT_PREEMPTED
     assert train_here(*given, "--resume") == 0
     assert_same_run(tmp_path / "nano-lssar", whole_run)
+    assert train_here(*given, "--status") == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -140,6 +142,20 @@ def test_sigterm_under_torchrun_saves_too(corpus, tmp_path):
     assert "stopped by SIGTERM" in rest
     step = load_model(tmp_path / "nano-lssar")[1].step
     assert 3 <= step < 4000
+    assert train_here(*given, "--status") == EXIT_PREEMPTED  # where torchrun's own code is 1
+
+
+def test_status_of_a_run_that_did_not_save_or_was_killed_is_neither_finished_nor_stopped(
+    corpus, tmp_path, capsys
+):
+    given = arguments(corpus, tmp_path)
+    assert train_here(*given, "--status") == 1
+    assert "0 of 24 steps are saved; not finished" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    assert train_here(*given, "--train.steps=5", "--train.schedule=constant") == 0
+    (tmp_path / "nano-lssar/run.json").write_text("{")
+    assert train_here(*given, "--status") == 1
+    assert "5 of 24 steps are saved; not finished" in capsys.readouterr().out
 
 
 # Sums over ranks are taken in another order. Softmax carries that through 24 steps at 1e-6; the
@@ -215,6 +231,25 @@ def test_a_damaged_latest_checkpoint_falls_back_to_the_previous(corpus, whole_ru
         assert_same_run(run, whole_run)
 
 
+def test_resume_passes_over_weights_that_are_not_finite(corpus, whole_run, tmp_path, capfd):
+    given = arguments(corpus, tmp_path)
+    assert train_here(*given) == 0
+    run = tmp_path / "nano-lssar"
+    latest = run / "checkpoints/step-00000024"
+    model, info = load_model(latest)
+    with torch.no_grad():
+        model.norm.bias[7] = math.nan
+    save_model(latest, model, info)  # whole and with the right checksums
+    assert train_here(*given, "--resume") == 0
+    said = capfd.readouterr().err
+    assert "warning: passing over" in said
+    assert "norm.bias has weights that are not finite" in said
+    assert_same_run(run, whole_run)
+    save_model(latest, model, info)
+    with pytest.raises(UserError, match=r"norm\.bias has weights that are not finite"):
+        train_here(*arguments(corpus, tmp_path / "tuned", f"--train.init_from={latest}"))
+
+
 def test_resume_with_a_contradicting_config_lists_the_differences(corpus, whole_run):
     given = arguments(corpus, whole_run.parent, "--resume")
     with pytest.raises(UserError) as refused:
@@ -225,7 +260,7 @@ def test_resume_with_a_contradicting_config_lists_the_differences(corpus, whole_
 
 
 def test_a_run_is_never_overwritten_without_being_asked(corpus, whole_run):
-    with pytest.raises(UserError, match="add --resume"):
+    with pytest.raises(UserError, match="rerun with --resume"):
         train_here(*arguments(corpus, whole_run.parent))
 
 

@@ -22,11 +22,12 @@ TINY = (
 )
 
 
-def make_corpus(directory: Path) -> Path:
+def make_corpus(
+    directory: Path, words: tuple[str, ...] = ("the sun", "a moon", "one star", "this sea")
+) -> Path:
     """20,000 bytes of sentences with a structure that a tiny model can learn."""
     text = directory / "text"
     text.mkdir(parents=True)
-    words = ("the sun", "a moon", "one star", "this sea")
     for i in range(40):
         lines = [f"{words[(i + j) % 4]} is {words[(i * j) % 4]} and {j % 10}." for j in range(20)]
         (text / f"{i:02d}.txt").write_text("\n".join(lines))
