@@ -10,6 +10,11 @@ Per head, over rows i > 3 (the first rows have little choice):
     zeros     share of the visible weights that are exactly zero
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +25,7 @@ import distributed
 import plots
 from attention import UNSHIFTED_ROWS, attention_weights
 from data.tokeniser import Tokeniser
-from errors import UserError, run
+from errors import UserError, positive, run
 from evaluation import Checkpoint, EvaluationParser, labels, open_checkpoints, table
 from model import GPT
 from results_io import Results
@@ -129,7 +134,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
     parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
     parser.add_argument("--text", default=CAPTION_TEXT)
-    parser.add_argument("--layer", type=int, help="from 1; default the last")
+    parser.add_argument("--layer", type=positive, help="from 1; default the last")
     arguments = parser.parse_args(argv)
     device = distributed.start(arguments.device).device
     checkpoints = open_checkpoints(arguments.checkpoints)

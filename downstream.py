@@ -12,6 +12,11 @@ scrolls_summscreenfd and lambada_openai. Each finished task is kept; the same co
 The harness' own command works too, see integrations/harness/sitecustomize.py.
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 import importlib.metadata
 import importlib.util
 import os
@@ -21,7 +26,8 @@ import time
 from pathlib import Path
 
 import distributed
-from errors import UserError, run
+from data.shards import describe_set
+from errors import UserError, positive, run, whole
 from evaluation import Checkpoint, EvaluationParser, arithmetic, kept_on_interrupt, open_checkpoints
 from results_io import Results
 
@@ -58,19 +64,15 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--tasks", default="paper", help="paper, lambada, nano, or names and paths")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--max-length", type=int)
+    parser.add_argument("--max-length", type=whole(2))
     parser.add_argument(
-        "--batch", type=int, default=16, help="sequences at once; changes no result"
+        "--batch", type=positive, default=16, help="sequences at once; changes no result"
     )
-    parser.add_argument("--limit", type=int)
+    parser.add_argument("--limit", type=positive)
     return parser
 
 
 def check(arguments) -> None:
-    for option, least in (("max_length", 2), ("batch", 1), ("limit", 1)):
-        value = getattr(arguments, option)
-        if value is not None and value < least:
-            raise UserError(f"--{option.replace('_', '-')} {value}: must be at least {least}")
     if arguments.data_dir is not None and not arguments.data_dir.is_dir():
         raise UserError(f"--data-dir {arguments.data_dir}: no such folder")
     if absent := [p for p in PACKAGES if importlib.util.find_spec(p) is None]:
@@ -92,7 +94,7 @@ def open_results(arguments) -> Results:
     }
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
     if arguments.corpus:
-        about["corpus"] = str(arguments.corpus)
+        about["corpus"] = describe_set(arguments.corpus)
     results = Results(arguments.out, "downstream", settings, about)
     if results.rows:
         print(f"continuing {results.path}: {len(results.rows)} finished rows are kept")

@@ -189,6 +189,7 @@ def quiet_harness() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
+    shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:
@@ -197,3 +198,5 @@ def quiet_harness() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+        if shown:
+            datasets.enable_progress_bars()

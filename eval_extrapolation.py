@@ -20,12 +20,16 @@ length, model and variant predicts the same tokens. Reported per length:
 window of the training length is the control that any claim of extrapolation has to beat.
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 import hashlib
 import math
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,9 +38,9 @@ from torch import Tensor
 import distributed
 import extrapolation_report as report
 from data.loader import validation_windows
-from data.shards import MANIFEST, TokenSet, open_split, sha256_of
+from data.shards import TokenSet, describe_set, open_split
 from distributed import World
-from errors import UserError, run
+from errors import UserError, positive, run
 from evaluation import (
     BATCH_TOKENS,
     Checkpoint,
@@ -221,9 +225,9 @@ def make_parser() -> EvaluationParser:
     parser.add_run_arguments()
     parser.add_argument("--data", required=True, help="folder of token shards")
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--tokens", type=int, help=f"targets; default {PAPER_TOKENS:,}")
+    parser.add_argument("--tokens", type=positive, help=f"targets; default {PAPER_TOKENS:,}")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
-    parser.add_argument("--segment", type=int, help="default: the longest length")
+    parser.add_argument("--segment", type=positive, help="default: the longest length")
     parser.add_argument("--no-figures", action="store_true")
     add_variant_arguments(parser)
     return parser
@@ -279,7 +283,6 @@ def announce(arguments, targets: Targets, results: Results, world: World) -> Non
 
 
 def open_results(arguments, targets: Targets, precision: str) -> Results:
-    manifest = Path(arguments.data) / MANIFEST
     settings = {
         "tokens": targets.tokens,
         "segment": targets.segment,
@@ -287,12 +290,8 @@ def open_results(arguments, targets: Targets, precision: str) -> Results:
         "targets_sha256": targets.sha256(),
         "precision": precision,
     }
-    about = {
-        "data": str(arguments.data),
-        "manifest_sha256": sha256_of(manifest) if manifest.exists() else None,
-        "seed": None,  # nothing here is drawn at random
-    }
-    return Results(arguments.out, "extrapolation", settings, about)
+    about = describe_set(arguments.data) | {"seed": None}  # nothing here is drawn at random
+    return Results(arguments.out, report.KIND, settings, about)
 
 
 def fill(

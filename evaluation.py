@@ -21,7 +21,7 @@ from attention import Mechanism
 from checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
 from data.shards import sha256_of
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
-from errors import Parser, UserError
+from errors import Parser, UserError, number, positive
 from model import GPT, ModelConfig
 
 AS_TRAINED = "as trained"
@@ -185,22 +185,12 @@ class EvaluationParser(Parser):
 
 def lengths(text: str) -> list[int]:
     """ "1024,2048" -> [1024, 2048], in order, each once."""
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        values = []
-    if not values or values[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of lengths like 1024,2048")
-    return values
+    return sorted(set(map(positive, text.split(","))))
 
 
 def numbers(text: str) -> list[float]:
-    try:
-        return sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers like 0.1,0.2"
-        ) from None
+    """ "0.1,0.2" -> [0.1, 0.2], in order, each once."""
+    return sorted(set(map(number(), text.split(","))))
 
 
 def progress(total: int, label: str, unit: str, enabled: bool = True) -> tqdm:
@@ -221,9 +211,13 @@ def progress(total: int, label: str, unit: str, enabled: bool = True) -> tqdm:
 def arithmetic(precision: str, device: torch.device) -> Iterator[str]:
     """Products in bf16 under autocast, or in full fp32 (no TF32); gives the name of the choice."""
     bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        yield "bf16" if bf16 else "fp32"
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            yield "bf16" if bf16 else "fp32"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -3,15 +3,22 @@
 Tables and figures of `eval_extrapolation.py`, made from its results file alone.
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 import math
 from pathlib import Path
 
 import numpy as np
 
 import plots
-from errors import Parser, run
+from errors import Parser, UserError, run
 from evaluation import AS_TRAINED, labels, series_label, table
 from results_io import Results, read_results
+
+KIND = "extrapolation"
 
 
 def paired_differences(results: Results, reference: str) -> list[dict]:
@@ -37,21 +44,24 @@ def paired_differences(results: Results, reference: str) -> list[dict]:
 
 
 def short_table(path: Path) -> str:
-    """Loss by length, how much it rises, and what the far context brings: a line a series."""
+    """Loss by length, how much it rises, and what the far context brings: one line per series."""
     found = read_results(path)
-    results = Results(path, found["kind"], found["settings"], found["about"])
+    if found["kind"] != KIND:
+        raise UserError(f"{path} holds results of {found['kind']!r}, not of {KIND!r}")
+    results = Results(path, KIND, found["settings"], found.get("about", {}))
     names = labels(results.checkpoints)
     lengths = sorted({row["length"] for row in results.rows})
     body = []
     for identity, variant, rows in results.series():
-        losses, gain = [row["loss"] for row in rows], rows[-1]["context_gain"]
-        rise = None if None in losses else losses[-1] - losses[0]
+        losses, gain = {row["length"]: row["loss"] for row in rows}, rows[-1]["context_gain"]
+        values = list(losses.values())
+        rise = None if None in values else values[-1] - values[0]
         body.append(
             [
                 series_label(names[identity], variant),
-                *(_number(loss, ".3f") for loss in losses),
+                *(_number(losses[n], ".3f") if n in losses else "" for n in lengths),
                 _number(rise, "+.3f"),
-                f"{gain['gain']:+.3f}" if gain else "",
+                _number(gain["gain"], "+.3f") if gain else "",
             ]
         )
     return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)

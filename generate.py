@@ -8,6 +8,11 @@ Text from any checkpoint, printed as it is made.
     --seed 0                                the same seed, the same text
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -16,7 +21,7 @@ import torch
 
 import distributed
 from data.tokeniser import REPLACEMENT, Tokeniser
-from errors import UserError, run
+from errors import number, positive, run, seed_number, whole
 from evaluation import EvaluationParser, open_checkpoints
 from model import GPT
 
@@ -64,7 +69,6 @@ def new_tokens(model: GPT, prompt: np.ndarray, eot: int, arguments, device) -> I
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    check(arguments)
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
     tokeniser = checkpoint.tokeniser()
     # A document begins after the end of another: that is also the prompt when there is none.
@@ -84,25 +88,13 @@ def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__)
     parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
     parser.add_argument("--prompt", default="", help="default: the beginning of a document")
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--tokens", type=whole(1, 10**6), default=200)
+    parser.add_argument("--temperature", type=number(), default=0.8, help="or --greedy")
+    parser.add_argument("--top-k", type=positive)
+    parser.add_argument("--top-p", type=number(most=1))
     parser.add_argument("--greedy", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_number, default=0)
     return parser
-
-
-def check(arguments) -> None:
-    def require(holds: bool, option: str, rule: str) -> None:
-        if not holds:
-            value = getattr(arguments, option.replace("-", "_"))
-            raise UserError(f"--{option} {value}: {rule}")
-
-    require(arguments.tokens >= 1, "tokens", "must be at least 1")
-    require(0 < arguments.temperature < float("inf"), "temperature", "must be above 0; or --greedy")
-    require(arguments.top_k is None or arguments.top_k >= 1, "top-k", "must be at least 1")
-    require(arguments.top_p is None or 0 < arguments.top_p <= 1, "top-p", "must be in (0, 1]")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,11 @@ its 95 % Wilson interval. `--alpha`, `--p`, `--window` and `--position-interpola
 eval_extrapolation.py.
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 import math
 import os
 import re
@@ -28,7 +33,7 @@ import distributed
 import passkey_report as report
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
-from errors import UserError, run
+from errors import UserError, run, seed_number, whole
 from evaluation import (
     BATCH_TOKENS,
     Checkpoint,
@@ -44,7 +49,7 @@ from evaluation import (
     series_label,
     variants,
 )
-from files import are_checked, checked_line, read_line, writing
+from files import are_checked, checked_line, open_regular, read_line, writing
 from model import GPT
 from results_io import Results
 
@@ -85,7 +90,8 @@ class Answers:
 
     def _continue(self) -> None:
         with writing(self.path):
-            found = self.path.read_bytes()
+            with open_regular(self.path) as file:
+                found = file.read()
             whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
             try:
                 lines = whole.decode().split("\n")[:-1]
@@ -184,8 +190,6 @@ def score(found: list[dict]) -> dict:
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    if arguments.trials < 1:
-        raise UserError(f"--trials {arguments.trials}: at least one is needed")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("passkey.py runs in one process; start it without torchrun")
     device = distributed.start(arguments.device).device
@@ -210,8 +214,8 @@ def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__)
     parser.add_run_arguments()
     parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=whole(1, 100_000), default=100)
+    parser.add_argument("--seed", type=seed_number, default=0)
     add_variant_arguments(parser)
     return parser
 

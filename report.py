@@ -6,6 +6,11 @@ no server; the JSON that its numbers link to is copied to SITE/data. What cannot
 on the page. The same results give the same bytes.
 """
 
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 from pathlib import Path
 
 from errors import Parser, UserError, run

@@ -15,12 +15,16 @@ tables. Run again, it continues: what is done is passed over, one failed run sto
 Exit codes: 0 all there, 1 something failed (the last lines say what), 2 a mistake in the input.
 """
 
-from argparse import ArgumentTypeError
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
+
 from pathlib import Path
 
 import torch
 
-from errors import Parser, UserError, did_you_mean, run
+from errors import Parser, UserError, did_you_mean, process_count, run, seed_number
 from files import write_json
 from reproduction.claims import claims_record, show_claims
 from reproduction.experiments import Table, all_tables
@@ -70,22 +74,14 @@ def make_parser() -> Parser:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--tables-only", action="store_true")
     parser.add_argument("--seeds", type=seeds)
-    parser.add_argument("--jobs", type=positive)
-    parser.add_argument("--gpus", type=positive)
+    parser.add_argument("--jobs", type=process_count)
+    parser.add_argument("--gpus", type=process_count)
     return parser
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise ArgumentTypeError(f"{text!r} is not a list of seeds like 0,1,2")
-    return tuple(map(int, parts))
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
+    """ "0,1,2" -> (0, 1, 2), each once."""
+    return tuple(dict.fromkeys(map(seed_number, text.split(","))))
 
 
 def choose(names: list[str], scale: str) -> list[Table | Special]:

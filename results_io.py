@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError
-from files import Claim, finite, seal, unseal, write_json, writing
+from files import Claim, finite, read_text, seal, unseal, write_json, writing
 
 ROW_KEY = ("checkpoint", "variant", "length")
 
@@ -95,7 +95,7 @@ def read_results(path: str | Path) -> dict:
     """A results file, its structure checked."""
     path = Path(path)
     try:
-        found = unseal(json.loads(path.read_text(encoding="utf-8")))
+        found = unseal(json.loads(read_text(path)))
         well_formed = all(
             isinstance(found[key], kind)
             for key, kind in (("settings", dict), ("checkpoints", dict), ("rows", list))

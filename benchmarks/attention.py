@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 from attention import BACKENDS, MECHANISMS, Call, Mechanism, attend, get_mechanism
 from benchmarks import attention_report, cost, measure
-from benchmarks.measure import DTYPES, Step, positive
-from errors import Parser, UserError, did_you_mean
+from benchmarks.measure import DTYPES, Step
+from errors import Parser, UserError, did_you_mean, number, positive, process_count
 from evaluation import Checkpoint, lengths, open_checkpoints
-from files import finite, write_json
+from files import finite, read_text, write_json
 from model import rope_tables
 
 PAPER = "paper"
@@ -87,8 +87,13 @@ def main(argv: list[str]) -> int:
         return cost.main(rest)
     options = make_parser().parse_args(argv)
     measure.check_writable(options.out)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    with measure.threads(options.threads):
+        compare(options)
+    return 0
+
+
+def compare(options: Namespace) -> None:
+    """Measure all contestants, print, write and draw."""
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     checkpoint = _checkpoint(options)
     contestants, skipped = choose(options)
@@ -113,7 +118,6 @@ def main(argv: list[str]) -> int:
     write_json(options.out, result)
     for path in (options.out, *attention_report.draw(result, options.out)):
         print(f"written: {path}")
-    return 0
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -145,15 +149,15 @@ def make_parser() -> Parser:
     add("--batch", type=positive, default=1)
     add("--heads", type=positive, help="12, or the checkpoint's")
     add("--head-dim", type=positive, help="64, or the checkpoint's")
-    add("--p", type=float, default=15, help="the sharpening exponent")
+    add("--p", type=number(), default=15, help="the sharpening exponent")
     add("--inputs", default="random", metavar="random|RUN")
     add("--layer", type=positive, help="of the checkpoint, from 1; default the last")
     add("--text", type=Path, help="a file for the checkpoint; default a Python library's source")
     add("--dtype", choices=tuple(DTYPES), help="default bf16 on a GPU, fp32 elsewhere")
     add("--device", choices=("cpu", "cuda"), default=measure.best_device())
-    add("--threads", type=positive, help="of the CPU; default all")
+    add("--threads", type=process_count, help="of the CPU; default all")
     add("--rounds", type=positive, default=15)
-    add("--budget", type=float, default=8, help="seconds after which a contestant is done")
+    add("--budget", type=number(), default=8, help="seconds after which a contestant is done")
     add("--out", type=Path, default=Path("results/attention.json"))
     return parser
 
@@ -290,7 +294,7 @@ def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Ten
     model = checkpoint.load(torch.device("cpu"))
     path = options.text or Path(inspect.getsourcefile(argparse))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path}: cannot be read as text ({error})") from None
     tokens = torch.from_numpy(checkpoint.tokeniser().encode(text).astype("int64"))

@@ -18,8 +18,8 @@ from tqdm import tqdm
 import plots
 from attention import BACKENDS, Call, Mechanism, choose_backend, get_mechanism
 from benchmarks import measure
-from benchmarks.measure import Step, positive
-from errors import Parser, UserError
+from benchmarks.measure import Step
+from errors import Parser, UserError, number, positive, process_count
 from evaluation import mechanism_label, table
 from files import finite, write_json
 from model import GPT, PRESETS, preset
@@ -55,22 +55,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=positive, default=setting["batch"])
     parser.add_argument("--length", type=positive, default=setting["length"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default=measure.best_device())
-    parser.add_argument("--threads", type=positive, help="of the CPU; default all")
+    parser.add_argument("--threads", type=process_count, help="of the CPU; default all")
     parser.add_argument("--rounds", type=positive, default=10)
-    parser.add_argument("--budget", type=float, default=60, help="seconds for one number at most")
+    parser.add_argument("--budget", type=number(), default=60, help="most seconds for one number")
     parser.add_argument("--out", type=Path, default=Path("results/cost.json"))
     options = parser.parse_args(argv)
     measure.check_writable(options.out)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    entries = table_entries(options, setting["p"])
-    memory, skipped = measure_memory(entries, options)
-    rows = measure_times(memory, options, paper)
+    with measure.threads(options.threads):
+        entries = table_entries(options, setting["p"])
+        memory, skipped = measure_memory(entries, options)
+        rows = measure_times(memory, options, paper)
+        machine = measure.machine(options.device)
     result = finite(
         {
             "kind": "cost",
             "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-            "machine": measure.machine(options.device),
+            "machine": machine,
             "rows": rows,
             "paper": paper,
             "skipped": skipped,
@@ -161,14 +161,15 @@ class Workbench:
 
     def __init__(self, options: Namespace):
         self.device = options.device
-        torch.manual_seed(0)
-        self.model = GPT(preset(options.preset)).to(self.device)
+        vocabulary = PRESETS[options.preset]["vocab_size"]
+        shape = (options.batch, options.length + 1)
+        with torch.random.fork_rng([0] if self.device == "cuda" else []):
+            torch.manual_seed(0)
+            self.model = GPT(preset(options.preset)).to(self.device)
+            tokens = torch.randint(vocabulary, shape, device=self.device)
         self.optimiser = torch.optim.AdamW(
             self.model.parameter_groups(0.1), lr=6e-4, betas=(0.9, 0.95), fused=True
         )
-        vocabulary = PRESETS[options.preset]["vocab_size"]
-        shape = (options.batch, options.length + 1)
-        tokens = torch.randint(vocabulary, shape, device=self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step(self, entry: Entry, phase: str) -> Step:

@@ -83,7 +83,7 @@ def check(backend: str, device: str, quick: bool = False) -> list[dict]:
     for case in cases(backend, device, quick):
         reason = case.refuses()
         if reason is None:
-            rows.append(judge(case, case.shapes(quick)))
+            rows.append(say(judge(case, case.shapes(quick))))
         elif (case.mechanism, reason) not in said:  # once, not for every type
             said.add((case.mechanism, reason))
             rows.append(row(case.mechanism, SKIPPED, reason))
@@ -102,6 +102,12 @@ def cases(backend: str, device: str, quick: bool) -> Iterator[Case]:
 def row(name: str, status: str, detail: str = "", **more) -> dict:
     """One line of the report."""
     return {"name": name, "status": status, "detail": detail, **more}
+
+
+def say(entry: dict) -> dict:
+    """Show a line of the report while the others are still to come."""
+    print(f"   {entry['status']:7}  {entry['name']}", flush=True)
+    return entry
 
 
 def first_line(error: BaseException) -> str:

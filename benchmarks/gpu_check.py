@@ -5,7 +5,8 @@ compiled and not, at odd and decode shapes, output and gradients; the model comp
 and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); the
 attention benchmark. Prints a table of pass, fail and skipped with reasons, writes it all into one
 JSON as it goes, and exits with 1 if anything failed. Each group runs in a process of its own, so
-that one that dies does not take the others with it. `--device cpu` runs the same on a CPU.
+that one that dies does not take the others with it. `--device cpu` rehearses it on a CPU, in ten
+minutes or, with --quick, in two.
 """
 
 import json
@@ -23,8 +24,8 @@ import torch
 from attention import BACKENDS
 from benchmarks import attention as attention_benchmark
 from benchmarks import device_accuracy, measure
-from benchmarks.device_accuracy import FAIL, PASS, SKIPPED, first_line, row
-from errors import Parser
+from benchmarks.device_accuracy import FAIL, PASS, SKIPPED, first_line, row, say
+from errors import Parser, UserError
 from files import finite, write_json
 from model import GPT, KVCache, preset
 from run_log import git_revision
@@ -40,10 +41,15 @@ TINY_RUN = (
 
 def main(argv: list[str]) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=measure.best_device())
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="a sample of each kind of check")
     parser.add_argument("--out", type=Path, default=Path("results/gpu_check.json"))
     options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "no GPU was found: see nvidia-smi, and whether the torch that is installed "
+            f"({torch.__version__}) was built for it; --device cpu rehearses the check without one"
+        )
     report = Report(options.out, options.device)
     for backend in BACKENDS:
         report.group(f"{backend}:", device_accuracy.check, backend, options.device, options.quick)
@@ -109,11 +115,11 @@ def check_model(device: str, quick: bool) -> list[dict]:
             near = loss_and_gradient(model, inputs, targets)
         # The loss only: rounding q and k moves the gradient of near-uniform rows a lot.
         near = near[:1] if near.isfinite().all() else near.fill_(math.nan)
-        rows.append(_compare(f"{name}, bf16 autocast", near[:1], plain[:1], 2e-3))
-        rows.append(_compare(f"{name}, decoding", *_decoded(model, tokens), 1e-3))
+        rows.append(say(_compare(f"{name}, bf16 autocast", near[:1], plain[:1], 2e-3)))
+        rows.append(say(_compare(f"{name}, decoding", *_decoded(model, tokens), 1e-3)))
         model.compile()
         compiled = loss_and_gradient(model, inputs, targets)
-        rows.append(_compare(f"{name}, compiled", compiled, plain, 1e-3))
+        rows.append(say(_compare(f"{name}, compiled", compiled, plain, 1e-3)))
     return rows
 
 
@@ -154,7 +160,7 @@ def check_torchrun(device: str) -> list[dict]:
         prepare = ["data/prepare.py", "text", str(text), "--out", str(corpus)]
         _run([*prepare, "--tokeniser", "bytes", "--val-tokens", "4000"])
         alone = _train(folder, corpus, device, 1)
-        rows = [row(names[0], PASS, f"losses {_range(alone)}", losses=alone)]
+        rows = [say(row(names[0], PASS, f"losses {_range(alone)}", losses=alone))]
         count = torch.cuda.device_count() if device == "cuda" else 2
         if count < 2:
             return [*rows, row(names[1], SKIPPED, f"{count} GPU visible, two are needed")]

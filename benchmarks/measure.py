@@ -4,13 +4,13 @@ A noisy machine is then noisy for all contestants alike, and no allocator's left
 counted for another.
 """
 
-import argparse
+import contextlib
 import multiprocessing
 import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -46,13 +46,6 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def positive(text: str) -> int:
-    """For an option that counts something."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def check_writable(out: Path) -> None:
     """Before measuring: what cannot be written down would have been measured for nothing."""
     with writing(out):
@@ -60,6 +53,17 @@ def check_writable(out: Path) -> None:
         trial = temporary_of(out)
         trial.touch()
         trial.unlink()
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads, or as many as before, and leave the number as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- time ----------------------------------------------------------------------------------------

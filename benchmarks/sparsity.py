@@ -16,8 +16,7 @@ import plots
 from attention import attention_weights, get_mechanism
 from benchmarks import measure
 from benchmarks.attention import BASELINE, PHASES, Contestant, make_inputs, steps_of
-from benchmarks.measure import positive
-from errors import Parser, UserError
+from errors import Parser, UserError, positive, process_count
 from evaluation import lengths, table
 from files import write_json
 
@@ -34,17 +33,17 @@ CASES = (
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--lengths", type=lengths, default=[1024, 4096])
-    parser.add_argument("--threads", type=positive, help="default all")
+    parser.add_argument("--threads", type=process_count, help="default all")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=Path("results/sparsity.json"))
     options = parser.parse_args(argv)
     measure.check_writable(options.out)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     if reason := KERNEL.cannot("cpu", torch.float32, 64, 15):
         raise UserError(f"the CPU kernel cannot be measured here: {reason}")
-    rows = [row for length in options.lengths for row in measured(length, options.rounds)]
-    print(f"ratios to F.scaled_dot_product_attention, {torch.get_num_threads()} threads")
+    with measure.threads(options.threads):
+        rows = [row for length in options.lengths for row in measured(length, options.rounds)]
+        machine = measure.machine("cpu")
+    print(f"ratios to F.scaled_dot_product_attention, {machine['threads']} threads")
     header = ["length", "keys", "p", "entries that count", *PHASES]
     print(table(header, [_line(row) for row in rows]))
     settings = vars(options) | {"out": str(options.out)}
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> None:
         {
             "kind": "sparsity",
             "settings": settings,
-            "machine": measure.machine("cpu"),
+            "machine": machine,
             "rows": rows,
         },
     )

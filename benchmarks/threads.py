@@ -13,9 +13,8 @@ import torch
 import plots
 from benchmarks import measure
 from benchmarks.attention import BASELINE, PHASES, steps_of
-from benchmarks.measure import positive
 from benchmarks.sparsity import KERNEL, RANDOM, inputs_of
-from errors import Parser, UserError
+from errors import Parser, UserError, positive, process_count
 from evaluation import lengths, table
 from files import write_json
 
@@ -25,7 +24,7 @@ P = 15
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--lengths", type=lengths, default=[1024, 4096])
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=process_count, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--out", type=Path, default=Path("results/threads.json"))
     options = parser.parse_args(argv)
@@ -45,8 +44,8 @@ def main(argv: list[str]) -> None:
 
 
 def measured(length: int, threads: int, rounds: int) -> list[dict]:
-    inputs, before, rows = inputs_of(RANDOM, length), torch.get_num_threads(), []
-    try:
+    inputs, rows = inputs_of(RANDOM, length), []
+    with measure.threads(None):
         for contestant in (BASELINE, KERNEL):
             for phase, step in zip(PHASES, steps_of(contestant, inputs, P), strict=True):
                 times = [[_seconds(step, n) for n in (1, threads)] for _ in range(rounds + 1)][1:]
@@ -56,8 +55,6 @@ def measured(length: int, threads: int, rounds: int) -> list[dict]:
                     {"length": length, "contestant": str(contestant), "phase": phase}
                     | {"one": one, "several": several, "speed_up": speed_up}
                 )
-    finally:
-        torch.set_num_threads(before)
     return rows
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from data.pipeline import Chunk, chunks, encoded
 from data.tokeniser import get_tokeniser
-from errors import Parser, UserError
+from errors import Parser, UserError, number, process_count
 
 DOCUMENT_CHARS = 3_000
 
@@ -73,7 +73,7 @@ class _List:
 
 def our_way(texts: list[str], workers: int, fast: bool) -> Iterator[np.ndarray]:
     stream: Iterator[Chunk] = chunks(_List(texts), None)
-    return (tokens for _, tokens in encoded(stream, "gpt2", workers, fast=fast))
+    return (tokens for _, tokens, _ in encoded(stream, "gpt2", workers, fast=fast))
 
 
 def cpu_seconds() -> float:
@@ -93,8 +93,8 @@ def measure(run: Callable[[], Iterator[np.ndarray]]) -> tuple[int, float, float,
 
 def main(argv: list[str]) -> int | None:
     parser = Parser(__doc__, prog="benchmark.py tokenise")
-    parser.add_argument("--megabytes", type=float, default=30.0)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--megabytes", type=number(most=1e6), default=30.0)
+    parser.add_argument("--workers", type=process_count, default=2)
     arguments = parser.parse_args(argv)
     texts, workers = documents(arguments.megabytes), arguments.workers
     get_tokeniser("gpt2")

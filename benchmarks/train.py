@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks import measure
 from benchmarks.measure import Step
-from errors import Parser, UserError
+from errors import Parser, UserError, positive
 from files import write_json
 from model import GPT, PRESETS, preset
 
@@ -24,9 +24,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--preset", default="nano", choices=tuple(PRESETS))
     parser.add_argument("--attention", default="softmax,lssar", help="mechanisms, by commas")
     parser.add_argument("--backend", default="auto", help="of attention.BACKENDS")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--batch", type=positive, default=4)
+    parser.add_argument("--length", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=10)
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--nanogpt", type=Path, help="a nanoGPT checkout to measure beside")
@@ -73,17 +73,14 @@ def make_steps(name: str, options) -> list[Step]:
 
 def make_step(name: str, options) -> Step:
     device = measure.best_device()
-    torch.manual_seed(0)
-    if name == "nanoGPT":
-        loss_of, parameters, optimiser = _nanogpt(options, device)
-    else:
-        model = GPT(preset(options.preset, name)).to(device).use_backend(options.backend)
-        if options.compile:
-            model.compile()
-        loss_of, parameters = model, list(model.parameters())
-        optimiser = torch.optim.AdamW(model.parameter_groups(0.1), betas=(0.9, 0.95), fused=True)
     vocabulary = PRESETS[options.preset]["vocab_size"]
-    tokens = torch.randint(vocabulary, (options.batch, options.length + 1), device=device)
+    with torch.random.fork_rng([0] if device == "cuda" else []):
+        torch.manual_seed(0)
+        if name == "nanoGPT":
+            loss_of, parameters, optimiser = _nanogpt(options, device)
+        else:
+            loss_of, parameters, optimiser = _ours(name, options, device)
+        tokens = torch.randint(vocabulary, (options.batch, options.length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:
@@ -95,6 +92,14 @@ def make_step(name: str, options) -> Step:
         optimiser.zero_grad(set_to_none=True)
 
     return step
+
+
+def _ours(name: str, options, device: str):
+    model = GPT(preset(options.preset, name)).to(device).use_backend(options.backend)
+    if options.compile:
+        model.compile()
+    optimiser = torch.optim.AdamW(model.parameter_groups(0.1), betas=(0.9, 0.95), fused=True)
+    return model, list(model.parameters()), optimiser
 
 
 def _nanogpt(options, device: str):

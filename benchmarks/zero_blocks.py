@@ -14,11 +14,12 @@ from torch import Tensor
 
 from attention import attention_weights
 from benchmarks.attention import make_inputs
-from errors import Parser
+from errors import Parser, UserError
 from evaluation import lengths, open_checkpoints
 
 BLOCKS = ((64, 64), (64, 32), (32, 32), (16, 16))
 SIZES = ((1, 1), *BLOCKS)
+SHORTEST = 2 * BLOCKS[0][0]
 
 
 def main(argv: list[str]) -> None:
@@ -27,6 +28,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--lengths", type=lengths, default=[1024])
     parser.add_argument("--text", type=Path, help="for RUN; default a Python library's source")
     options = parser.parse_args(argv)
+    if options.lengths[0] < SHORTEST:
+        raise UserError(
+            f"--lengths {options.lengths[0]}: no block of {BLOCKS[0][0]} rows and keys lies wholly "
+            f"on visible keys; use at least {SHORTEST}"
+        )
     shape = {"batch": 1, "heads": 12, "head_dim": 64, "device": "cpu", "dtype": "fp32"}
     layers = 1
     if options.inputs != "random":

@@ -9,29 +9,34 @@ the two nearest labelled states, by the true state):
   exponents   of r, m1, m2 by a log-log fit to all those predictions: -2, 1, 1 for Newton's law
   R^2         against the true force, and the mean cosine and R^2 of the vectors for each planet
 
-A finished regression is in --out and is not done again. Beside it: a table for the report
-(`--table`) and, as figures, the force vectors of the eight planets and the predictions against r.
+A finished regression is in --out and is not done again, unless its run was trained again. Beside
+it: a table for the report (`--table`), where runs of one mechanism, of several seeds, share a row,
+and as figures, the force vectors of the eight planets and the predictions against r.
 """
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
 
 import numpy as np
 from scipy.spatial import cKDTree
 
-from checkpoint import find, read_description
 from data.records import describe
 from data.shards import reading
-from errors import Parser, UserError, run
-from evaluation import kept_on_interrupt, mechanism_label, table
-from files import finite, write_json
+from errors import Parser, UserError, positive, run, whole
+from evaluation import Checkpoint, kept_on_interrupt, mechanism_label, open_checkpoints, table
+from files import finite, read_text, write_json
 from physics import figures, regression
-from physics.force import FORCES
+from physics.force import FORCES, origin, refuse_non_finite
 from physics.simulate import STATES, magnitude
 from physics.systems import PLANETS
 from physics.table import mean_cosine, write_table
@@ -47,11 +52,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--planets", required=True, type=Path, help="of physics/simulate.py")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--table", type=Path, help="results/SCALE/symbolic_regression.json")
-    parser.add_argument("--states", type=int, default=5000, help="nearest to labelled states")
+    parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
     parser.add_argument("--engine", default="auto", choices=("auto", *regression.ENGINES))
     effort = regression.Effort()
     for key, value in asdict(effort).items():
-        parser.add_argument(f"--{key}", type=int, default=value, help="of a regression")
+        parser.add_argument(f"--{key}", type=positive, default=value, help="of a regression")
     options = parser.parse_args(argv)
     if options.out.suffix != ".json":
         raise UserError(f"--out {options.out}: give a name that ends in .json")
@@ -70,16 +75,25 @@ def main(argv: list[str]) -> None:
     results = open_results(options.out, settings)
     predicted = {ORACLE: magnitudes.oracle(), TRUTH: magnitudes.truth}
     directions = {TRUTH: vectors.truth}
-    for path in options.runs:
-        name, label = named(path)
-        predicted[name] = magnitudes.of(load(Path(f"{path}-magnitude")))
-        directions[name] = load(Path(f"{path}-vector"))
-        entry = results["models"].setdefault(name, {"label": label})
-        entry["planets"] = vectors.scores(directions[name])
+    for path, checkpoint in zip(options.runs, open_checkpoints(options.runs), strict=True):
+        name = checkpoint.info.run
+        if name in predicted:
+            raise UserError(f"{path}: another model is called {name!r} too; rename the run")
+        forces, source = load(path, "magnitude", checkpoint)
+        predicted[name] = magnitudes.of(forces)
+        directions[name], _ = load(path, "vector", checkpoint)
+        entry = results["models"].get(name, {})
+        if entry.get("checkpoint") != source:
+            entry = {"checkpoint": source}  # its equations were found for other weights
+        results["models"][name] = entry | named(checkpoint)
+        results["models"][name]["planets"] = vectors.scores(directions[name])
     for name, values in predicted.items():
-        entry = results["models"].setdefault(name, {"label": name})
+        entry = results["models"].setdefault(name, {"row": name, "title": name})
         entry["magnitude"] = magnitudes.scores(values)
         entry.setdefault("equations", [])
+    titles = Counter(entry["title"] for entry in results["models"].values())
+    for name, entry in results["models"].items():
+        entry["label"] = entry["title"] if titles[entry["title"]] == 1 else name
     with kept_on_interrupt(options.out):
         for name, values in predicted.items():
             discover(results, name, magnitudes, values, engine, effort, options.out)
@@ -90,18 +104,29 @@ def main(argv: list[str]) -> None:
     print(summary(results))
 
 
-def named(path: str) -> tuple[str, str]:
-    """A run's row: the mechanism's name, and how figures call it."""
-    config, _ = read_description(find(path))
-    return config.attention.name, mechanism_label(config.attention)
+def named(checkpoint: Checkpoint) -> dict[str, str]:
+    """A run's row of the table, the mechanism with its settings, and how figures call that."""
+    settings = checkpoint.config.to_dict()["attention"]
+    changed = [f"{k}={v}" for k, v in settings.items() if k not in ("name", "train_length")]
+    title = mechanism_label(checkpoint.config.attention)
+    return {"row": " ".join([settings["name"], *changed]), "title": title}
 
 
-def load(fine_tuned: Path) -> np.ndarray:
-    path = fine_tuned / FORCES
-    if not path.exists():
+def load(run: str, task: str, pretrained: Checkpoint) -> tuple[np.ndarray, str]:
+    """The predictions of the model fine-tuned from a run, and that model's identity."""
+    folder = Path(f"{Path(run)}-{task}")
+    path, found = folder / FORCES, origin(folder)
+    if not path.exists() or found["checkpoint"] is None:
         raise UserError(f"{path} is missing; make it with: python physics/force.py --help")
+    if found["pretrained"] != pretrained.identity:
+        raise UserError(
+            f"{path} is of a model fine-tuned from other weights than {run} has now; delete "
+            f"{folder} and run physics/force.py {task} {run} again"
+        )
     with reading(path):
-        return np.load(path, allow_pickle=False)
+        forces = np.load(path, allow_pickle=False)
+    refuse_non_finite(forces, path)
+    return forces, found["checkpoint"]
 
 
 # --- magnitudes ----------------------------------------------------------------------------------
@@ -200,7 +225,9 @@ class Vectors:
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+    """0 where one of the two is zero, which has no direction."""
+    size = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return (a * b).sum(-1) / np.where(size > 0, size, 1)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -208,10 +235,13 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def open_results(path: Path, settings: dict) -> dict:
     if path.exists():
+        with reading(path):
+            text = read_text(path, errors="replace")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(text)
             same = found["kind"] == "physics" and found["settings"] == settings
-        except (ValueError, KeyError, TypeError):
+            same &= all({"row", "title"} <= entry.keys() for entry in found["models"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
             same = False
         if not same:
             raise UserError(f"{path} was made with other settings; give another --out or delete it")

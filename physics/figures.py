@@ -14,18 +14,22 @@ INK = {"lssar": 0, "softmax": 1, "oracle": 2, "truth": 3}  # of plots.COLOURS; o
 
 def draw(out: Path, results: dict, magnitudes, predicted, vectors, directions) -> list[Path]:
     """All figures beside `out`; the PNG files."""
-    labels = {name: entry["label"] for name, entry in results["models"].items()}
-    shown = [name for name in ORDER if name in directions]
-    shown += [name for name in directions if name not in shown]
+    models = results["models"]
+
+    def place(name: str) -> int:
+        row = models[name]["row"]
+        return ORDER.index(row) if row in ORDER else len(ORDER)
+
+    shown = sorted(directions, key=place)
     figures = {
-        "": magnitude_figure(magnitudes.truth, predicted, labels),
-        "-earth": vector_figure(vectors, directions, shown, labels, ["Earth"]),
-        "-planets": vector_figure(vectors, directions, shown, labels, list(PLANETS)),
+        "": magnitude_figure(magnitudes.truth, predicted, models),
+        "-earth": vector_figure(vectors, directions, shown, models, ["Earth"]),
+        "-planets": vector_figure(vectors, directions, shown, models, list(PLANETS)),
     }
     return [plots.save(f, out.with_name(f"{out.stem}{end}.png"))[0] for end, f in figures.items()]
 
 
-def vector_figure(vectors, directions: dict, shown: list[str], labels: dict, planets: list[str]):
+def vector_figure(vectors, directions: dict, shown: list[str], models: dict, planets: list[str]):
     """A row a planet (two in a row where there are many), a panel a model, 40 arrows each."""
     wide = 2 if len(planets) > 1 else 1
     rows, columns = -(-len(planets) // wide), wide * len(shown)
@@ -40,8 +44,8 @@ def vector_figure(vectors, directions: dict, shown: list[str], labels: dict, pla
         for j, name in enumerate(shown):
             panel = axes[number // wide][(number % wide) * len(shown) + j]
             arrows = directions[name][i][picked] / vectors.unit[i]
-            _orbit(panel, position, picked, arrows, reach, INK.get(name, 4))
-            panel.set_title(f"{planet}: {labels.get(name, name)}", fontsize=6)
+            _orbit(panel, position, picked, arrows, reach, INK.get(models[name]["row"], 4))
+            panel.set_title(f"{planet}: {models[name]['label']}", fontsize=6)
     return figure
 
 
@@ -71,7 +75,7 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
     return np.array(chosen)
 
 
-def magnitude_figure(truth: np.ndarray, predicted: dict, labels: dict):
+def magnitude_figure(truth: np.ndarray, predicted: dict, models: dict):
     """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
     names = [name for name in predicted if name != "truth"]
     figure, axes = plots.figure(
@@ -85,14 +89,14 @@ def magnitude_figure(truth: np.ndarray, predicted: dict, labels: dict):
             truth[positive],
             values[positive],
             ".",
-            color=plots.COLOURS[INK.get(name, 4)],
+            color=plots.COLOURS[INK.get(models[name]["row"], 4)],
             markersize=1.5,
             alpha=0.4,
         )
         panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
         below = "" if positive.all() else f" ({1 - positive.mean():.0%} below zero)"
         panel.set(
-            title=f"{labels.get(name, name)}{below}", xlabel="true |F|", xlim=limits, ylim=limits
+            title=f"{models[name]['label']}{below}", xlabel="true |F|", xlim=limits, ylim=limits
         )
     axes[0][0].set_ylabel("predicted |F|")
     return figure

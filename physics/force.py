@@ -10,13 +10,20 @@ Training is train.py's with `--config` (default: configs/physics-109m-TASK.toml)
 of RUN, in runs/NAME-TASK. The checkpoint with the lowest loss on the set's validation labels is
 kept; its predictions go into runs/NAME-TASK/forces.npy: (sequences, times, outputs), in the
 physical unit, at the planet's points 1, 3, 5, ... The same command continues, or does nothing.
+forces.json beside it says which weights they came from; after RUN was trained again, delete
+runs/NAME-TASK.
 """
 
+import json
 import sys
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
 
 import numpy as np
 import torch
@@ -27,10 +34,12 @@ from checkpoint import Store, find, load_model, read_description
 from config import Config, load_config
 from data.records import Records, describe, open_data
 from errors import Parser, UserError, run
+from evaluation import open_checkpoints
+from files import write_json, writing
 from physics.simulate import write_whole
 
 TASKS = ("magnitude", "vector")
-FORCES = "forces.npy"
+FORCES, ORIGIN = "forces.npy", "forces.json"
 BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
 
 
@@ -46,10 +55,36 @@ def main(argv: list[str]) -> int:
     config = load_config(file, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:
         raise UserError(f"{file} has not the outputs of the task {options.task!r}; see --config")
+    (pretrained,) = open_checkpoints([options.run])
+    folder = config.run_directory
+    if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
+        raise UserError(
+            f"{folder} was fine-tuned from other weights than {options.run} has now; delete it "
+            "and run the same command again, or choose another --log.name"
+        )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_origin(folder, pretrained.identity)
     code = train.main([file, *overrides, "--resume", "--device", options.device])
     if code == 0:
         predict(config, distributed.start(options.device).device)
+        (best,) = open_checkpoints([str(Store(folder).best())])
+        write_origin(folder, pretrained.identity, best.identity)
     return code
+
+
+def origin(folder: Path) -> dict[str, str | None]:
+    """The identity of the pre-trained model, and of the fine-tuned one that has predicted."""
+    try:
+        found = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        return {key: found[key] for key in ("pretrained", "checkpoint")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"pretrained": None, "checkpoint": None}
+
+
+def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -> None:
+    """Without a checkpoint: the predictions that may be there are not to be used."""
+    write_json(folder / ORIGIN, {"pretrained": pretrained, "checkpoint": checkpoint})
 
 
 def inherited(task: str, path: str) -> list[str]:
@@ -73,9 +108,15 @@ def predict(config: Config, device: torch.device) -> Path:
         inputs, _ = records.split(records.read(rows * records.stride))
         parts.append(model(inputs.to(device))[:, 1::2].float().cpu().numpy())
     forces = np.concatenate(parts) * unit_of(records)
+    refuse_non_finite(forces, best)
     write_whole(out, lambda file: np.save(file, forces))
     print(f"{out}: predictions of {best.name}")
     return out
+
+
+def refuse_non_finite(forces: np.ndarray, source: Path) -> None:
+    if not np.isfinite(forces).all():
+        raise UserError(f"{source} predicts forces that are not finite; fine-tune it again")
 
 
 def unit_of(records: Records) -> np.ndarray:

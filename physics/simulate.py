@@ -21,16 +21,20 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    from errors import quiet_imports
+
+    quiet_imports()
 
 import numpy as np
 from tqdm import tqdm
 
-from data.pipeline import start_worker
+from data.pipeline import deaf_children, start_worker
 from data.records import DESCRIPTION, describe
-from data.shards import PROGRESS, check_shard, header_bytes, reading
+from data.shards import MAX_SHARD_TOKENS, PROGRESS, check_shard, header_bytes, reading
 from data.writer import locked
-from errors import Parser, UserError, run
-from files import sync, temporary_of, write_json, writing
+from errors import MOST_PROCESSES, Parser, UserError, positive, run, seed_number, whole
+from files import read_text, sync, temporary_of, write_json, writing
 from physics.kepler import G
 from physics.systems import (
     BLOCK,
@@ -43,6 +47,7 @@ from physics.systems import (
     solar_system,
 )
 
+MAX_SHARDS = 10**6
 STATES = "states.npy"  # (sequences, times, 6) float64 beside the labels
 
 
@@ -50,19 +55,20 @@ def main(argv: list[str]) -> None:
     parser = Parser(__doc__)
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--points", type=int, default=1000, help="of a sequence")
-    parser.add_argument("--bins", type=int, default=7000, help="of a coordinate")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--points", type=whole(24, 100_000), default=1000, help="of a sequence")
+    parser.add_argument("--bins", type=whole(2, 65533), default=7000, help="of a coordinate")
+    parser.add_argument("--seed", type=seed_number, default=0)
     group = parser.add_argument_group("orbits")
-    group.add_argument("--sequences", type=int, default=10_000_000)
-    group.add_argument("--val-sequences", type=int, default=3_000)
-    group.add_argument("--shard-sequences", type=int, default=50_000)
-    group.add_argument("--planets", type=int, default=0, help="of a system; 0: 1 to 10 at random")
-    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    group.add_argument("--sequences", type=positive, default=10_000_000)
+    group.add_argument("--val-sequences", type=positive, default=3_000)
+    group.add_argument("--shard-sequences", type=positive, default=50_000)
+    some, workers = whole(0, MAX_PLANETS), whole(0, MOST_PROCESSES)
+    group.add_argument("--planets", type=some, default=0, help="of a system; 0: 1 to 10 at random")
+    group.add_argument("--workers", type=workers, default=os.cpu_count() or 1, help="processes")
     group = parser.add_argument_group("forces and planets")
-    group.add_argument("--labelled", type=int, default=9_000, help="sequences with every label")
-    group.add_argument("--probed", type=int, default=1_000, help="sequences with two labels")
-    group.add_argument("--held-out", type=int, default=300, help="sequences for the selection")
+    group.add_argument("--labelled", type=positive, default=9_000, help="sequences with all labels")
+    group.add_argument("--probed", type=positive, default=1_000, help="sequences with two labels")
+    group.add_argument("--held-out", type=positive, default=300, help="sequences for the selection")
     group.add_argument("--selection", default="held-out", choices=("held-out", "source"))
     group.add_argument("--unit", default="raw", choices=("raw", "deviation"), help="of forces")
     options = parser.parse_args(argv)
@@ -72,16 +78,21 @@ def main(argv: list[str]) -> None:
 
 
 def check(options) -> None:
-    least = {"points": 24, "bins": 2, "seed": 0, "sequences": 1, "val_sequences": 1}
-    least |= {"shard_sequences": 1, "workers": 0, "labelled": 1, "probed": 1, "held_out": 1}
-    for key, low in least.items():
-        if getattr(options, key) < low:
-            name = "--" + key.replace("_", "-")
-            raise UserError(f"{name} {getattr(options, key)} must be at least {low}")
-    if not 0 <= options.planets <= MAX_PLANETS:
-        raise UserError(f"--planets {options.planets} must be 1 to {MAX_PLANETS}, or 0 for any")
-    if Grid(options.bins).vocab_size > 2**16:
-        raise UserError(f"--bins {options.bins}: a token must fit 16 bits; give at most 65533")
+    """Whether the set's shards can be written: their number has six digits, their size 31 bits."""
+    largest = options.labelled + options.probed + options.held_out
+    if options.set == "orbits":
+        sizes = (options.sequences, options.val_sequences)
+        largest = min(options.shard_sequences, max(sizes))
+        if sum(-(-size // options.shard_sequences) for size in sizes) > MAX_SHARDS:
+            raise UserError(
+                f"--sequences {options.sequences} in shards of {options.shard_sequences} are more "
+                f"than {MAX_SHARDS} files; raise --shard-sequences"
+            )
+    if options.set != "planets" and largest * options.points * CHANNELS > MAX_SHARD_TOKENS:
+        raise UserError(
+            f"{largest} sequences of --points {options.points} do not fit in one shard; give fewer "
+            f"(at most {MAX_SHARD_TOKENS // (options.points * CHANNELS)})"
+        )
 
 
 # --- a folder that is begun, continued or finished -----------------------------------------------
@@ -113,7 +124,7 @@ def begin(out: Path, settings: dict) -> bool:
 
 def _json(path: Path) -> dict:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(read_text(path)))
     except (ValueError, TypeError):
         raise UserError(f"{path} is damaged; delete {path.parent} and start again") from None
 
@@ -192,7 +203,9 @@ def in_processes(function, tasks: list, workers: int):
         min(workers, len(tasks)), mp_context=context, initializer=start_worker
     ) as pool:
         try:
-            for future in as_completed([pool.submit(function, task) for task in tasks]):
+            with deaf_children():
+                futures = [pool.submit(function, task) for task in tasks]
+            for future in as_completed(futures):
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

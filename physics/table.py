@@ -1,8 +1,8 @@
-"""The results of physics/discover.py as a row a model: `tab:symbolic_regression` for the report."""
+"""The results of physics/discover.py, one row per mechanism: `tab:symbolic_regression`."""
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 
 import numpy as np
 
@@ -57,9 +57,11 @@ def values(entry: dict) -> list[float | None]:
 def write_table(path: Path, results: dict, source: Path, pictures: list[Path]) -> None:
     printed = paper()
     scale = path.parent.name
+    entries = list(results["models"].values())
+    keys = dict.fromkeys([*ROWS[:-1], *(e["row"] for e in entries if e["row"] not in ROWS)])
     rows = [
-        _row(key, results["models"].get(key), printed["rows"].get(key, [None]), source)
-        for key in ROWS
+        _row(key, [e for e in entries if e["row"] == key], printed["rows"].get(key, [None]), source)
+        for key in [*keys, ROWS[-1]]
     ]
     table = {
         "kind": "table",
@@ -91,20 +93,30 @@ def paper() -> dict:
         raise UserError(f"paper.json has not the numbers of {LABEL} ({error})") from None
 
 
-def _row(key: str, entry: dict | None, printed: list, source: Path) -> dict:
-    measured = [None] * len(COLUMNS) if entry is None else values(entry)
+def _row(key: str, entries: list[dict], printed: list, source: Path) -> dict:
+    """Of the runs of one mechanism: mean and spread of each number over those that have it."""
+    measured = zip(*map(values, entries), strict=True) if entries else [()] * len(COLUMNS)
     return {
         "key": key,
-        "title": key if entry is None else entry["label"],
+        "title": entries[0]["title"] if entries else key,
         "control": key in ("oracle", "truth"),
-        "status": "missing" if entry is None else "done",
+        "status": "done" if entries else "missing",
         "paper": [printed[0], *[None] * (len(COLUMNS) - 1)],
-        "measured": [
-            None
-            if value is None
-            else {"mean": value, "sd": None, "n": 1, "values": [value], "sources": [str(source)]}
-            for value in measured
-        ],
+        "measured": [_cell([v for v in column if v is not None], source) for column in measured],
+    }
+
+
+def _cell(found: list[float], source: Path) -> dict | None:
+    if not found:
+        return None
+    spread = stdev(found) if len(found) > 1 else None
+    sources = [str(source)] * len(found)
+    return {
+        "mean": fmean(found),
+        "sd": spread,
+        "n": len(found),
+        "values": found,
+        "sources": sources,
     }
 
 

@@ -198,6 +198,8 @@ def better_at_every_size(evidence: Evidence) -> tuple[str, str]:
 def less_sink(evidence: Evidence) -> tuple[str, str]:
     rows = {row["key"]: row for row in evidence.table("attention_maps")["rows"]}
     sink = {key: rows[key]["measured"][0]["mean"] for key in ("softmax", "lssar-p15")}
+    if None in sink.values():
+        raise LookupError("the weights on token 1 are not finite")
     text = f"mean weight on token 1: LSSAR {sink['lssar-p15']:.3f}, softmax {sink['softmax']:.3f}"
     if sink["softmax"] < 0.1:
         return text + "; this softmax model has no sink", UNSEEN

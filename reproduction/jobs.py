@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
+from files import writing
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,26 @@ class Pool:
         self.logs, self.parallel = logs, parallel
         self.running: dict[Future, Job] = {}
         self.processes: set[subprocess.Popen] = set()
+        self.stopping = False
+        self.lock = threading.Lock()  # for the two above: each job has a thread of its own
 
     def __enter__(self) -> "Pool":
-        self.logs.mkdir(parents=True, exist_ok=True)
+        with writing(self.logs):
+            self.logs.mkdir(parents=True, exist_ok=True)
         self.executor = ThreadPoolExecutor(self.parallel)
         self.previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind is not None:
-            for process in self.processes:
-                process.send_signal(signal.SIGTERM)
-        self.executor.shutdown(cancel_futures=True)
-        signal.signal(signal.SIGTERM, self.previous)
+        try:
+            if kind is not None:
+                with self.lock:
+                    self.stopping = True
+                    for process in self.processes:
+                        process.send_signal(signal.SIGTERM)
+            self.executor.shutdown(cancel_futures=True)
+        finally:
+            signal.signal(signal.SIGTERM, self.previous)
 
     def start(self, job: Job) -> None:
         print(f"      {job.name} ...", flush=True)
@@ -87,18 +96,22 @@ class Pool:
         threads = max(1, (os.cpu_count() or 1) // self.parallel)
         began = time.monotonic()
         with log.open("a") as output:
-            # A session of its own: Ctrl-C reaches it once, through __exit__.
-            process = subprocess.Popen(
-                job.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads)} | os.environ,
-                start_new_session=True,
-            )
-            self.processes.add(process)
+            with self.lock:
+                if self.stopping:
+                    return "not started: everything was stopped"
+                # A session of its own: Ctrl-C reaches it once, through __exit__.
+                process = subprocess.Popen(
+                    job.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={"OMP_NUM_THREADS": str(threads)} | os.environ,
+                    start_new_session=True,
+                )
+                self.processes.add(process)
             code = process.wait()
-            self.processes.discard(process)
+            with self.lock:
+                self.processes.discard(process)
         if code == 0 and is_done(job):
             print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
             return "done"

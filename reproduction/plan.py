@@ -1,6 +1,7 @@
 """Which jobs the tables need, in what order, and what they will take."""
 
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,42 +160,75 @@ def evaluation_job(
 
 
 def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
-    """Runs, tokens, hours and disk of what is still to be trained, before anything starts."""
-    scale = space.scale
-    trainings = [job for job in jobs if job.name.startswith("train ")]
-    costs = {job.name: None if is_done(job) else cost_of(job.name, space) for job in trainings}
-    left = [cost for cost in costs.values() if cost is not None]
-    tokens, hours, disk = (sum(column) for column in zip(*left, strict=True)) if left else (0, 0, 0)
-    unit = (
-        f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU, {hours / space.processes:,.1f} hours on "
-        f"{space.processes} GPUs"
-        if scale.tokens_per_second is None
-        else f"hours on two CPU cores at {scale.tokens_per_second:,.0f} tokens/s"
-    )
+    """Runs, tokens, hours and disk of what is still to be done, before anything starts."""
+    costs = {
+        name: None if is_done(job) else cost_of(name, space)
+        for job in jobs
+        if (name := job.name.removeprefix("train ")) != job.name
+    }
+    named = {f"prepare {Path(d).name}": corpus for d, corpus in space.scale.corpora.items()}
+    shards = sum(named[job.name].bytes for job in jobs if job.name in named and not is_done(job))
+    other = [job for job in jobs if job.name not in named and not job.name.startswith("train ")]
+    left = sum(not is_done(job) for job in other)
     return "\n".join(
         [
             f"tables      {', '.join(names)}",
-            f"runs        {len(costs)}, of which {len(left)} are still to be trained",
-            *(
-                f"  {name.removeprefix('train '):24s} "
-                + ("done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h")
-                for name, cost in costs.items()
-            ),
-            f"tokens      {tokens:,}",
-            f"time        {hours:,.1f} {unit}; evaluation not counted",
-            f"disk        {disk / GIB:,.1f} GiB of checkpoints, "
-            f"{sum(c.bytes for c in scale.corpora.values()) / GIB:,.2f} GiB of shards; "
-            f"{shutil.disk_usage('.').free / GIB:,.0f} GiB are free",
+            *training_lines(costs, space.scale.tokens_per_second, space.processes),
+            f"evaluations {len(other)}, of which {left} are still to be made; their time is not "
+            "counted",
+            disk_line(costs, shards),
         ]
     )
 
 
-def cost_of(training: str, space: Workspace) -> tuple[int, float, float]:
-    """Tokens, hours (of a GPU, or of this CPU) and bytes of one run, named by its job."""
-    key, _, seed = training.removeprefix("train ").rpartition("-s")
+# Of a run that is still to be trained: tokens, hours (of a GPU, or of this CPU), bytes.
+Cost = tuple[int, float, float]
+
+
+def training_lines(
+    costs: dict[str, Cost | None],
+    tokens_per_second: float | None,
+    processes: int,
+    alone: Collection[str] = (),
+) -> list[str]:
+    """What the runs take; None is a run that is done, and those `alone` have one process each."""
+    left = {name: cost for name, cost in costs.items() if cost is not None}
+    tokens, hours = sum(c[0] for c in left.values()), sum(c[1] for c in left.values())
+    elapsed = sum(c[1] / (1 if name in alone else processes) for name, c in left.items())
+    unit = (
+        f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU, {elapsed:,.1f} hours on {processes} GPUs"
+        if tokens_per_second is None
+        else f"hours on this CPU at {tokens_per_second:,.0f} tokens/s"
+    )
+    wide = max(map(len, costs), default=0)
+    return [
+        f"runs        {len(costs)}, of which {len(left)} are still to be trained",
+        *(
+            f"  {name:{wide}s} "
+            + ("done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h")
+            for name, cost in costs.items()
+        ),
+        f"tokens      {tokens:,}",
+        f"time        {hours:,.1f} {unit}",
+    ]
+
+
+def disk_line(costs: dict[str, Cost | None], shards: float) -> str:
+    checkpoints = sum(cost[2] for cost in costs.values() if cost is not None)
+    return (
+        f"disk        {checkpoints / GIB:,.1f} GiB of checkpoints, {shards / GIB:,.2f} GiB of "
+        f"shards; {shutil.disk_usage('.').free / GIB:,.0f} GiB are free"
+    )
+
+
+def cost_of(run: str, space: Workspace) -> Cost:
+    key, _, seed = run.rpartition("-s")
     config = space.config(all_runs(space.scale.name)[key], int(seed))
-    speed = space.scale.tokens_per_second
-    e = estimate(config, planned_backend(config, "cpu" if speed else "cuda"))
-    hours = e.tokens / speed / 3600 if speed else e.gpu_hours
+    return config_cost(config, space.scale.tokens_per_second)
+
+
+def config_cost(config: Config, tokens_per_second: float | None) -> Cost:
+    e = estimate(config, planned_backend(config, "cpu" if tokens_per_second else "cuda"))
+    hours = e.tokens / tokens_per_second / 3600 if tokens_per_second else e.gpu_hours
     # Weights and AdamW's moments, in the newest checkpoints and the best.
     return e.tokens, hours, 12.0 * e.parameters * (config.checkpoint.keep + 1)

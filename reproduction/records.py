@@ -3,8 +3,11 @@
 import json
 import statistics
 from dataclasses import asdict
+from pathlib import Path
 
 from config import parse_config
+from data.shards import MANIFEST, describe_set
+from files import read_text
 from reproduction.plan import Workspace
 from reproduction.runs import Run, all_runs
 from run_log import read_metrics
@@ -17,15 +20,20 @@ def runs_record(space: Workspace) -> dict:
             record = run_record(run, seed, space)
             if record is not None:
                 found[f"{key}-s{seed}"] = record
-    return {"kind": "runs", "scale": space.scale.name, "runs": found}
+    corpora = {
+        directory: describe_set(directory)
+        for directory in space.scale.corpora
+        if (Path(directory) / MANIFEST).exists()
+    }
+    return {"kind": "runs", "scale": space.scale.name, "corpora": corpora, "runs": found}
 
 
 def run_record(run: Run, seed: int, space: Workspace) -> dict | None:
     """What the run's own directory says of it; None for a run that has not begun."""
     directory = space.run_directory(run.key, seed)
     try:
-        about = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-        text = (directory / "config.toml").read_text(encoding="utf-8")
+        about = json.loads(read_text(directory / "run.json"))
+        text = read_text(directory / "config.toml")
     except (OSError, ValueError):
         return None
     metrics, config = read_metrics(directory), parse_config(text, str(directory / "config.toml"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from downstream_report import LAYOUTS, LOWER_IS_BETTER, PER_CENT
 from errors import UserError
 from evaluation import open_checkpoints
+from files import read_text
 from reproduction.experiments import TITLES
 from reproduction.jobs import Job, python
 from reproduction.plan import Workspace
@@ -81,7 +82,7 @@ class Special:
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}; delete it and run this again") from None
 
@@ -106,11 +107,18 @@ def plain_columns(*titles: str, paper: tuple[str, ...] | None = None) -> list[di
 
 def by_run(found: dict) -> dict[str, list[dict]]:
     """Rows by the run's key, its seeds together."""
+    # The last one: a run that was trained again has been measured again, into the same file.
+    latest = {about["run"]: identity for identity, about in found["checkpoints"].items()}
     grouped: dict[str, list[dict]] = {}
-    for row in found["rows"]:
-        key = found["checkpoints"][row["checkpoint"]]["run"].rpartition("-s")[0]
-        grouped.setdefault(key, []).append(row)
-    return grouped
+    for run, identity in latest.items():
+        rows = [row for row in found["rows"] if row["checkpoint"] == identity]
+        grouped.setdefault(run.rpartition("-s")[0], []).extend(rows)
+    return {key: rows for key, rows in grouped.items() if rows}
+
+
+def mean_of(values: list[float | None]) -> float | None:
+    """None where one was not finite, which JSON holds as null."""
+    return None if None in values else statistics.fmean(values)
 
 
 # --- attention maps ------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ def map_rows(found: dict, special: Special) -> tuple[list[dict], list[dict]]:
     rows = []
     for run, measured in by_run(found).items():
         cells = [
-            summary([statistics.fmean(head[n] for head in row["heads"]) for row in measured], [])
+            summary([mean_of([head[n] for head in row["heads"]]) for row in measured], [])
             for n in MAP_NUMBERS
         ]
         rows.append(table_row(run, TITLES.get(run, run), cells, [None] * len(cells)))
@@ -207,12 +215,8 @@ def downstream_rows(found: dict, special: Special) -> tuple[list[dict], list[dic
         cells = []
         for task, metric, _ in layout:
             factor = 100 if metric in PER_CENT else 1
-            values = [
-                factor * row["metrics"][metric]["value"]
-                for row in rows_of_run
-                if row["variant"] == task
-            ]
-            cells.append(summary(values, []))
+            values = [r["metrics"][metric]["value"] for r in rows_of_run if r["variant"] == task]
+            cells.append(summary([None if v is None else factor * v for v in values], []))
         printed = paper["rows"].get(run)
         published = [
             printed[paper["columns"].index(c["paper"])] if printed and c["paper"] else None

@@ -207,7 +207,7 @@ def test_slopes_are_exact_on_power_laws():
     [
         (["--backends", "cpu,trition"], "did you mean 'triton'"),
         (["--mechanisms", "lsar"], "did you mean 'lssar'"),
-        (["--lengths", "12,x"], "list of lengths"),
+        (["--lengths", "12,x"], "'x' is not a whole number"),
         (["--heads", "0"], "at least 1"),
         (["--layer", "2"], "add --inputs"),
         (["--p", "0.5"], ">= 1"),

@@ -18,6 +18,7 @@ from downstream_helpers import DOCUMENTS, text_by_hand, write_hub_copies, write_
 from eval_helpers import tiny_model, write_checkpoint
 
 import downstream
+from data.shards import describe_set
 from downstream_nano import COUNTS, PASSAGE, write_tasks
 from downstream_tasks import HARNESS, PLACES, SETS, chosen_tasks
 from errors import UserError
@@ -197,6 +198,7 @@ def test_nano_tasks_go_through_the_same_command(tmp_path, checkpoint, corpus, ca
     }
     assert all(row["samples"] == 6 for row in rows.values())
     assert "cloze ppl" in capsys.readouterr().out
+    assert read_results(out)["about"]["corpus"] == describe_set(corpus)
     with pytest.raises(UserError, match="was made with limit = 6, this is 7"):
         evaluate(checkpoint, out, *options[:-1], 7)
 
@@ -231,7 +233,7 @@ def test_mistakes_are_one_line(tmp_path, checkpoint):
 
     fails("--tasks papr: unknown; did you mean 'paper'", "--tasks", "papr")
     fails("no such file", "--tasks", "nowhere.yaml")
-    fails("--limit 0: must be at least 1", "--limit", 0)
+    fails("--limit: '0' must be at least 1", "--limit", 0)
     fails("--data-dir .*: no such folder", "--data-dir", tmp_path / "nowhere")
     fails("nano_cloze is made from a corpus' held-out text; give --corpus", "--tasks", "nano")
     (tmp_path / "empty").mkdir()

@@ -166,3 +166,16 @@ def test_what_cannot_be_scored_is_one_line(tmp_path):
         CheckpointLM(lm.checkpoint, batch_size="auto")
     with pytest.raises(UserError, match="max_length 1: must be at least 2"):
         CheckpointLM(lm.checkpoint, max_length=1)
+
+
+def test_likelihoods_that_are_not_finite_are_refused(tmp_path):
+    """The harness takes the largest of them, and of NaN the first, without a word."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)  # finite weights whose logits are not
+    path = write_checkpoint(tmp_path / "model", model, tokeniser="bytes")
+    lm = CheckpointLM(str(path), max_length=MAX_LENGTH, device="cpu")
+    with pytest.raises(UserError, match="logits are not finite"):
+        ask(lm, "loglikelihood", [("a", "b")])
+    with pytest.raises(UserError, match="logits are not finite"):
+        ask(lm, "generate_until", [("a", {"until": ["\n"], "max_gen_toks": 3})])

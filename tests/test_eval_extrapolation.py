@@ -1,5 +1,6 @@
 """The same targets at every length, exact means and errors, and nothing finished is lost."""
 
+import hashlib
 import json
 import math
 import os
@@ -13,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
+from training import make_corpus
 
 import eval_extrapolation
-from data.shards import open_split
+from data.shards import describe_set, open_split
 from errors import UserError
 from eval_extrapolation import main, position_buckets
 
@@ -208,6 +210,19 @@ def test_results_name_what_made_them(workspace):
     assert results["settings"]["tokens"] == TOKENS
     assert len(results["settings"]["targets_sha256"]) == 64
     assert all(row["torch"] == torch.__version__ for row in results["rows"])
+    assert results["about"] == describe_set(workspace / "data") | {"seed": None}
+
+
+def test_results_name_the_text_that_they_are_of(workspace, tmp_path):
+    corpus = make_corpus(tmp_path)
+    options = ("--data", str(corpus), "--out", str(tmp_path / "x.json"))
+    main(command(workspace, ["softmax"], "unused.json", *options))
+    about = load(tmp_path, "x.json")["about"]
+    assert about["source"] == "text"
+    assert (
+        about["manifest_sha256"]
+        == hashlib.sha256((corpus / "manifest.json").read_bytes()).hexdigest()
+    )
 
 
 def test_an_interrupted_evaluation_continues_to_the_same_bits(workspace, monkeypatch):
@@ -324,11 +339,11 @@ def test_as_many_tokens_as_the_set_has_are_used_and_said(tmp_path, capsys):
     [
         (["--lengths", "16,4096"], "1000 validation tokens, too few for one window of 4096"),
         (["--lengths", "24,64"], "24 does not divide 64"),
-        (["--lengths", "0,64"], "not a list of lengths"),
-        (["--lengths", "a"], "not a list of lengths"),
+        (["--lengths", "0,64"], "--lengths: '0' must be at least 1"),
+        (["--lengths", "a"], "--lengths: 'a' is not a whole number"),
         (["--tokens", "63"], "--tokens 63 is less than one window of 64"),
         (["--p", "3"], "no checkpoint given re-weights"),
-        (["--window", "0"], "not a list of lengths"),
+        (["--window", "0"], "--window: '0' must be at least 1"),
         (["--out", "x.txt"], "ends in .json"),
         (["--data", "nowhere"], "nowhere does not exist"),
         (["--nonsense"], "unrecognized arguments"),

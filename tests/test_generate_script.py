@@ -89,11 +89,11 @@ def test_no_prompt_begins_a_document(checkpoint, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "0"], "--tokens 0"),
-        (["--temperature", "0"], "--temperature 0.0: must be above 0; or --greedy"),
-        (["--top-k", "0"], "--top-k 0"),
-        (["--top-p", "1.5"], "--top-p 1.5"),
-        (["--seed", "x"], "invalid int"),
+        (["--tokens", "0"], "--tokens: '0' must be at least 1"),
+        (["--temperature", "0"], "--temperature: '0' must be above 0"),
+        (["--top-k", "0"], "--top-k: '0' must be at least 1"),
+        (["--top-p", "1.5"], "--top-p: '1.5' must be at most 1"),
+        (["--seed", "x"], "--seed: 'x' is not a whole number"),
     ],
 )
 def test_mistakes_are_one_clear_line(checkpoint, options, message):
@@ -104,3 +104,23 @@ def test_mistakes_are_one_clear_line(checkpoint, options, message):
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         main([str(tmp_path / "nothing")])
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--top-k"])
+def test_the_smallest_settings_are_greedy_and_the_largest_are_none(checkpoint, capsys, option):
+    """1e-300 is zero in float32: a division by it, or a sum compared with it, was a traceback."""
+    given = (checkpoint, "--prompt", "ab", "--tokens", "20")
+    least, most = ("1", "2147483647") if option == "--top-k" else ("1e-300", "1")
+    assert written(capsys, *given, option, least) == written(capsys, *given, "--greedy")
+    if option != "--temperature":
+        assert written(capsys, *given, option, most) == written(capsys, *given)
+
+
+@pytest.mark.parametrize("more", [[], ["--greedy"]])
+def test_logits_that_are_not_finite_are_one_clear_line(tmp_path, more):
+    model = tiny_model()
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)  # finite weights whose logits are not
+    path = write_checkpoint(tmp_path / "model", model, tokeniser="bytes")
+    with pytest.raises(UserError, match="logits are not finite"):
+        main([str(path), "--device", "cpu", *more])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +13,61 @@ import torch
 import benchmark
 from attention import BACKENDS
 from benchmarks import gpu_check
-from benchmarks.device_accuracy import FAIL, PASS, SKIPPED, Case, cases, judge
+from benchmarks.device_accuracy import (
+    COMPILED_MECHANISMS,
+    FAIL,
+    MECHANISMS,
+    PASS,
+    SKIPPED,
+    Case,
+    cases,
+    judge,
+)
+from benchmarks.measure import DTYPES
+from errors import UserError
 from kernels.backends import Backend
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def rehearsed(tmp_path_factory):
     out = tmp_path_factory.mktemp("check") / "check.json"
-    code = benchmark.main(["gpu-check", "--device", "cpu", "--quick", "--out", str(out)])
-    return code, json.loads(out.read_text())
+    command = ["benchmark.py", "gpu-check", "--device", "cpu", "--quick", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert out.exists(), done.stderr
+    return done, json.loads(out.read_text())
+
+
+@pytest.fixture
+def report(rehearsed):
+    return rehearsed[0].returncode, rehearsed[1]
+
+
+def test_without_a_gpu_it_says_so_at_once_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"no GPU was found.*--device cpu") as caught:
+        benchmark.main(["gpu-check", "--out", str(tmp_path / "check.json")])
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_check_is_on_screen_while_the_others_are_still_to_come(rehearsed):
+    done, result = rehearsed
+    groups = re.split(r"^== ", done.stdout.partition("\nwritten:")[0], flags=re.MULTILINE)[1:]
+    for group in groups[:-2]:  # the last is followed by the table; training has two long checks
+        title, _, said = group.partition("\n")
+        found = [c for c in result["checks"] if c["name"].startswith(f"{title}: ")]
+        for check in found:
+            if check["status"] != SKIPPED:
+                assert f"{check['status']:7}  {check['name'].removeprefix(f'{title}: ')}\n" in said
+    assert len(groups) > 5
 
 
 def test_everything_passes_on_the_cpu(report):
@@ -155,10 +200,20 @@ def test_the_triton_kernel_passes_in_the_interpreter():
     )
 
 
+TRITON_MECHANISMS = [name for name in MECHANISMS if name.startswith("lssa")]
+
+
 @pytest.mark.slow
-def test_every_check_of_the_triton_kernel_passes_in_the_interpreter():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mechanism", TRITON_MECHANISMS)
+def test_every_check_of_the_triton_kernel_passes_in_the_interpreter(mechanism, dtype):
+    """In parts of a minute or two each, as the interpreter is slow; compiled by Inductor too."""
     interpreted(
-        "found = check('triton', 'cpu')\n"
-        "assert [r for r in found if r['status'] == PASS and 'compiled' in r['name']]\n"
-        "assert not [r for r in found if r['status'] == FAIL], found\n"
+        "taken = [c for c in cases('triton', 'cpu', quick=False) if c.refuses() is None]\n"
+        f"assert {{c.mechanism for c in taken}} == set({TRITON_MECHANISMS})\n"
+        f"mine = [c for c in taken if (c.mechanism, c.dtype) == ({mechanism!r}, {dtype!r})]\n"
+        f"ways = {[False, True] if mechanism in COMPILED_MECHANISMS else [False]}\n"
+        "assert [c.compiled for c in mine] == ways\n"
+        "found = [judge(c, c.shapes(quick=False)) for c in mine]\n"
+        "assert all(r['status'] == PASS for r in found), found\n"
     )

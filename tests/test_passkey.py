@@ -250,8 +250,8 @@ def test_damaged_answers_are_named(checkpoint):
     ("options", "message"),
     [
         (["--lengths", "128"], "length 128 is no larger than the passkey prompt"),
-        (["--lengths", "1e3"], "not a list of lengths"),
-        (["--trials", "0"], "--trials 0"),
+        (["--lengths", "1e3"], "--lengths: '1e3' is not a whole number"),
+        (["--trials", "0"], "--trials: '0' must be at least 1"),
         (["--alpha", "0.1"], "no checkpoint given re-weights"),
     ],
 )

@@ -4,16 +4,20 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from data_sets import contents
 
 pytest.importorskip("scipy")  # requirements-physics.txt
 pytest.importorskip("pyoperon")
 
+from attention import get_mechanism
 from checkpoint import CheckpointInfo, save_model
 from errors import UserError
+from evaluation import open_checkpoints
 from model import GPT, preset
 from physics import discover, regression
 from physics.figures import farthest_points
+from physics.force import write_origin
 from physics.kepler import G
 from physics.regression import Candidate, Effort, choose, evaluate, exponents
 from physics.simulate import main as simulate
@@ -156,7 +160,12 @@ def world(tmp_path_factory):
             folder = here / f"run-{name}-{task}"
             folder.mkdir()
             np.save(folder / "forces.npy", values.astype(np.float32))
+            write_origin(folder, identity_of(run), f"tuned-{name}-{task}")
     return here
+
+
+def identity_of(run):
+    return open_checkpoints([str(run)])[0].identity
 
 
 def arguments(world, out, *more):
@@ -176,7 +185,7 @@ def results(world, tmp_path_factory):
 
 def test_the_numbers_tell_the_law_from_its_absence(results):
     models = json.loads(results.read_text())["models"]
-    assert set(models) == {"oracle", "truth", "softmax", "lssar"}
+    assert set(models) == {"oracle", "truth", "softmax", "lssar"}  # the names of the runs
     assert all(len(m["equations"]) == 5 for m in models.values())
     for name in ("truth", "lssar"):
         assert models[name]["magnitude"]["exponents"] == pytest.approx(
@@ -233,6 +242,106 @@ def test_finished_regressions_are_kept_and_the_rest_is_the_same(world, results, 
     assert json.loads(results.read_text()) == whole
     with pytest.raises(UserError, match="other settings"):
         discover.main([*arguments(world, results), "--states", "200"])
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Instead of a search, one law; every call is remembered."""
+    done = []
+
+    def engine(x, y, seed, effort):
+        done.append(seed)
+        return [regression.Candidate(LAW, 9, 0.0)]
+
+    monkeypatch.setitem(regression.ENGINES, "operon", engine)
+    return done
+
+
+def second_seed(world, tmp_path, name="lssar-s1"):
+    """A run of the same mechanism with other weights, whose predictions are three times LSSAR's."""
+    run = tmp_path / name
+    run.mkdir()
+    torch.manual_seed(1)
+    save_model(run, GPT(preset("nano", "lssar")), CheckpointInfo(name, 1, 60))
+    for task in ("magnitude", "vector"):
+        folder = tmp_path / f"{name}-{task}"
+        folder.mkdir()
+        np.save(folder / "forces.npy", 3 * np.load(world / f"run-lssar-{task}/forces.npy"))
+        write_origin(folder, identity_of(run), f"tuned-{name}-{task}")
+    return run
+
+
+def test_equations_of_a_run_that_was_trained_again_are_found_again(world, tmp_path, searches):
+    run, out = second_seed(world, tmp_path), tmp_path / "nano" / "physics.json"
+    given = [f"{run}/", *arguments(world, out)]  # a shell's completion adds the slash
+    discover.main(given)
+    assert len(searches) == 5 * 5 * 3
+    discover.main(given)
+    assert len(searches) == 5 * 5 * 3  # nothing is done again
+    write_origin(tmp_path / "lssar-s1-magnitude", identity_of(run), "fine-tuned again")
+    discover.main(given)
+    assert len(searches) == (5 + 1) * 5 * 3
+    save_model(run, GPT(preset("nano", "lssar")), CheckpointInfo("lssar-s1", 2, 60))
+    with pytest.raises(UserError, match="fine-tuned from other weights"):
+        discover.main(given)
+
+
+def test_two_seeds_of_a_mechanism_have_entries_of_their_own_and_share_a_row(
+    world, tmp_path, searches
+):
+    run, out = second_seed(world, tmp_path), tmp_path / "nano" / "physics.json"
+    discover.main([str(run), *arguments(world, out)])
+    models = json.loads(out.read_text())["models"]
+    assert {m["label"] for m in models.values()} == {
+        *("oracle", "truth", "Softmax", "lssar", "lssar-s1")
+    }
+    one, other = (models[name]["magnitude"]["R2"] for name in ("lssar", "lssar-s1"))
+    assert one != other
+    table = json.loads(out.with_name("symbolic_regression.json").read_text())
+    (row,) = (row for row in table["rows"] if row["key"] == "lssar")
+    cell = row["measured"][[c["key"] for c in table["columns"]].index("R2")]
+    assert (row["title"], cell["n"]) == ("LSSAR p=15", 2)
+    assert sorted(cell["values"]) == sorted([one, other])
+    assert cell["mean"] == pytest.approx((one + other) / 2)
+    assert cell["sd"] == pytest.approx(abs(one - other) / 2**0.5)
+    assert sum(note.startswith("lssar") for note in table["notes"]) == 2
+
+
+def test_a_run_with_another_exponent_is_another_row(world, tmp_path, searches):
+    run, out = second_seed(world, tmp_path, "lssar-p3"), tmp_path / "nano" / "physics.json"
+    model = GPT(preset("nano", get_mechanism("lssar", p=3)))
+    save_model(run, model, CheckpointInfo("lssar-p3", 1, 60))
+    for task in ("magnitude", "vector"):
+        write_origin(tmp_path / f"lssar-p3-{task}", identity_of(run), f"tuned-p3-{task}")
+    discover.main([str(run), *arguments(world, out)])
+    table = json.loads(out.with_name("symbolic_regression.json").read_text())
+    titles = {row["key"]: row["title"] for row in table["rows"]}
+    assert list(titles) == ["oracle", "softmax", "lssar", "lssar p=3", "truth"]
+    assert titles["lssar p=3"] == "LSSAR p=3"
+
+
+def test_two_runs_of_one_name_are_refused(world, tmp_path):
+    run = second_seed(world, tmp_path, "x")
+    save_model(run, GPT(preset("nano", "lssar", layers=1)), CheckpointInfo("lssar", 1, 60))
+    for task in ("magnitude", "vector"):
+        write_origin(tmp_path / f"x-{task}", identity_of(run), f"tuned-x-{task}")
+    with pytest.raises(UserError, match="another model is called 'lssar' too"):
+        discover.main([str(run), *arguments(world, tmp_path / "physics.json")])
+
+
+def test_predictions_that_are_not_finite_are_refused(world, tmp_path):
+    run = second_seed(world, tmp_path)
+    forces = np.load(tmp_path / "lssar-s1-magnitude/forces.npy")
+    forces[3, 5] = np.nan
+    np.save(tmp_path / "lssar-s1-magnitude/forces.npy", forces)
+    with pytest.raises(UserError, match="not finite"):
+        discover.main([str(run), *arguments(world, tmp_path / "physics.json")])
+
+
+def test_a_force_of_zero_has_no_direction_and_no_nan():
+    zero, one = np.zeros((1, 2)), np.array([[3.0, 4.0]])
+    assert discover.cosines(zero, one).tolist() == [0]
+    assert discover.cosines(one, one).tolist() == [1]
 
 
 def test_missing_predictions_say_how_to_make_them(world, tmp_path):

@@ -216,8 +216,8 @@ def test_a_finished_set_is_left_alone_and_other_settings_are_refused(complete, c
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["orbits", "--points", "3"], "--points 3"),
-        (["orbits", "--sequences", "0"], "--sequences 0"),
+        (["orbits", "--points", "3"], "--points: '3' must be at least 24"),
+        (["orbits", "--sequences", "0"], "--sequences: '0' must be at least 1"),
         (["orbits", "--bins", "70000"], "65533"),
         (["stars"], "stars"),
     ],

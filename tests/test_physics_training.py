@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from training import ROOT, losses, train_here, weights
+from training import ROOT, losses, run_process, train_here, weights
 
 from attention import get_mechanism
-from checkpoint import WEIGHTS, Store, load_model
+from checkpoint import WEIGHTS, Store, load_model, read_trainer, save_model
 from config import load_config
 from data.loader import TrainLoader, validation_windows
 from data.records import open_data
@@ -265,6 +265,85 @@ def test_an_interrupted_run_on_orbits_resumes_bit_for_bit(data, trained, tmp_pat
 
 
 @pytest.fixture(scope="module")
+def one_step(data, trained, tmp_path_factory):
+    """The gradient of one step on 8 sequences with 12 or 2 labels, by how they are split."""
+    config = str(ROOT / "configs/physics-nano-magnitude.toml")
+    places = (f"--data.directory={data}/forces", f"--train.init_from={trained}")
+    still = ("--train.lr=1e-30", "--train.weight_decay=0", "--train.clip=0", "--train.steps=1")
+    once = ("--train.warmup=0", "--checkpoint.interval=1", "--eval.interval=1", "--eval.tokens=96")
+
+    def gradient(micro_batch, processes=0):
+        runs = tmp_path_factory.mktemp("split")
+        split = (f"--train.micro_batch={micro_batch}", f"--log.directory={runs}")
+        ended = run_process(
+            *(config, *TINY, *places, *still, *once, *split, "--log.name=x", "--attention.p=15"),
+            *("--attention.name=lssar", "--train.batch_tokens=192", "--device", "cpu"),
+            processes=processes,
+        )
+        assert ended.returncode == 0, ended.stderr
+        (path,) = Store(runs / "x").candidates()
+        state = read_trainer(path)["optimiser"]["state"]
+        # After one step Adam's first moment is (1 - beta1) times the gradient.
+        moments = [state[i]["exp_avg"].flatten() for i in sorted(state)]
+        return torch.cat(moments) / 0.1, losses(runs / "x"), load_model(path)[0]
+
+    return gradient
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_labels_however_it_is_split(data, one_step):
+    whole, reported, model = one_step(8)
+    records = open_data(data / "forces", "train", vocab_size=53, channels=2, outputs=1)
+    loader = TrainLoader(records, global_batch=8, micro_batch=8, length=24, seed=0)
+    ((inputs, targets),) = loader.micro_batches(0)
+    counts = (~targets.isnan()).sum((1, 2)).tolist()
+    assert set(counts) == {2, 12}
+    with torch.no_grad():
+        errors = (model(inputs) - targets).square()
+    assert reported[0][1] == pytest.approx(errors[~targets.isnan()].mean().item(), rel=1e-5)
+    for micro_batch, processes in ((4, 0), (2, 0), (1, 0), (4, 2), (1, 2)):
+        split, measured, _ = one_step(micro_batch, processes)
+        name = f"micro-batches of {micro_batch} on {processes or 1} processes"
+        assert measured[0][1] == pytest.approx(reported[0][1], rel=1e-5), name
+        assert measured[1][2] == pytest.approx(reported[1][2], rel=1e-5), name  # validation
+        torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_a_micro_batch_without_labels_has_no_say(data, tmp_path):
+    """Records with 1, 0 and 3 labels, whose mean losses are 1, 0 and 9."""
+    for file in (data / "forces").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    labels = np.full((30, 24, 1), np.nan, np.float32)
+    labels[::3, 5], labels[2::3, 5:8] = 1.0, 1.0
+    np.save(tmp_path / "labels_train.npy", labels)
+    records = open_data(tmp_path, "train", vocab_size=53, channels=2, outputs=1)
+    options = {"global_batch": 6, "length": 24, "seed": 0, "shuffle": False}
+    for world_size in (1, 2, 3):
+        found = [
+            TrainLoader(records, micro_batch=1, rank=r, world_size=world_size, **options)
+            for r in range(world_size)
+        ]
+        means = [[1.0, 0.0, 9.0, 1.0, 0.0, 9.0][r::world_size] for r in range(world_size)]
+        parts = [
+            sum(m / d for m, d in zip(mean, loader.divisors(0), strict=True))
+            for mean, loader in zip(means, found, strict=True)
+        ]
+        assert np.mean(parts) == pytest.approx((1 + 3 * 9 + 1 + 3 * 9) / 8)
+
+
+def test_labels_that_cannot_be_averaged_are_refused(data, tmp_path):
+    for file in (data / "forces").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    labels = np.load(data / "forces/labels_val.npy")
+    np.save(tmp_path / "labels_val.npy", np.where(labels > 0, np.inf, labels))
+    with pytest.raises(UserError, match="infinite labels"):
+        open_data(tmp_path, "val", vocab_size=53, channels=2, outputs=1)
+    np.save(tmp_path / "labels_val.npy", np.full_like(labels, np.nan))
+    records = open_data(tmp_path, "val", vocab_size=53, channels=2, outputs=1)
+    with pytest.raises(UserError, match=r"first 2 validation records .* no label"):
+        validation_windows(records, length=24, total_tokens=48, batch=2)
+
+
+@pytest.fixture(scope="module")
 def tuned(data, trained):
     for task, folder in (("magnitude", "forces"), ("vector", "planets")):
         places = (f"--data.directory={data}/{folder}", f"--log.directory={trained.parent}")
@@ -320,6 +399,28 @@ def test_a_finished_fine_tuning_is_not_done_again(data, trained, tuned):
     assert force.main(["magnitude", str(trained), "--config", config, *options]) == 0
     after = load_file(Store(run).best() / WEIGHTS)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_model_fine_tuned_from_other_weights_is_not_taken_for_this_one(data, trained, tmp_path):
+    run, runs = tmp_path / "mine", tmp_path / "runs"
+    run.mkdir()
+    before, info = load_model(trained)
+    save_model(run, before, info)
+    config = str(ROOT / "configs/physics-nano-magnitude.toml")
+    places = (f"--data.directory={data}/forces", f"--log.directory={runs}", "--eval.tokens=96")
+    short = ("--train.batch_tokens=96", "--train.steps=2", "--train.warmup=0", "--eval.interval=1")
+    command = ["magnitude", str(run), "--config", config, *TINY, *places, *short]
+    assert force.main(command) == 0
+    tuned = runs / "physics-nano-lssar-magnitude"
+    first = force.origin(tuned)
+    assert None not in first.values()
+    assert force.main(command) == 0
+    assert force.origin(tuned) == first
+    with torch.no_grad():
+        before.embedding.weight[0, 0] += 1
+    save_model(run, before, info)
+    with pytest.raises(UserError, match=r"fine-tuned from other weights than .* has now; delete"):
+        force.main(command)
 
 
 def test_a_task_with_the_wrong_config_is_one_line(trained):

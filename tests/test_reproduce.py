@@ -17,11 +17,12 @@ from training import TINY, make_corpus
 import reproduce
 import reproduction.plan
 from config import load_config
+from data.shards import describe_set
 from errors import UserError
 from evaluation import AS_TRAINED
 from reproduction.claims import FAILS, HOLDS, UNSEEN, all_below, below, claims_record
 from reproduction.experiments import Column, Row, Table, all_tables
-from reproduction.jobs import Job, run_all
+from reproduction.jobs import Job, Pool, run_all
 from reproduction.plan import Workspace, jobs_of
 from reproduction.runs import HEADLINE, MECHANISM_OF, SCALES, Corpus, Run, all_runs
 from reproduction.special import SPECIALS
@@ -114,7 +115,7 @@ def test_an_unknown_table_is_named_with_a_suggestion():
     "option", ["--seeds=0,x", "--seeds=", "--jobs=0", "--gpus=-1", "--jobs=two"]
 )
 def test_a_number_that_is_none_is_one_clear_line(option):
-    with pytest.raises(UserError, match=r"is not a (number of|list of seeds)"):
+    with pytest.raises(UserError, match=r"is not a whole number|must be at least 1"):
         reproduce.main(["headline", option])
 
 
@@ -135,6 +136,18 @@ def test_the_plan_adds_up_runs_tokens_hours_and_disk(monkeypatch, capsys):
     assert len(hours) == 4
     assert total == pytest.approx(sum(hours), abs=0.1)
     assert "GiB of checkpoints" in printed
+
+
+def test_the_seconds_in_the_comments_of_the_configs_are_the_recorded_ones():
+    recorded = json.loads((ROOT / "results/nano/runs.json").read_text())["runs"]
+    keys = {run.config: run.key for run in reversed(all_runs("nano").values())}
+    keys |= {"nano-softmax": "softmax", "nano-lssar": "lssar-p15"}
+    keys["nano-passkey-softmax"] = "passkey-softmax"
+    for config, key in keys.items():
+        text = (ROOT / f"configs/{config}.toml").read_text(encoding="utf-8")
+        (said,) = re.findall(r"one thread of two CPU cores, recorded ([\d,]+) seconds", text)
+        assert int(said.replace(",", "")) == round(recorded[f"{key}-s0"]["seconds"]), config
+    assert len(keys) == 10
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -198,6 +211,50 @@ def test_sigterm_reaches_the_jobs_and_gives_them_time_to_save(tmp_path):
     assert process.returncode != 0
 
 
+@pytest.fixture
+def slow_signals(monkeypatch):
+    """Time for the threads to do their worst while the pool walks over its processes."""
+    send = subprocess.Popen.send_signal
+
+    def slowly(process, number):
+        send(process, number)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", slowly)
+
+
+def test_an_interrupt_among_many_quick_jobs_is_only_that(tmp_path, slow_signals):
+    """It walked over a set of processes that their threads were changing."""
+    handler = signal.getsignal(signal.SIGTERM)
+    for round_ in range(3):
+        jobs = [Job(f"{round_} {i}", ("sleep", f"0.0{i % 10}"), lambda: True) for i in range(40)]
+        with pytest.raises(KeyboardInterrupt), Pool(tmp_path, 20) as pool:
+            for job in jobs:
+                pool.start(job)
+            pool.finished()
+            raise KeyboardInterrupt
+        assert not pool.processes
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_no_job_starts_after_the_others_were_told_to_stop(tmp_path, slow_signals):
+    started = tmp_path / "started"
+    command = ("sh", "-c", f"echo x >> '{started}'; exec sleep 5")
+    with pytest.raises(KeyboardInterrupt), Pool(tmp_path, 2) as pool:
+        for i in range(6):
+            pool.start(Job(str(i), command, lambda: True))
+        while not started.exists() or len(started.read_text().split()) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert len(started.read_text().split()) == 2
+
+
+def test_many_quick_jobs_all_end(tmp_path):
+    made = [tmp_path / str(i) for i in range(200)]
+    jobs = [Job(path.name, ("touch", str(path)), path.exists) for path in made]
+    assert run_all(jobs, tmp_path / "logs", 16) == {path.name: "done" for path in made}
+
+
 # --- tables and claims ---------------------------------------------------------------------------
 
 
@@ -254,6 +311,44 @@ def test_an_overflow_is_a_finished_row_without_a_number(space):
     assert (row["measured"][0]["mean"], row["measured"][0]["n"]) == (None, 1)
     assert "overflow" in show(built)
     assert row["status"] == "done"
+
+
+def described(runs: dict[str, str]) -> dict:
+    return {"checkpoints": {identity: {"run": run} for identity, run in runs.items()}}
+
+
+def test_what_was_measured_of_weights_that_are_gone_is_no_further_seed():
+    """A run that is trained again is measured again into the same file."""
+    heads = [{"sink": 0.75, "entropy": 1.0, "zeros": 0.0}, {"sink": 0.25, "entropy": 2, "zeros": 1}]
+    found = described({"a": "softmax-s0", "b": "softmax-s1", "c": "softmax-s0"})
+    found["rows"] = [
+        {"checkpoint": identity, "heads": [h | {"sink": h["sink"] + more} for h in heads]}
+        for identity, more in (("a", 100), ("b", 2), ("c", 0))
+    ]
+    special = SPECIALS["attention_maps"]
+    _, (row,) = special.rows(found, special)
+    assert sorted(row["measured"][0]["values"]) == [0.5, 2.5]
+
+
+@pytest.mark.parametrize("kind", ["attention_maps", "lambada"])
+def test_a_number_that_is_not_finite_is_not_averaged_away(kind):
+    found = described({"a": "softmax-s0", "b": "softmax-s1"})
+    one = {"sink": 0.5, "entropy": 1.0, "zeros": 0.0}
+    found["rows"] = [
+        {
+            **{
+                "checkpoint": identity,
+                "variant": "nano_cloze",
+                "heads": [one, one | {"sink": bad}],
+            },
+            "metrics": {metric: {"value": bad, "stderr": None} for metric in ("acc", "perplexity")},
+        }
+        for identity, bad in (("a", 0.5), ("b", None))  # JSON's null for infinity
+    ]
+    special = SPECIALS[kind]
+    _, (row,) = special.rows(found, special)
+    cell = row["measured"][0]
+    assert (cell["mean"], cell["n"], cell["values"][1]) == (None, 2, None)
 
 
 def test_a_failed_run_is_shown_as_such_in_its_row(space):
@@ -340,7 +435,9 @@ def test_a_table_is_trained_evaluated_and_drawn_although_one_run_fails(
     assert built["rows"][0]["measured"][0]["mean"] > 0
     assert built["rows"][1]["status"].startswith("failed: ")
     assert Path(built["figures"][0]).stat().st_size > 1000
-    record = json.loads(space.table("runs").read_text())["runs"]["softmax-s0"]
+    record = json.loads(space.table("runs").read_text())
+    assert record["corpora"] == {str(corpus): describe_set(corpus)}
+    record = record["runs"]["softmax-s0"]
     assert record["tokens"] == 24 * 256
     assert record["status"] == "done"
     capsys.readouterr()

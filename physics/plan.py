@@ -1,0 +1,69 @@
+"""python physics/plan.py nano|109m --data DIR --points 1000 --sequences 10000000 [--gpus 8]
+
+What scripts/table_physics.sh will do: orbits, runs, tokens, hours and disk. Starts nothing.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+if not __package__:  # run as a script: the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from config import Config, load_config
+from data.records import DESCRIPTION
+from errors import Parser, run
+from physics.force import TASKS
+from physics.systems import CHANNELS
+from reproduction.jobs import Job, is_done
+from reproduction.plan import config_cost, disk_line, is_trained, training_lines
+
+ATTENTIONS = ("softmax", "lssar")
+SETS = ("orbits", "forces", "planets")
+# Of one CPU core; None where GPUs are planned with.
+TOKENS_PER_SECOND = {"nano": 9_000, "109m": None}
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("size", choices=tuple(TOKENS_PER_SECOND))
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--points", type=int, required=True)
+    parser.add_argument("--sequences", type=int, required=True)
+    parser.add_argument("--gpus", type=int, default=8)
+    options = parser.parse_args(argv)
+    speed = TOKENS_PER_SECOND[options.size]
+    processes = options.gpus if speed is None else 1
+    costs = {
+        config.log.name: None
+        if is_done(Job(config.log.name, (), partial(is_trained, config)))
+        else config_cost(config, speed)
+        for config in configs(options.size, processes)
+    }
+    missing = [name for name in SETS if not (options.data / name / DESCRIPTION).exists()]
+    shards = options.sequences * options.points * CHANNELS * 2 if "orbits" in missing else 0
+    lines = [
+        "tables      symbolic_regression, force_earth, force_all_planets",
+        f"simulation  {', '.join(missing) or 'nothing'} to be made in {options.data}",
+        *training_lines(costs, speed, processes, alone=[n for n in costs if n.endswith(TASKS)]),
+        "evaluation  symbolic regression on the CPU; its time and the simulation's are not counted",
+        disk_line(costs, shards),
+    ]
+    print("\n".join(lines))
+
+
+def configs(size: str, processes: int) -> list[Config]:
+    """Pre-training on all devices, then each model fine-tuned on one for both tasks."""
+    found = [load_config(f"configs/physics-{size}-{a}.toml", [], processes) for a in ATTENTIONS]
+    return found + [
+        load_config(
+            f"configs/physics-{size}-{task}.toml",
+            [f"--attention.name={a}", f"--log.name=physics-{size}-{a}-{task}"],
+        )
+        for a in ATTENTIONS
+        for task in TASKS
+    ]
+
+
+if __name__ == "__main__":
+    run(main)

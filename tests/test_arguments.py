@@ -1,0 +1,228 @@
+"""No number on a command line is a traceback or a hang: one line that names it, exit code 2."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eval_helpers import tiny_model, write_checkpoint, write_tokens
+
+import attention_maps
+import benchmark
+import errors
+import eval_extrapolation
+import extrapolation_report
+import generate
+import passkey
+import reproduce
+from data.prepare import main as prepare
+from errors import UserError, number, whole
+from physics.simulate import main as simulate
+
+ROOT = Path(__file__).parents[1]
+NONSENSE = ("", " ", "x", "nan", "inf", "-inf", "1e999", "-1", "-2048", ",", "1,,2", "0x10")
+NO_WHOLE_NUMBER = ("1.5", "1e3x", "9" * 30, "9" * 5000, "infB", "nanM", "1e999K", "-1K")
+ZERO_MEANS_SOMETHING = {"--seed", "--seeds", "--workers", "--planets"}
+
+
+class Captured(Exception):
+    pass
+
+
+def commands() -> list[str]:
+    """Every module with a command line, as it is imported."""
+    files = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    inside = (f for f in files if f.parts[0] != "tests" and not f.parts[0].startswith("."))
+    return [
+        ".".join(file.with_suffix("").parts)
+        for file in sorted(inside)
+        if "def main(argv" in (ROOT / file).read_text() and "Parser(" in (ROOT / file).read_text()
+    ]
+
+
+def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
+    """The parser that a command has made when it is about to read its arguments."""
+    found, read = [], argparse.ArgumentParser.parse_known_args
+
+    def capture(parser, *given):
+        if not parser.add_help:  # a part that others have in common
+            return read(parser, *given)
+        found.append(parser)
+        raise Captured
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", capture)
+    with pytest.raises(Captured):
+        main([])
+    return found[0]
+
+
+def options(parser: argparse.ArgumentParser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from options(part)
+        elif action.type is not None:
+            yield action
+
+
+def is_number(value) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(v, int | float) for v in values)
+
+
+def accepts(kind, text: str) -> bool:
+    try:
+        kind(text)
+    except (argparse.ArgumentTypeError, ValueError):  # argparse makes a line of these, no others
+        return False
+    return True
+
+
+def test_every_command_is_walked():
+    assert {"train", "generate", "data.prepare", "physics.simulate"} <= set(commands())
+    assert len(commands()) > 20
+
+
+@pytest.mark.parametrize("name", commands())
+def test_no_option_takes_a_number_that_it_cannot_use(name, monkeypatch):
+    parser = parser_of(pytest.importorskip(name).main, monkeypatch)
+    for action in options(parser):
+        if action.choices or not (accepts(action.type, "7") and is_number(action.type("7"))):
+            continue
+        option = action.option_strings[0]
+        assert action.type not in (int, float), f"{option}: the types of errors.py have a range"
+        bad = [*NONSENSE, *([] if accepts(action.type, "7.5") else NO_WHOLE_NUMBER)]
+        bad += [] if option in ZERO_MEANS_SOMETHING else ["0"]
+        taken = [text[:40] for text in bad if accepts(action.type, text)]
+        assert taken == [], option
+
+
+def test_types_have_inclusive_and_exclusive_ends():
+    assert [whole(2, 5)(t) for t in ("2", "5")] == [2, 5]
+    assert not any(accepts(whole(2, 5), t) for t in ("1", "6", "2.0"))
+    assert number(0, 1)("1") == 1
+    assert not any(accepts(number(0, 1), t) for t in ("0", "1.0000001", "-0.0"))
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        whole()("9" * 5000)
+    assert len(str(refused.value)) < 100
+
+
+# --- as a user sees it ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def line(tmp_path, monkeypatch, capsys):
+    """What a command that must refuse prints, run as a program in a folder with a model."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "m", tiny_model(), tokeniser="bytes")
+    write_tokens(tmp_path / "d", 99)
+
+    def refused(main, *argv):
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
+        with pytest.raises(SystemExit) as ended:
+            errors.run(main)
+        assert ended.value.code == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("error: ")
+        return said
+
+    return refused
+
+
+HUGE = 2**31 - 1
+EVALUATE = (eval_extrapolation.main, "m", "--data", "d", "--out", "x.json", "--lengths", "8")
+PASSKEY = (passkey.main, "m", "--out", "x.json", "--lengths", "400")
+ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ((*EVALUATE, "--segment", "-2048"), "--segment: '-2048' must be at least 1"),
+        ((*EVALUATE, "--segment", "0"), "--segment: '0' must be at least 1"),
+        ((*EVALUATE, "--segment", HUGE), "does not divide"),
+        ((*EVALUATE, "--tokens", "1"), "--tokens 1 is less than one window"),
+        ((*EVALUATE, "--lengths", HUGE), "too few for one window"),
+        ((*EVALUATE, "--window", "0"), "--window: '0' must be at least 1"),
+        ((*EVALUATE, "--p", "nan"), "--p: 'nan' is not a number"),
+        ((*PASSKEY, "--trials", HUGE), "--trials: '2147483647' must be at most 100000"),
+        ((*PASSKEY, "--lengths", HUGE), "what a prompt can be"),
+        ((*PASSKEY, "--seed", "-1"), "--seed: '-1' must be at least 0"),
+        ((generate.main, "m", "--seed", "9" * 23), "must be at most 9223372036854775807"),
+        ((generate.main, "m", "--tokens", HUGE), "--tokens: '2147483647' must be at most 1000000"),
+        ((generate.main, "m", "--top-p", "1.5"), "--top-p: '1.5' must be at most 1"),
+        ((attention_maps.main, "m", "--out", "x.json", "--layer", HUGE), "has layers 1 to 2"),
+        ((benchmark.main, "train", "--batch", "0"), "--batch: '0' must be at least 1"),
+        ((benchmark.main, "train", "--batch", HUGE, "--length", HUGE), "not fit into memory"),
+        ((benchmark.main, "attention", "--p", "0.5"), "must be a number >= 1"),
+        ((benchmark.main, "zero-blocks", "--lengths", "127"), "use at least 128"),
+        ((benchmark.main, "threads", "--threads", HUGE), "must be at most 1024"),
+        ((benchmark.main, "tokenise", "--workers", "0"), "--workers: '0' must be at least 1"),
+        ((reproduce.main, "headline", "--plan", "--seeds", "0,-1"), "'-1' must be at least 0"),
+        ((prepare, "stdlib", "--out", "o", "--workers", HUGE), "must be at most 1024"),
+        ((*ORBITS, "--points", HUGE), "must be at most 100000"),
+        ((*ORBITS, "--shard-sequences", "1"), "raise --shard-sequences"),
+        ((*ORBITS, "--shard-sequences", HUGE), "do not fit in one shard"),
+        ((simulate, "forces", "--out", "o", "--labelled", HUGE), "do not fit in one shard"),
+    ],
+    ids=lambda value: " ".join(map(str, value[1:]))[:60] if isinstance(value, tuple) else "",
+)
+def test_an_impossible_number_is_one_line(line, command, part):
+    assert part in line(*command)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda: np.empty((2**31, 2**22)), lambda: torch.empty(2**62), lambda: torch.empty(2**50)],
+    ids=["numpy", "torch overflow", "torch"],
+)
+def test_what_does_not_fit_into_memory_is_one_line(line, ask):
+    assert "does not fit into memory; ask for less" in line(lambda argv: ask())
+
+
+def test_other_failures_keep_their_traceback(monkeypatch):
+    def broken(argv):
+        raise RuntimeError("a defect of ours")
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        errors.run(broken)
+
+
+def test_a_table_of_series_with_unequal_lengths_has_empty_cells(tmp_path, capsys):
+    """The first evaluation of a file may have had other lengths than the second."""
+    model = tiny_model()
+    paths = [write_checkpoint(tmp_path / n, model, run=n) for n in ("a",)]
+    paths.append(write_checkpoint(tmp_path / "b", tiny_model("lssar"), run="b"))
+    data = str(write_tokens(tmp_path / "d", 200))
+    out = tmp_path / "x.json"
+    given = ("--data", data, "--segment", "32", "--out", str(out), "--no-figures")
+    for path, lengths in zip(paths, ("8,32", "16,32"), strict=True):
+        eval_extrapolation.main([str(path), *given, "--lengths", lengths, "--device", "cpu"])
+    capsys.readouterr()
+    extrapolation_report.main([str(out)])
+    header, _, first, second = capsys.readouterr().out.splitlines()
+    rows = json.loads(out.read_text())["rows"]
+    (at_16,) = (f"{row['loss']:.3f}" for row in rows if row["length"] == 16)
+    ends = header.index(" 16") + 3
+    assert second[:ends].endswith(at_16)
+    assert first[ends - 5 : ends].strip() == ""
+
+
+def test_an_overflowed_context_gain_and_another_kind_are_shown_as_such(tmp_path, capsys):
+    checkpoint = {"run": "a", "step": 1, "path": "a", "model": tiny_model().config.to_dict()}
+    row = {"checkpoint": "i", "variant": "as trained", "length": 8, "loss": None}
+    found = {
+        **{"kind": "extrapolation", "settings": {}, "checkpoints": {"i": checkpoint}},
+        "rows": [row | {"context_gain": {"gain": None}}],
+    }
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(found))
+    extrapolation_report.main([str(path)])
+    assert capsys.readouterr().out.count("overflow") == 3
+    path.write_text(json.dumps(found | {"kind": "passkey"}))
+    with pytest.raises(UserError, match="results of 'passkey'"):
+        extrapolation_report.main([str(path)])
