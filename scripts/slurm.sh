@@ -12,24 +12,38 @@
 # Set the lines above to your cluster. One torchrun a node meets the others at the first node.
 # Three minutes before the time limit SLURM signals this script (--signal), which passes it on: the
 # run finishes its step, saves and ends, the job goes back into the queue, and --resume continues.
+# So does a run that was preempted; one that failed does not.
 # The run directory and the data must be on a file system that all nodes share.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 source .venv/bin/activate
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Time to save: torchrun kills its workers 30 seconds after the signal, if not told otherwise.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
 
-requeue() {
-  kill -TERM "$step"
-  wait "$step" || true
-  scontrol requeue "$SLURM_JOB_ID"
-  exit 0
+# torchrun's exit code is 1 whether the run was stopped or failed, so the run itself is asked.
+before=$(python train.py "$@" --status) || [ $? != 2 ] || exit 2
+
+requeue=''
+stop() {
+  requeue=yes
+  kill -TERM "$step" || true
 }
-trap requeue TERM
+trap stop TERM
 
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes="$SLURM_NNODES" --nproc_per_node=8 --max-restarts=3 \
   --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$head:29500" \
   train.py "$@" --resume &
 step=$!
-wait "$step"
+while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done # a signal ends `wait` early
+
+code=0
+after=$(python train.py "$@" --status) || code=$?
+echo "$after"
+[ "$code" = 0 ] && exit 0
+# Stopped, though not by this script, and further than it was: preempted.
+[ "$code" = 75 ] && [ "$after" != "$before" ] && requeue=yes
+[ "$requeue" ] || exit 1
+scontrol requeue "$SLURM_JOB_ID"

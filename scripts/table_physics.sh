@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# tab:symbolic_regression, fig:force_earth and fig:force_all_planets: `[SCALE=nano|paper] bash scripts/table_physics.sh`.
+# tab:symbolic_regression, fig:force_earth and fig:force_all_planets:
+# `[SCALE=nano|paper] bash scripts/table_physics.sh [--plan] [--gpus 8]`.
 # Do models of simulated orbits find Newton's law? Softmax and LSSAR, pre-trained on orbits, fine-tuned on
 # forces; symbolic regression on the forces they predict, beside the KNN oracle and the true forces.
 #
@@ -9,31 +10,51 @@
 #   The paper's numbers: oracle 25.85 m1/r^2, LSSAR 27.02 m1/r^2, softmax no physical form; truth 39.48.
 #   PySR is used when installed (pip install pysr, needs Julia), Operon otherwise.
 #
+# --plan prints runs, tokens, hours and disk and starts nothing; --gpus N trains on N.
 # Results: results/$SCALE/physics.json and physics*.png, results/$SCALE/symbolic_regression.json.
-# Run again after an interruption, it continues; what is done is not done again.
+# Run again after an interruption, it continues; what is done is not done again. SEEDS="0 1 2" pre-trains
+# one run of each mechanism per seed; the table then has means and spreads over them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SCALE=${SCALE:-nano}
-source scripts/env.sh requirements.txt requirements-physics.txt
+plan='' gpus=8
+while [ $# -gt 0 ]; do
+  case $1 in
+    --plan) plan=yes ;;
+    --gpus=*) gpus=${1#*=} ;;
+    --gpus) gpus=${2:-none} && shift "$(($# > 1))" ;;
+    *) gpus="'$1'" && break ;;
+  esac
+  shift
+done
+if ! [[ $gpus =~ ^[1-9][0-9]*$ ]]; then
+  echo "error: table_physics.sh takes --plan and --gpus N, not $gpus" >&2
+  exit 2
+fi
 
 case $SCALE in
   nano)
-    data=corpora/physics-nano size=nano launch=(python)
-    shape=(--points 101 --bins 500)
-    orbits=(--planets 1 --sequences 20000 --val-sequences 500 --shard-sequences 5000)
+    data=corpora/physics-nano size=nano launch=(python) points=101 sequences=20000
+    shape=(--points "$points" --bins 500)
+    orbits=(--planets 1 --sequences "$sequences" --val-sequences 500 --shard-sequences 5000)
     forces=(--labelled 1800 --probed 200 --held-out 60 --unit deviation)
     search=(--population 200 --evaluations 15000)
     ;;
   paper)
-    data=corpora/physics size=109m
-    launch=(torchrun --standalone "--nproc_per_node=${GPUS:-8}")
-    shape=() orbits=() forces=() search=()
+    data=corpora/physics size=109m points=1000 sequences=10000000
+    launch=(torchrun --standalone "--nproc_per_node=$gpus")
+    shape=(--points "$points") orbits=(--sequences "$sequences") forces=() search=()
     ;;
   *)
     echo "error: SCALE=$SCALE is unknown; choose nano or paper" >&2
     exit 2
     ;;
 esac
+source scripts/env.sh requirements.txt requirements-physics.txt
+
+if [ "$plan" ]; then
+  exec python physics/plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" --gpus "$gpus"
+fi
 
 echo "== 1/4 simulation"
 python physics/simulate.py orbits "${shape[@]}" "${orbits[@]}" --out "$data/orbits"
@@ -41,18 +62,23 @@ python physics/simulate.py forces "${shape[@]}" "${forces[@]}" --out "$data/forc
 python physics/simulate.py planets "${shape[@]}" --out "$data/planets"
 
 echo "== 2/4 pre-training"
-for attention in softmax lssar; do
-  "${launch[@]}" train.py "configs/physics-$size-$attention.toml" --resume
+runs=()
+for seed in ${SEEDS:-0}; do
+  for attention in softmax lssar; do
+    name="physics-$size-$attention" && [ "$seed" = 0 ] || name+="-s$seed"
+    "${launch[@]}" train.py "configs/physics-$size-$attention.toml" --resume "--train.seed=$seed" "--log.name=$name"
+    runs+=("runs/$name")
+  done
 done
 
 echo "== 3/4 fine-tuning on forces"
-for attention in softmax lssar; do
+for run in "${runs[@]}"; do
   for task in magnitude vector; do
-    python physics/force.py "$task" "runs/physics-$size-$attention" --config "configs/physics-$size-$task.toml"
+    python physics/force.py "$task" "$run" --config "configs/physics-$size-$task.toml"
   done
 done
 
 echo "== 4/4 symbolic regression, table, figures"
-python physics/discover.py "runs/physics-$size-softmax" "runs/physics-$size-lssar" "${search[@]}" \
+python physics/discover.py "${runs[@]}" "${search[@]}" \
   --forces "$data/forces" --planets "$data/planets" \
   --out "results/$SCALE/physics.json" --table "results/$SCALE/symbolic_regression.json"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole test suite: `bash scripts/test.sh [--slow] [pytest arguments]`.
-# `bash scripts/test.sh --drill [NAME ...]` attacks the system and writes docs/reliability.md.
+# `bash scripts/test.sh --drill [--jobs 2] [NAME ...]` attacks the system and writes docs/reliability.md.
 # Makes .venv when missing, installs what the tests need, checks style, runs the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."

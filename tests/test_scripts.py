@@ -1,15 +1,25 @@
 """The shell scripts: they parse, install once, and fail with what to do. No network."""
 
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from training import arguments, make_corpus
+
+import physics.plan
+import reproduce
+from errors import UserError
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+TABLES = [s.stem for s in SCRIPTS if s.stem.startswith(("table_", "figure_", "scaling_", "repro"))]
+STUB = "#!/usr/bin/env bash\n"
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda p: p.name)
@@ -22,21 +32,76 @@ def test_ci_runs_exactly_the_command_of_the_readme():
     assert lines[-1] == "bash scripts/test.sh"
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_ci_tests_a_clone_under_a_deep_path_with_spaces_and_removes_it(tmp_path, code):
+    origin, temporary = tmp_path / "origin", tmp_path / "temporary"
+    temporary.mkdir()
+    stubs = {"browser.sh": "true", "test.sh": f"cat committed >&2; pwd; exit {code}"}
+    for name, body in stubs.items():
+        path = origin / "scripts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body + "\n")
+    (origin / "committed").write_text("what was committed\n")
+    shutil.copytree(ROOT / ".ci", origin / ".ci")
+    git = ["git", "-C", origin, "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *command], check=True)
+    (origin / "committed").write_text("what was not\n")
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(
+        ["bash", origin / ".ci/run"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == code
+    assert done.stderr.strip() == "what was committed"
+    place = Path(done.stdout.strip()).relative_to(temporary)
+    assert " " in str(place) and len(place.parts) > 6
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    "selection, notes", [("sorts_up or missing_folder", 1), ("missing_folder", 0)]
+)
+def test_skipped_browser_tests_are_said_once_at_the_end(tmp_path, selection, notes):
+    files = ("tests/test_report_browser.py", "tests/test_report.py")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            selection,
+            *files,
+        ],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if "PYTEST" not in k} | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    lines = [line for line in done.stdout.splitlines() if "`bash scripts/browser.sh`" in line]
+    assert len(lines) == notes
+    assert not lines or lines[0] in done.stdout.splitlines()[-2:]
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """scripts/ beside a .venv whose `python -m pip` only writes down what it was asked."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     python = tmp_path / ".venv/bin/python"
-    python.write_text('#!/usr/bin/env bash\necho "$@" >>pip.log\nexit "${PIP_EXIT:-0}"\n')
+    python.write_text(STUB + 'echo "$@" >>pip.log\nexit "${PIP_EXIT:-0}"\n')
     python.chmod(0o755)
-    (tmp_path / ".venv/bin/activate").write_text("echo activated\n")
+    (tmp_path / ".venv/bin/activate").write_text("VIRTUAL_ENV=.venv\necho activated\n")
     for name in ("a.txt", "b.txt", "requirements-bpe.txt"):
         (tmp_path / name).write_text(f"{name}-package==1\n")
     return tmp_path
 
 
-def source(checkout, *files, **environment):
+def source(checkout, *files, user=None, **environment):
     """What a script does: `source scripts/env.sh files...` under its strict settings."""
     command = f"set -euo pipefail; source scripts/env.sh {' '.join(files)}; echo ready"
     return subprocess.run(
@@ -45,6 +110,7 @@ def source(checkout, *files, **environment):
         env=os.environ | {"PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
+        **({"user": user, "group": user, "extra_groups": ()} if user else {}),
     )
 
 
@@ -85,12 +151,264 @@ def test_a_missing_requirement_file_is_named(checkout):
     assert "nowhere.txt" in failed.stderr
 
 
+MORTAL = 65534 if os.geteuid() == 0 else None  # root may write everywhere
+
+
+@pytest.mark.parametrize("unwritable", [".", ".venv"])
+def test_an_unwritable_checkout_is_named_and_nothing_else_is_advised(checkout, unwritable):
+    python = checkout / "any-python"
+    python.write_text(STUB)
+    for path in (checkout, checkout / ".venv", python):
+        path.chmod(0o777)
+    (checkout / unwritable).chmod(0o555)
+    failed = source(checkout, "a.txt", PYTHON="./any-python", user=MORTAL)
+    (checkout / unwritable).chmod(0o755)
+    assert failed.returncode == 2
+    (line,) = failed.stderr.splitlines()
+    assert f"{checkout / unwritable} is not writable" in line
+    assert "apt-get" not in line
+    assert installs(checkout) == 0
+
+
+def test_an_installed_environment_serves_an_unwritable_checkout(checkout):
+    assert source(checkout, "a.txt").returncode == 0
+    for path in (checkout, checkout / ".venv"):
+        path.chmod(0o555)
+    python = {"PYTHON": shutil.which("true")}
+    used = source(checkout, "a.txt", **python, user=MORTAL)
+    for path in (checkout, checkout / ".venv"):
+        path.chmod(0o755)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.splitlines() == ["activated", "ready"]
+
+
+def test_a_python_without_venv_is_told_what_to_install(checkout):
+    shutil.rmtree(checkout / ".venv")
+    python = checkout / "debian-python"
+    python.write_text(STUB + 'case "$*" in *ensurepip*) exit 1 ;; esac\n')
+    python.chmod(0o755)
+    failed = source(checkout, "a.txt", PYTHON="./debian-python")
+    assert failed.returncode == 2
+    assert "apt-get install python3-venv" in failed.stderr
+
+
+@pytest.mark.parametrize("damage", ["interrupted", "moved"])
+def test_a_half_made_or_moved_environment_is_made_again(checkout, damage):
+    for name in ("a.txt", "requirements-bpe.txt"):
+        (checkout / name).write_text("# nothing to install, so no network\n")
+    (checkout / ".venv/bin/python").write_text(STUB + "exit 1\n")
+    activate = checkout / ".venv/bin/activate"
+    if damage == "interrupted":
+        activate.unlink()
+    else:
+        activate.write_text("VIRTUAL_ENV=/somewhere/else/.venv\n")
+    made = source(checkout, "a.txt")
+    assert made.returncode == 0, made.stderr
+    assert "== .venv is incomplete or was moved here" in made.stdout
+    command = "source .venv/bin/activate && python -c 'import sys; print(sys.prefix)'"
+    found = subprocess.run(["bash", "-c", command], cwd=checkout, capture_output=True, text=True)
+    assert Path(found.stdout.strip()).samefile(checkout / ".venv")
+    assert source(checkout, "a.txt").stdout.splitlines() == ["ready"]
+
+
+def test_two_scripts_at_once_install_one_after_the_other(checkout):
+    python = checkout / ".venv/bin/python"
+    python.write_text(STUB + 'echo "begin $*" >>pip.log\nsleep 0.2\necho "end $*" >>pip.log\n')
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: source(checkout, "a.txt", "b.txt"), range(3)))
+    assert all(d.returncode == 0 and d.stdout.endswith("ready\n") for d in done), done
+    lines = (checkout / "pip.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["begin", "end"] * 3
+    assert sum("waiting for another script" in d.stdout for d in done) >= 1
+
+
 def test_a_missing_python_is_named(checkout):
     failed = source(checkout, "a.txt", PYTHON="no-such-python")
     assert failed.returncode == 2
     assert "Python 3.11" in failed.stderr
     assert "no-such-python" in failed.stderr
     assert installs(checkout) == 0
+
+
+# --- every table and figure can be planned -------------------------------------------------------
+
+
+@pytest.fixture
+def started(checkout):
+    """Run a script where python and torchrun only write down what they were asked to start."""
+    for file in ROOT.glob("requirements*.txt"):
+        shutil.copy(file, checkout)
+    activate = 'VIRTUAL_ENV="$PWD/.venv"\nPATH="$PWD/.venv/bin:$PATH"\n'
+    (checkout / ".venv/bin/activate").write_text(activate)
+    log = checkout / "started.log"
+    for name in ("python", "torchrun"):
+        stub = checkout / ".venv/bin" / name
+        code = (
+            f'[ "$2" = pip ] || {{ echo {name} "$@" >>started.log; exit "${{STUB_EXIT:-0}}"; }}\n'
+        )
+        stub.write_text(STUB + code)
+        stub.chmod(0o755)
+
+    def run(script, *arguments, **environment):
+        log.write_text("")
+        done = subprocess.run(
+            ["bash", f"scripts/{script}.sh", *arguments],
+            cwd=checkout,
+            env=os.environ | {"PYTHON": sys.executable} | environment,
+            capture_output=True,
+            text=True,
+        )
+        return done, log.read_text().splitlines()
+
+    return run
+
+
+def planners(script, scale, *arguments):
+    """What may be started for a plan."""
+    name = "all" if script == "reproduce_all" else script.removeprefix("table_")
+    name = name if script == "scaling_edu" else name.removeprefix("figure_")
+    size, data = {"nano": ("nano", "physics-nano"), "paper": ("109m", "physics")}[scale]
+    physics = f"python physics/plan.py {size} --data corpora/{data} --points"
+    tables = f"python reproduce.py {name} --scale {scale} {' '.join(arguments)}"
+    return {"table_physics": [physics], "reproduce_all": [tables, physics]}.get(script, [tables])
+
+
+@pytest.mark.parametrize("scale", ["nano", "paper"])
+@pytest.mark.parametrize("script", TABLES)
+def test_a_plan_starts_nothing_but_the_planner(started, script, scale):
+    done, commands = started(script, "--plan", SCALE=scale)
+    assert done.returncode == 0, done.stderr
+    expected = planners(script, scale, "--plan")
+    assert len(commands) == len(expected)
+    assert all(c.startswith(e) for c, e in zip(commands, expected, strict=True)), commands
+
+
+@pytest.mark.parametrize("script", TABLES)
+def test_an_argument_that_is_refused_starts_nothing(started, script):
+    done, commands = started(script, "--plann", "--gpus", "4", STUB_EXIT="2")
+    assert done.returncode == 2
+    if script == "table_physics":
+        assert "not '--plann'" in done.stderr and len(done.stderr.splitlines()) == 1
+        assert not commands
+    else:  # reproduce.py is asked, which refuses it
+        assert commands == planners(script, "nano", "--plann", "--gpus", "4")[:1]
+
+
+def test_reproduce_py_refuses_an_unknown_argument_in_one_line():
+    with pytest.raises(UserError, match="--plann") as caught:
+        reproduce.main(["pi", "--plann"])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_quickstart_refuses_arguments(started):
+    done, commands = started("quickstart", "--plan")
+    assert (done.returncode, commands, len(done.stderr.splitlines())) == (2, [], 1)
+
+
+def test_physics_is_told_the_number_of_gpus_and_left_out_of_tables_alone(started):
+    for given in (["--gpus", "4"], ["--gpus=4"]):
+        _, commands = started("reproduce_all", "--plan", *given, SCALE="paper")
+        assert commands[-1].endswith(" --gpus 4")
+    _, commands = started("table_physics", "--gpus", "4", SCALE="paper")
+    launched = [c for c in commands if c.startswith("torchrun")]
+    assert len(launched) == 2 and all("--nproc_per_node=4 train.py" in c for c in launched)
+    _, commands = started("reproduce_all", "--tables-only")
+    assert not [c for c in commands if "physics" in c]
+    assert commands[-1].startswith("python report.py")
+
+
+@pytest.mark.parametrize("size, tokens", [("nano", 4_640_000), ("109m", 21_418_304_256)])
+def test_the_plan_of_physics_adds_up(monkeypatch, tmp_path, capsys, size, tokens):
+    monkeypatch.chdir(ROOT)
+    arguments = ["--data", str(tmp_path), "--points", "1000", "--sequences", str(2**28)]
+    physics.plan.main([size, *arguments])
+    printed = capsys.readouterr().out
+    assert f"tokens      {tokens:,}\n" in printed
+    assert "1,000.00 GiB of shards" in printed
+    assert "orbits, forces, planets to be made" in printed
+    assert not list(tmp_path.iterdir())
+
+
+# --- SLURM ---------------------------------------------------------------------------------------
+
+SRUN = 'shift; "$@" &\ntrap "kill -TERM $!" TERM\nwait $!\nwait $!\n'
+SCONTROL = (
+    'case $1 in show) echo node-1 node-2 | tr " " "\\n" ;; *) echo "$@" >>scontrol.log ;; esac\n'
+)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A place to submit from: srun and scontrol are stubs, and so is what is in `commands`."""
+
+    def make(**commands):
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        (tmp_path / ".venv/bin/activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+        for name, body in {"srun": SRUN, "scontrol": SCONTROL, **commands}.items():
+            stub = tmp_path / ".venv/bin" / name
+            stub.write_text(STUB + body)
+            stub.chmod(0o755)
+        (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+        slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "17", "SLURM_NNODES": "2"}
+        return os.environ | slurm | {"SLURM_JOB_NODELIST": "node-[1-2]", "OMP_NUM_THREADS": "1"}
+
+    return make
+
+
+def requeued(folder):
+    log = folder / "scontrol.log"
+    return log.read_text().splitlines() == ["requeue 17"] if log.exists() else False
+
+
+# What the run says of itself before and after the step, with the exit code; what the job does.
+@pytest.mark.parametrize(
+    "before, after, code, again",
+    [
+        (("0 of 9", 1), ("9 of 9, finished", 0), 0, False),
+        (("0 of 9", 1), ("5 of 9, stopped", 75), 0, True),
+        (("5 of 9, stopped", 75), ("7 of 9, stopped", 75), 0, True),
+        (("5 of 9, stopped", 75), ("5 of 9, stopped", 75), 1, False),  # failed at the start
+        (("5 of 9, stopped", 75), ("7 of 9", 1), 1, False),
+        (("", 2), ("", 0), 2, False),  # a mistake in the config
+    ],
+)
+def test_slurm_asks_the_run_and_not_torchruns_exit_code(
+    cluster, tmp_path, before, after, code, again
+):
+    said = "if [ -e started ]; then echo '{}'; exit {}; else echo '{}'; exit {}; fi\n"
+    environment = cluster(
+        torchrun='echo "$@" >started; exit 1\n', python=said.format(*after, *before)
+    )
+    script = ["bash", ROOT / "scripts/slurm.sh", "c.toml"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert requeued(tmp_path) == again
+    assert (tmp_path / "started").exists() == (code != 2)
+
+
+def test_a_slurm_job_that_is_signalled_saves_and_goes_back_into_the_queue(cluster, tmp_path):
+    """With the real torchrun and train.py; only SLURM's commands are not."""
+    interpreter = f"exec {shlex.quote(sys.executable)}"
+    launch = f"{interpreter} -m torch.distributed.run --standalone --nproc_per_node=2 "
+    drop = 'while [ "$1" != train.py ]; do shift; done\n'
+    environment = cluster(torchrun=f'{drop}{launch} "$@"\n', python=f'{interpreter} "$@"\n')
+    more = ("--train.micro_batch=4", "--train.steps=4000", "--device=cpu")
+    given = arguments(make_corpus(tmp_path / "corpus"), tmp_path / "runs", *more)
+    job = subprocess.Popen(
+        ["bash", ROOT / "scripts/slurm.sh", *given],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = []
+    for line in job.stdout:
+        lines.append(line)
+        if line.startswith("step 3/"):
+            job.send_signal(signal.SIGTERM)
+    assert job.wait() == 0, "".join(lines)
+    assert requeued(tmp_path), "".join(lines)
+    assert "steps are saved; by SIGTERM after step" in lines[-1]
 
 
 def test_torch_is_pinned_and_everything_else_bounded_below():
