@@ -1,27 +1,42 @@
 """What the fault drill (`bash scripts/test.sh --drill`) found, each kept as a claim."""
 
 import contextlib
+import functools
 import json
+import math
+import os
 import random
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from drill.children import refused
-from eval_helpers import tiny_model, write_checkpoint
+from eval_helpers import tiny_model, write_checkpoint, write_tokens
 from training import arguments, make_corpus, train_here
 
+import attention_maps
 import benchmark
 import eval_extrapolation
+import generate
+import passkey
 from attention import attend, attention_weights, get_mechanism
 from checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
 from config import load_config
 from data.passkey_text import make_prompt
+from data.pipeline import deaf_children
+from data.records import describe
+from data.shards import open_split
 from data.tokeniser import get_tokeniser
+from data.writer import read_progress
 from errors import UserError
-from files import checked_line, read_line, seal, unseal, write_json
+from files import checked_line, read_line, read_text, seal, unseal, write_json
 from kernels import cpu
+from model import MEANING
+from physics.simulate import in_processes
 from results_io import Results, read_results
 from run_log import read_metrics
 
@@ -224,9 +239,130 @@ def test_a_description_of_an_impossible_model_is_refused_at_once(tmp_path, key, 
     path = write_checkpoint(tmp_path / "model", tiny_model())
     description = json.loads((path / "model.json").read_text())
     description["model"][key] = value
-    (path / "model.json").write_text(json.dumps({k: description[k] for k in ("model", "info")}))
+    kept = {part: description[part] for part in ("meaning", "model", "info")}
+    (path / "model.json").write_text(json.dumps(kept))
     with pytest.raises(UserError, match=r"do not belong together|model\.json"):
         load_model(path)
+
+
+@pytest.mark.parametrize("meaning", [None, 1, 3, "2"])
+def test_weights_of_another_meaning_are_refused_in_one_line(tmp_path, meaning):
+    """After the pairing of RoPE changed, older checkpoints loaded and computed nonsense."""
+    path = write_checkpoint(tmp_path / "model", tiny_model())
+    description = json.loads((path / "model.json").read_text())
+    assert description.pop("meaning") == MEANING == 2
+    del description["sha256"]
+    known = {} if meaning is None else {"meaning": meaning}
+    (path / "model.json").write_text(json.dumps(seal(description | known)))
+    with pytest.raises(UserError, match=rf"model\.json: .*meaning {meaning!r}, .* computes 2") as e:
+        load_model(path)
+    assert "\n" not in str(e.value)
+
+
+def read_tokens(folder: Path):
+    return open_split(folder, "val")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("run/model.json", load_model),
+        ("run/trainer.pt", read_trainer),
+        ("data/manifest.json", read_tokens),
+        ("data/set_val_000000.bin", read_tokens),
+        ("data/progress.json", read_progress),
+        ("data/records.json", describe),
+        ("data/metrics.jsonl", read_metrics),
+        ("data/x.json", lambda folder: read_results(folder / "x.json")),
+    ],
+)
+def test_a_fifo_in_place_of_a_file_is_refused_and_waits_for_nobody(tmp_path, name, read):
+    write_checkpoint(tmp_path / "run", tiny_model())
+    write_tokens(tmp_path / "data", 99)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError) as refused:
+        read((tmp_path / name).parent)
+    assert Path(name).name in str(refused.value) and "regular file" in str(refused.value)
+
+
+def test_a_pointer_that_is_a_fifo_is_no_pointer(tmp_path):
+    store = Store(tmp_path)
+    for step in (1, 2):
+        store.save(tiny_model(), CheckpointInfo("run", step, 16), {}, keep=2, best=True)
+    for name in ("latest", "best"):
+        (store.directory / name).unlink()
+        os.mkfifo(store.directory / name)
+    assert [p.name for p in store.candidates()] == ["step-00000002", "step-00000001"]
+    assert store.best() is None
+    assert load_model(tmp_path)[1].step == 2
+
+
+def test_a_text_beyond_the_limit_is_not_read(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("ü" * 100)
+    assert read_text(path, limit=100) == "ü" * 100
+    with pytest.raises(OSError, match="larger than the 99 characters"):
+        read_text(path, limit=99)
+
+
+# Stands in for whatever a script imports: Ctrl-C comes while it loads, and it lets nothing out.
+INTERRUPTED = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except BaseException:
+    raise ImportError("swallowed") from None
+"""
+LIGHT = {"benchmark.py", "report.py"}  # import nothing that takes time
+SCRIPTS = [
+    path.relative_to(ROOT).as_posix()
+    for folder in (".", "data", "physics", "kernels", "integrations", "reproduction", "reporting")
+    for path in sorted((ROOT / folder).glob("*.py"))
+    if "run(main)" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, script):
+    for name in ("numpy", "torch", "tqdm"):
+        (tmp_path / f"{name}.py").write_text(INTERRUPTED)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / script), "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        # A shell that started the tests in the background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    expected = (0, "") if script in LIGHT else (130, "interrupted\n")
+    assert (result.returncode, result.stderr) == expected
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    code = (
+        "import errors, os, signal; errors.quiet_imports(); os.kill(os.getpid(), signal.SIGINT);"
+        "errors.run(lambda argv: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), "cwd": ROOT}
+    assert subprocess.run([sys.executable, "-c", code], **ignoring).returncode == 0
+
+
+def test_workers_do_not_hear_an_interrupt_and_their_parent_does():
+    """A terminal sends Ctrl-C to all of them, and workers that were still importing told of it."""
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK)
+    for blocked in in_processes(block, [set(), set()], workers=2):
+        assert signal.SIGINT in blocked
+    before, after = signal.signal(signal.SIGINT, signal.default_int_handler), []
+    try:
+        with pytest.raises(KeyboardInterrupt), deaf_children():
+            os.kill(os.getpid(), signal.SIGINT)
+            after.append("inside")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert after == ["inside"] and signal.SIGINT not in block(set())
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
@@ -237,6 +373,31 @@ def test_a_huge_exponent_does_not_hang_the_cpu_kernel(p):
     got = attend(q, k, v, get_mechanism("lssar", p=p), backend="cpu")
     sharpest = attention_weights(q, k, "lssar").argmax(-1)  # of each row: the limit of p
     torch.testing.assert_close(got, v.gather(2, sharpest.unsqueeze(-1).expand_as(got)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "command",
+    [
+        (generate.main, "--greedy"),
+        (generate.main, "--tokens", "3"),
+        (eval_extrapolation.main, "--lengths", "8", "--data", "data", "--out", "x.json"),
+        (passkey.main, "--lengths", "400", "--trials", "1", "--out", "x.json"),
+        (attention_maps.main, "--out", "x.json"),
+    ],
+    ids=lambda command: " ".join((command[0].__module__, *command[1:])),
+)
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, monkeypatch, command, value):
+    """They gave tracebacks, rubbish with exit code 0, or an "overflow" that was none."""
+    monkeypatch.chdir(tmp_path)
+    model, (main, *options) = tiny_model(), command
+    with torch.no_grad():
+        model.blocks[1].mlp_out.weight[3, 5] = value
+    write_checkpoint(tmp_path / "model", model, tokeniser="bytes")
+    write_tokens(tmp_path / "data", 99)
+    with pytest.raises(UserError, match=r"blocks\.1\.mlp_out\.weight has weights .* not finite"):
+        main(["model", *options, "--device", "cpu"])
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_a_model_of_orbits_is_refused_where_text_is_evaluated(tmp_path):

@@ -5,17 +5,22 @@ process; nothing of torch's threads exists in the parent, so nothing of them is 
 """
 
 import contextlib
+import ctypes
 import itertools
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tqdm import tqdm
+
 from errors import UserError
 
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 PATIENCE = 300.0  # seconds until a child counts as hanging
 
 
@@ -26,8 +31,10 @@ class Child:
         self.log, self.code, self.cpu = log, None, 0.0
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
+            die_with(parent)
             _be(main, argv, log, before)
 
     def poll(self) -> int | None:
@@ -73,6 +80,8 @@ def _be(main: Callable, argv: list[str], log: Path, before: Callable) -> None:
         os.dup2(output, 2)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - a test may have replaced them
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        # tqdm's own is shared between forked processes, and one that is killed never gives it back.
+        tqdm.set_lock(threading.RLock())
         before()
         code = main(argv) or 0
     except UserError as error:
@@ -126,7 +135,9 @@ def killed_until_done(
     for number in itertools.count():
         child = Child(main, argv, log, before)
         instant = random.uniform(0, longest) if number < most else PATIENCE
+        end = time.monotonic() + PATIENCE
         while child.poll() is None and child.cpu_so_far() < instant:
+            assert time.monotonic() < end or not child.kill(), f"hung: {child.shown()}"
             time.sleep(0.005)
         if not child.kill():
             assert child.code == 0, f"exit code {child.code}: {child.shown()}"
@@ -138,3 +149,11 @@ def killed_until_done(
 def leftovers(folder: Path) -> list[str]:
     """Names that only a file in the making has."""
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*.tmp*"))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent is killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before that
+        os._exit(1)

@@ -17,7 +17,7 @@ from checkpoint import Store, read_trainer
 from evaluation import open_checkpoints
 
 from .attack import Told, attack
-from .children import Child, killed_until_done, leftovers
+from .children import PATIENCE, Child, killed_until_done, leftovers
 from .subjects import a_preparation, a_training, evaluations, fresh, small_chunks
 
 
@@ -81,8 +81,9 @@ def most(times: int, kills: int) -> int:
 def killed_while_saving(command, folder: Path, store: Store, chance, kill: bool) -> int | None:
     """Files that the killed checkpoint had; None when the run got to its end."""
     child, before = Child(train.main, command, folder / "log"), None
-    target = chance.randint(1, 5) if kill else 0
+    target, end = chance.randint(1, 5) if kill else 0, time.monotonic() + PATIENCE
     while child.poll() is None:
+        assert time.monotonic() < end or not child.kill(), f"hung: {child.shown()}"
         unfinished = next(store.directory.glob(".step-*.tmp"), None)
         if unfinished is not None and unfinished != before:
             before, target = unfinished, target - 1

@@ -11,7 +11,7 @@ HEAD = """# What was tried against the system, and what happened
 
 Written by `{command}` on {date} (Python {python}, torch {torch}, {user}); the
 numbers are in `results/reliability.json`. {verdict} {kills} processes were ended by `kill -9`.
-{revisions}
+{revisions} It took {minutes} minutes of computing.
 """
 
 
@@ -31,6 +31,8 @@ def write_table(target: Path, source: Path) -> Path:
         verdict = f"Unfinished: {', '.join(found['unfinished'])} are still to come."
     if broken:
         verdict = f"{len(attacks)} attacks, of which {', '.join(broken)} got through."
+    if found["left_out"]:
+        verdict += f" Not the whole drill: {len(found['left_out'])} attacks were left out."
     head = HEAD.format(
         command=found["command"],
         date=found["date"],
@@ -38,7 +40,8 @@ def write_table(target: Path, source: Path) -> Path:
         torch=found["torch"],
         user="as root" if found["root"] else "without root",
         verdict=verdict,
-        revisions=revisions(attacks),
+        revisions=revisions(found["revision"], attacks),
+        minutes=round(sum(a["computing"] for a in attacks) / 60),
         kills=sum(a["kills"] for a in attacks),
     )
     parts = [head]
@@ -52,15 +55,16 @@ def write_table(target: Path, source: Path) -> Path:
     return target
 
 
-def revisions(attacks: list[dict]) -> str:
+def revisions(begun: str, attacks: list[dict]) -> str:
     """Of the code: one, or a word of warning."""
-    known = {a.get("revision") for a in attacks}
-    if len(known) == 1 and None not in known:
-        return f"The code was at {known.pop()}."
-    return (
-        "**Not one run**: attacks were made and repeated by their names while the code changed; "
-        "the JSON has the revision of each where it was recorded."
-    )
+    if any(a["revision"] != begun for a in attacks):
+        return (
+            f"**Not one revision**: begun at {begun}, the code was changed during the drill; the "
+            "JSON has the revision of each attack."
+        )
+    if begun.endswith("+"):
+        return f"**Not a clean revision**: the code was at {begun[:-1]} with changes."
+    return f"One run of the code at {begun}."
 
 
 def row(outcome: dict) -> str:

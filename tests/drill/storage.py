@@ -1,9 +1,7 @@
-"""Full, read-only and rotten disks, and two processes that want the same directory."""
+"""Full and read-only disks, and two processes that want the same directory."""
 
 import contextlib
-import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -13,20 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_sets import contents
-from eval_helpers import tiny_model, write_checkpoint
 
 import data.prepare
 import train
-from checkpoint import Store, load_model, read_description, read_trainer
-from config import load_config
-from data.shards import open_split, read_manifest, verify
-from data.tokeniser import get_tokeniser
-from data.writer import ShardWriter, read_progress
-from errors import UserError
-from files import checked_line
-from passkey import Answers
-from results_io import Results, read_results
-from run_log import read_metrics
+from checkpoint import Store
 
 from .attack import Told, attack
 from .children import Child, finish, leftovers, refused
@@ -220,217 +208,6 @@ def read_only_directory(times: int, folder: Path) -> Told:
         "from there works; a half-prepared set in it was finished afterwards to the same bytes",
         times=7,
     )
-
-
-# --- rotten ---------------------------------------------------------------------------------------
-
-
-def damages(sound: bytes, times: int, chance: random.Random) -> Iterator[bytes]:
-    """Three in four with one bit turned over, the others with their end, or a middle, cut out."""
-    for number in range(times):
-        damaged = bytearray(sound)
-        if number % 4 < 3:
-            place = chance.randrange(8 * len(sound))
-            damaged[place // 8] ^= 1 << place % 8
-        else:
-            start = chance.randrange(len(sound))
-            del damaged[start : start + chance.choice([1, 2, 100, len(sound)])]
-        yield bytes(damaged)
-
-
-def spoil(file: Path, times: int, read: Callable[[], object], name: str = "") -> Told:
-    """Damage the file again and again: `read` must name it, or return what it did before."""
-    sound, expected, chance = file.read_bytes(), read(), random.Random(file.name)
-    named = harmless = 0
-    for damaged in damages(sound, times, chance):
-        file.write_bytes(damaged)
-        try:
-            got = read()
-        except UserError as error:
-            assert (name or file.name) in str(error) and "\n" not in str(error), str(error)
-            named += 1
-        else:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(sound, damaged, strict=False)) if a != b), -1
-            )
-            assert got == expected, f"damage at byte {place} of {file.name} was taken for sound"
-            harmless += 1
-    file.write_bytes(sound)
-    assert read() == expected
-    without = f", {harmless} changed nothing that is read" if harmless else ""
-    figures = {"named": named, "harmless": harmless}
-    return Told(f"{named} named{without}", times=times, figures=figures)
-
-
-@attack("storage", "shard: a bit flipped or bytes cut (`prepare.py verify`)", full=400, short=20)
-def rotten_shard(times: int, folder: Path) -> Told:
-    place = a_preparation().copy(folder / "set")
-    return spoil(max(place.glob("*.bin")), times, lambda: verify(place))
-
-
-@attack("storage", "manifest: a bit flipped or bytes cut", full=400, short=20)
-def rotten_manifest(times: int, folder: Path) -> Told:
-    place = a_preparation().copy(folder / "set")
-    keys = sorted(read_manifest(place))
-
-    def read():
-        open_split(place, "train")
-        found = read_manifest(place)
-        return [found.get(key) for key in keys]
-
-    return spoil(place / "manifest.json", times, read)
-
-
-@attack("storage", "record of an unfinished set: a bit flipped or bytes cut", full=200, short=20)
-def rotten_progress(times: int, folder: Path) -> Told:
-    writer = ShardWriter(folder, "x", get_tokeniser("bytes"), {"a": 1}, 100)
-    writer.save({"file": 3, "at": 77}, 5)
-    return spoil(folder / "progress.json", times, lambda: read_progress(folder))
-
-
-@attack("storage", "model.safetensors: a bit flipped or bytes cut", full=200, short=20)
-def rotten_weights(times: int, folder: Path) -> Told:
-    path = write_checkpoint(folder / "model", tiny_model())
-    return spoil(path / "model.safetensors", times, lambda: load_model(path)[1])
-
-
-@attack("storage", "model.json: a bit flipped or bytes cut", full=400, short=20)
-def rotten_description(times: int, folder: Path) -> Told:
-    path = write_checkpoint(folder / "model", tiny_model())
-    return spoil(path / "model.json", times, lambda: read_description(path))
-
-
-@attack("storage", "trainer.pt: a bit flipped or bytes cut", full=200, short=20)
-def rotten_trainer(times: int, folder: Path) -> Told:
-    latest = Store(a_training().whole).candidates()[0]
-    path = Path(shutil.copytree(latest, folder / "checkpoint"))
-    return spoil(path / "trainer.pt", times, lambda: sorted(read_trainer(path)))
-
-
-@attack("storage", "the latest checkpoint damaged, `--resume`", full=3)
-def rotten_latest(times: int, folder: Path) -> Told:
-    subject, chance = a_training(), random.Random(5)
-    for number in range(times):
-        runs = folder / f"runs-{number}"
-        finish(train.main, subject.arguments(runs), folder / "log")
-        latest = Store(runs / "nano-lssar").candidates()[0]
-        name = ("model.safetensors", "trainer.pt", "model.json")[number % 3]
-        sound = (latest / name).read_bytes()
-        (latest / name).write_bytes(list(damages(sound, number + 1, chance))[-1])
-        shown = finish(train.main, subject.arguments(runs, "--resume"), folder / "log")
-        assert f"warning: passing over {latest}" in shown and name in shown, shown
-        subject.assert_same(runs)
-    return Told(
-        "the damaged file was named, the checkpoint before it taken, and the run ended bit for bit "
-        "as undisturbed",
-        times=times,
-    )
-
-
-@attack("storage", "config.toml of a run: a bit flipped or bytes cut", full=4)
-def rotten_run_config(times: int, folder: Path) -> Told:
-    subject, chance = a_training(), random.Random(6)
-    file = folder / "runs/nano-lssar/config.toml"
-    finish(train.main, subject.arguments(folder / "runs"), folder / "log")
-    sound = file.read_bytes()
-    for damaged in damages(sound, times, chance):
-        file.write_bytes(damaged)
-        finish(train.main, subject.arguments(folder / "runs", "--resume"), folder / "log")
-        assert file.read_bytes() == sound
-        subject.assert_same(folder / "runs")
-    return Told(
-        "harmless: it is written for the reader, the checkpoint has its own copy, and the next "
-        "start wrote it anew",
-        times=times,
-    )
-
-
-@attack("storage", "a config given to `--resume`: a bit flipped or bytes cut", full=400, short=30)
-def rotten_config(times: int, folder: Path) -> Told:
-    file, counts = folder / "x.toml", {"refused": 0, "difference listed": 0, "of no consequence": 0}
-    text = load_config("configs/nano-lssar.toml").to_toml()
-    file.write_text(text)
-    expected = load_config(file)
-    for damaged in damages(text.encode(), times, random.Random(7)):
-        file.write_bytes(damaged)
-        try:
-            found = load_config(file)
-        except UserError as error:
-            assert file.name in str(error), str(error)
-            counts["refused"] += 1
-        else:  # `--resume` refuses what `differences` lists
-            listed = bool(expected.differences(found))
-            counts["difference listed" if listed else "of no consequence"] += 1
-    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
-    return Told(
-        f"{shown} (only places, or how often is reported and saved)", times=times, figures=counts
-    )
-
-
-@attack("storage", "metrics.jsonl: a bit flipped or bytes cut", full=400, short=30)
-def rotten_metrics(times: int, folder: Path) -> Told:
-    values = [{"step": n, "loss": n / 7, "lr": 1e-3} for n in range(30)]
-    file = folder / "metrics.jsonl"
-    sound = "".join(map(checked_line, values)).encode()
-    counts = {"lines left out and named": 0, "changed nothing": 0, "end missing": 0}
-    for damaged in damages(sound, times, random.Random(8)):
-        file.write_bytes(damaged)
-        with (folder / "log").open("w") as log, contextlib.redirect_stderr(log):
-            found = read_metrics(folder)
-        kept = [{k: m[k] for k in ("step", "loss", "lr")} for m in found]
-        assert all(m in values for m in kept), "a number that was never measured"
-        if "metrics.jsonl, line" in (folder / "log").read_text():
-            counts["lines left out and named"] += 1
-        elif kept == values:
-            counts["changed nothing"] += 1
-        else:
-            assert kept == values[: len(kept)], "a measurement is gone without a word"
-            counts["end missing"] += 1
-    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
-    return Told(
-        f"{shown} (as after a kill); no number was ever read that had not been measured, and "
-        "training never reads the file",
-        times=times,
-        figures=counts,
-    )
-
-
-@attack("storage", "results JSON: a bit flipped or bytes cut", full=400, short=20)
-def rotten_results(times: int, folder: Path) -> Told:
-    results = Results(folder / "x.json", "kind", {"seed": 1}, about={})
-    results.checkpoints["a"] = {"run": "a", "step": 7}
-    for length in (8, 16, 32):
-        results.add({"checkpoint": "a", "variant": "v", "length": length, "loss": 1 / length})
-
-    def read():
-        found = read_results(folder / "x.json")
-        keys = ("kind", "settings", "checkpoints", "rows")
-        return json.dumps([found[key] for key in keys])
-
-    return spoil(folder / "x.json", times, read)
-
-
-@attack("storage", "passkey answers: a bit flipped or bytes cut", full=200, short=20)
-def rotten_answers(times: int, folder: Path) -> Told:
-    file = folder / "x-answers.jsonl"
-    lines = [
-        {"checkpoint": "a", "variant": "v", "length": 9, "trial": n, "key": n, "right": n > 3}
-        for n in range(12)
-    ]
-    sound = "".join(map(checked_line, lines)).encode()
-    counts = {"named": 0, "asked again": 0, "changed nothing": 0}
-    for damaged in damages(sound, times, random.Random(9)):
-        file.write_bytes(damaged)
-        try:
-            known = [{k: a[k] for k in lines[0]} for a in Answers(file).known.values()]
-        except UserError as error:
-            assert file.name in str(error), str(error)
-            counts["named"] += 1
-            continue
-        assert all(answer in lines for answer in known), "an answer that was never given"
-        counts["changed nothing" if len(known) == len(lines) else "asked again"] += 1
-    shown = ", ".join(f"{n} {what}" for what, n in counts.items())
-    return Told(f"{shown}; never another answer", times=times, figures=counts)
 
 
 # --- contested ------------------------------------------------------------------------------------

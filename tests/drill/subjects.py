@@ -3,6 +3,7 @@
 import atexit
 import functools
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -21,16 +22,24 @@ import train
 from checkpoint import WEIGHTS, find
 from run_log import plot_losses
 
-from .attack import MEMORY
+from .attack import memory
 from .children import finished
 
 
 @functools.cache
-def shared() -> Path:
-    """For what is made once and attacked in copies; goes when the drill ends."""
-    folder = Path(tempfile.mkdtemp(prefix="drill-", dir=MEMORY if MEMORY.is_dir() else None))
+def drill_folder() -> Path:
+    """Goes when the drill ends."""
+    folder = Path(tempfile.mkdtemp(prefix="drill-", dir=memory()))
     folder.chmod(0o755)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def shared() -> Path:
+    """For what a process of the drill makes once and attacks in copies."""
+    folder = drill_folder() / str(os.getpid())
+    folder.mkdir(mode=0o755)
     return folder
 
 

@@ -1,0 +1,299 @@
+"""What a stranger's machine has: other corpora, a damaged cache, other users, odd paths."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import training
+from data_sets import contents
+
+import data.prepare
+import eval_extrapolation
+import generate
+import kernels.cpu
+import train
+from checkpoint import Store
+
+from .attack import Told, attack
+from .children import Child, finish, refused
+from .subjects import Training, a_training, fresh
+
+ANOTHER_USER = 12345  # unknown to the system, as in a container started with --user
+
+
+# --- corpora --------------------------------------------------------------------------------------
+
+
+@attack("storage", "another corpus, or changed shards, under a run and `--resume`", full=8, short=2)
+def corpus_swap(times: int, folder: Path) -> Told:
+    subject, kinds = a_training(), list(SWAPS)
+    corpus, other = folder / "corpus", another_corpus(subject.corpus, folder / "other")
+    for number in range(times):
+        copy(subject.corpus, corpus)
+        runs, log = fresh(folder / "runs"), folder / "log"
+        command = subject.arguments(runs, f"--data.directory={corpus}", "--checkpoint.interval=2")
+        stop_half_way(command, Store(runs / "nano-lssar"), log)
+        before, kind = checkpoints_of(runs), kinds[number % len(kinds)]
+        more = SWAPS[kind](corpus, other) or []
+        line = refused(train.main, [*command, "--resume", *more], log)
+        assert "data" in line, f"{kind}: {line}"
+        assert checkpoints_of(runs) == before, f"{kind}: the refused start changed the run"
+        copy(subject.corpus, corpus)
+        finish(train.main, [*command, "--resume"], log)
+        subject.assert_same(runs)
+    return Told(
+        f"({', '.join(kinds[:times])}) refused in one line, the run untouched; with the first "
+        "corpus back, copied anew, it ended bit for bit as undisturbed",
+        times=times,
+    )
+
+
+def another_corpus(corpus: Path, place: Path) -> Path:
+    """Of the same sizes to the byte, with other words in it."""
+    texts = shutil.copytree(corpus.parent / "text", place / "text")
+    for path in Path(texts).iterdir():
+        path.write_text(path.read_text().replace("sun", "fox"))
+    arguments = ["text", str(texts), "--tokeniser=bytes", "--val-tokens=4000"]
+    data.prepare.main([*arguments, "--out", str(place / "shards")])
+    sizes = [{n: len(c) for n, c in contents(p).items()} for p in (corpus, place / "shards")]
+    assert sizes[0] == sizes[1] and contents(corpus) != contents(place / "shards")
+    return place / "shards"
+
+
+def copy(corpus: Path, place: Path) -> None:
+    """With new time stamps, as most ways of copying give."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(corpus, place, copy_function=shutil.copyfile)
+
+
+def a_token_changed(corpus: Path, split: str) -> None:
+    """The next byte for one of the text, in place: still a token, of a file of the same size."""
+    (shard,) = corpus.glob(f"*_{split}_*.bin")
+    content = bytearray(shard.read_bytes())
+    content[1024 + 2 * 777] ^= 1
+    shard.write_bytes(content)
+
+
+SWAPS: dict[str, Callable[[Path, Path], list[str] | None]] = {
+    "another corpus in its place": lambda corpus, other: copy(other, corpus),
+    "a token changed in a training shard": lambda corpus, _: a_token_changed(corpus, "train"),
+    "another directory": lambda _, other: [f"--data.directory={other}"],
+    "a token changed in the validation shard": lambda corpus, _: a_token_changed(corpus, "val"),
+}
+
+
+def stop_half_way(command: list[str], store: Store, log: Path) -> None:
+    """Kill the run when it has its first checkpoint and before it has all."""
+    child = Child(train.main, command, log)
+    while child.poll() is None and not store.candidates():
+        time.sleep(0.002)
+    assert child.kill(), f"it ended by itself: {child.shown()}"
+
+
+def checkpoints_of(runs: Path) -> dict[str, bytes]:
+    """Every file of every finished checkpoint."""
+    return {
+        str(p.relative_to(runs)): p.read_bytes()
+        for p in runs.rglob("step-*/*")
+        if not p.parent.name.endswith(".tmp")
+    }
+
+
+@attack("input", "a validation set too small for `eval.tokens`", full=6, short=2)
+def tiny_validation(times: int, folder: Path) -> Told:
+    subject, log = a_training(), folder / "log"
+    nearest = 3968  # of 4,000 tokens in windows of 32, the last of which needs a successor
+    for number in range(times):
+        asked = (131_072, 4000, 32 * 10**6)[number // 2 % 3]
+        command = [f"--eval.tokens={asked}", *(["--dry-run"] if number % 2 else [])]
+        line = refused(train.main, subject.arguments(fresh(folder / "runs"), *command), log)
+        assert str(nearest) in line and str(subject.corpus) in line, line
+        shown = log.read_text()
+        assert "step 1/" not in shown and not list(folder.rglob("step-*")), shown
+    finish(train.main, subject.arguments(folder / "runs", f"--eval.tokens={nearest}"), log)
+    return Told(
+        "refused at the start and in a dry run, before any step, with the largest value that fits; "
+        "with that one the run ends",
+        times=times,
+    )
+
+
+# --- caches and homes -----------------------------------------------------------------------------
+
+
+def truncated(sound: bytes, chance: random.Random) -> bytes:
+    return sound[: chance.randrange(1, len(sound))]
+
+
+def flipped(sound: bytes, chance: random.Random) -> bytes:
+    damaged = bytearray(sound)
+    damaged[chance.randrange(len(sound))] ^= 1 << chance.randrange(8)
+    return bytes(damaged)
+
+
+DAMAGES = {
+    "truncated": truncated,
+    "a bit flipped": flipped,
+    "garbage": lambda sound, chance: chance.randbytes(len(sound)),
+    "empty": lambda sound, chance: b"",
+}
+
+
+def with_cache(folder: Path) -> Callable[[], None]:
+    """What a child calls to look for its kernel there, as if nothing had been loaded yet."""
+
+    def before() -> None:
+        os.environ["LSSAR_CACHE"] = str(folder)
+        forget_kernel()
+
+    return before
+
+
+def forget_kernel() -> None:
+    for loaded in (kernels.cpu._kernel, kernels.cpu.unavailable):
+        loaded.cache_clear()
+
+
+@attack("storage", "the CPU kernel's library in the cache damaged", full=8, short=1)
+def kernel_cache(times: int, folder: Path) -> Told:
+    if reason := kernels.cpu.unavailable():
+        return Told(f"not tried, as there is no kernel here: {reason}", times=0)
+    subject, chance, kinds = a_training(), random.Random(10), list(DAMAGES)
+    library = kernels.cpu.build()
+    for number in range(times):
+        cache, runs = fresh(folder / "cache"), fresh(folder / "runs")
+        damage = DAMAGES[kinds[number % len(kinds)]]
+        (cache / library.name).write_bytes(damage(library.read_bytes(), chance))
+        finish(train.main, subject.arguments(runs), folder / "log", with_cache(cache))
+        subject.assert_same(runs)
+        sound = [p for p in cache.glob("*.so") if p.read_bytes() == library.read_bytes()]
+        assert sound, "the damaged library was not built again"
+    return Told(
+        f"({', '.join(kinds[:times])}) built again without a word; the run ended bit for bit as "
+        "with the sound one",
+        times=times,
+    )
+
+
+@attack("places", "another user, and a HOME that nobody can use", full=6, short=1)
+def foreign_user(times: int, folder: Path) -> Told:
+    """The first three as another user where we are root, the others with no home at all."""
+    subject, log = a_training(), folder / "log"
+    folder.chmod(0o755)
+    home, temporary, out = (folder / name for name in ("home", "tmp", "out"))
+    for place, mode in ((home, 0o000), (temporary, 0o1777), (out, 0o777)):
+        place.mkdir()
+        place.chmod(mode)
+    log.touch()
+    log.chmod(0o666)
+
+    def another_user() -> None:
+        os.environ.update(HOME=str(home), TMPDIR=str(temporary))
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(ANOTHER_USER)
+            os.setuid(ANOTHER_USER)
+        no_cache()
+
+    def no_home() -> None:
+        os.environ.update(HOME="/dev/null/home", TMPDIR=str(temporary))
+        no_cache()
+
+    def no_cache() -> None:
+        tempfile.tempdir = None  # to be found anew
+        for name in ("LSSAR_CACHE", "XDG_CACHE_HOME"):
+            os.environ.pop(name, None)
+        forget_kernel()
+
+    for number in range(times):
+        who = (another_user, no_home)[number // 3]
+        main, argv = commands(subject, out / who.__name__)[number % 3]
+        shown = finish(main, argv, log, who)
+        assert str(temporary) in shown and "LSSAR_CACHE" in shown, f"no notice: {shown}"
+    home.chmod(0o755)  # or only root could delete it
+    subject.assert_same(out / "another_user")
+    worked = "training, evaluation and generation" if times > 2 else "training"
+    return Told(
+        f"{worked} worked, with a notice of where the kernel is kept; the weights were those of "
+        "the undisturbed run, bit for bit",
+        times=times,
+    )
+
+
+def commands(subject: Training, out: Path) -> list[tuple[Callable, list[str]]]:
+    """Train, evaluate what was trained, and let it write."""
+    run = str(out / "nano-lssar")
+    evaluate = [run, "--data", str(subject.corpus), "--lengths=32,64", "--tokens=512"]
+    return [
+        (train.main, subject.arguments(out)),
+        (eval_extrapolation.main, [*evaluate, "--out", str(out / "x.json")]),
+        (generate.main, [run, "--tokens=8", "--greedy"]),
+    ]
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+DEEP = "/".join(["a folder in a folder in a folder in a folder, deep"] * 5)
+PATHS = {"spaces and letters": "mit Leerzeichen, größer als 日本語", "deep": DEEP}
+
+
+@attack("places", "paths with spaces, non-ASCII letters, and of 250 characters", full=4, short=2)
+def odd_paths(times: int, folder: Path) -> Told:
+    """Corpus, run and results there; from the third on a checkout too, with its own interpreter."""
+    subject, log = a_training(), folder / "log"
+    assert len(DEEP) > 200
+    for number in range(times):
+        place = fresh(folder / str(number) / list(PATHS.values())[number % 2])
+        texts = shutil.copytree(subject.corpus.parent / "text", place / "text of it")
+        corpus = place / "corpus"
+        prepare = ["text", str(texts), "--tokeniser=bytes", "--val-tokens=4000"]
+        steps = [(data.prepare.main, [*prepare, "--out", str(corpus)])]
+        moved = Training(corpus, subject.whole, subject.cpu)
+        steps += commands(moved, place / "runs")
+        if number >= 2:
+            run_checkout(checkout(place / "check out"), steps, place / "cache")
+        else:
+            for main, argv in steps:
+                finish(main, argv, log)
+        # The manifest records sizes and names of the texts, not where they were.
+        assert contents(corpus) == contents(subject.corpus), "another corpus"
+        moved.assert_same(place / "runs")
+        assert (place / "runs/x.png").exists()
+    checkouts = f"; {times - 2} with the checkout and the kernel's cache there too"
+    return Told(
+        f"({', '.join(PATHS)}{checkouts if times > 2 else ''}) a corpus was prepared, a model "
+        "trained, evaluated and sampled: bytes and weights as elsewhere",
+        times=times,
+    )
+
+
+def checkout(place: Path) -> Path:
+    """What a clone of the working tree would be."""
+    listed = ["git", "ls-files", "-z", "*.py", "*.cpp", "*.toml", "*.json"]
+    names = subprocess.run(listed, cwd=training.ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, names.decode().split("\0")):
+        if not name.startswith(("site/", "tests/", "results/")):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(training.ROOT / name, place / name)
+    return place
+
+
+def run_checkout(root: Path, steps: list[tuple[Callable, list[str]]], cache: Path) -> None:
+    """The same steps, by the scripts and with the configs of the checkout."""
+    for main, argv in steps:
+        script = Path(sys.modules[main.__module__].__file__).relative_to(training.ROOT)
+        argv = [text.replace(str(training.ROOT), str(root)) for text in argv]
+        done = subprocess.run(
+            [sys.executable, str(root / script), *argv],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            env=training.environment() | {"LSSAR_CACHE": str(cache), "PYTHONPATH": ""},
+        )
+        assert done.returncode == 0, f"{script}: {done.stderr}"
