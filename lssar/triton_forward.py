@@ -1,4 +1,4 @@
-"""Exact fused LSSAR and LSSA in Triton: the forward kernel, launched by `kernels/triton_op.py`.
+"""Exact fused LSSAR and LSSA in Triton: the forward kernel, launched by `lssar/triton_op.py`.
 
     s = log d log N_i cos(q_i, k_j)     f = softplus(s)         mu = O_i mean_j f,  O_i = [N_i > 3]
     M = max_j f - mu                    z = relu(f - mu) / M    w = z^p / l,  l = sum_j z^p
@@ -26,7 +26,7 @@ Blocks of zero weights are not skipped. About 65 % of the weights are zero, but 
 import triton
 import triton.language as tl
 
-from kernels.triton_math import (
+from lssar.triton_math import (
     COEF,
     DENSE,
     INV_L,

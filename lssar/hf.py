@@ -1,6 +1,6 @@
 """Every mechanism of `attention.MECHANISMS` inside any decoder of Hugging Face transformers.
 
-    import integrations.hf  # registers them
+    import lssar.hf  # registers them
     model = AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
 
 Grouped-query heads, padding to either side, dynamic and static caches. Another exponent or length
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from attention import MECHANISMS, Mechanism
-from errors import UserError
-from padding import attend_padded
+from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS, Mechanism
+from lssar.padding import attend_padded
 
 # What other attention functions of transformers understand and these do not.
 UNSUPPORTED = {
@@ -90,7 +90,11 @@ def padding_mask(
     end = int(q_offset) + q_length
     if attention_mask is None:
         # A static cache has room for more keys than there are.
-        return None if kv_length == end else torch.ones(batch_size, end, dtype=bool, device=device)
+        return (
+            None
+            if kv_length == end
+            else torch.ones(batch_size, end, dtype=torch.bool, device=device)
+        )
     if attention_mask.shape[1] < end or kv_offset:
         _refuse(mechanism, f"a mask of {attention_mask.shape[1]} for {end} keys; it must cover all")
     mask = attention_mask[:, :end].bool()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernels.cache import private_folder
+from lssar.cache import private_folder
 
 SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
@@ -131,9 +131,9 @@ def _named(contents: bytes, folder: Path, name: str) -> Path:
 
 def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
-    partial = Path(partial)
+    partial = Path(temporary)
     try:
         for variant in VARIANTS:
             result = _run_compiler(
@@ -289,8 +289,9 @@ class _Direct(torch.autograd.Function):
         return *run(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, p: float, alpha: float, train_length: int) -> Tensor:
     """Whoever traces or intercepts operators gets the operator; an ordinary call goes straight."""
+    options = (p, alpha, train_length)
     plain = type(q) is type(k) is type(v) is Tensor
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():

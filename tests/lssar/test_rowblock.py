@@ -1,11 +1,12 @@
-"""kernels/rowblock.py: the eager form in linear memory, forward and backward."""
+"""lssar/rowblock.py: the eager form in linear memory, forward and backward."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest_tensor import LargestTensor
 
-from attention import MECHANISMS, attend, get_mechanism
-from kernels import rowblock
+from lssar import rowblock
+from lssar.backends import attend
+from lssar.mechanisms import MECHANISMS, get_mechanism
 
 NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
@@ -106,21 +107,6 @@ def test_inputs_that_are_not_contiguous_and_a_gradient_of_some_only(small_blocks
     expected = attend(q, k, v, "lssar", backend="eager")
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(o.sum(), k)[0] for o in (out, expected)))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, torch.Tensor):
-                self.elements = max(self.elements, value.numel())
-        return out
 
 
 @pytest.mark.parametrize("name", ["lssar", "softmax-recentred-l1"])

@@ -1,4 +1,4 @@
-"""kernels/cpu.py as an operator: layouts, threads, torch.compile, and how it is built."""
+"""lssar/cpu.py as an operator: layouts, threads, torch.compile, and how it is built."""
 
 import ctypes
 import os
@@ -15,9 +15,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import cpu
+from lssar import cpu
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 
@@ -161,7 +161,7 @@ def test_builds_and_agrees_without_openmp(monkeypatch, tmp_path):
 
 def ask(code, **environment):
     """What a fresh interpreter prints."""
-    command = [sys.executable, "-c", f"from kernels import cpu; {code}"]
+    command = [sys.executable, "-c", f"from lssar import cpu; {code}"]
     env = {**os.environ, **environment}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
 

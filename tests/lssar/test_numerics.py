@@ -6,7 +6,9 @@ import pytest
 import torch
 from reference import weights_of_batch
 
-from attention import MECHANISMS, attend, attention_weights, get_mechanism, sharpen
+from lssar.backends import attend
+from lssar.mechanisms import MECHANISMS, get_mechanism
+from lssar.reference import attention_weights, sharpen
 
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
 NORMALISED = (*SHARPENED, "softmax", "ssmax", "lssa", "sigmoid-logn-l1", "softplus-l1")

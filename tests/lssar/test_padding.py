@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from attention import MECHANISMS, attend, attention_weights
-from padding import attend_padded, token_positions
+from lssar.backends import attend
+from lssar.mechanisms import MECHANISMS
+from lssar.padding import attend_padded, token_positions
+from lssar.reference import attention_weights
 
 HEADS, DIM, WIDTH = 2, 6, 11
 LEFT = [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * WIDTH, [0] * 10 + [1]]

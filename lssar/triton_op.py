@@ -10,16 +10,13 @@ import functools
 import importlib.util
 import math
 import os
-import tempfile
-import warnings
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from errors import UserError
-from kernels.cache import private_folder
+from lssar.cache import ensure_writable
+from lssar.errors import UserError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 128
@@ -27,7 +24,7 @@ MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kerne
 ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_math
 
 # (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
-# an element. `python kernels/triton_compile.py` lists the resources of each.
+# an element. `python benchmark.py compile` lists the resources of each.
 CONFIGS = {
     ("forward", 64, 2): [(128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)],
     ("forward", 128, 2): [(64, 32, 8, 2), (64, 64, 8, 2)],
@@ -245,7 +242,7 @@ def padded(d: int) -> int:
 def kernel_function(name: str):
     """The Triton function "forward", "dq" or "dkv"."""
     _ensure_cache()
-    from kernels import triton_backward, triton_forward
+    from lssar import triton_backward, triton_forward
 
     return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
 
@@ -253,20 +250,9 @@ def kernel_function(name: str):
 @functools.cache
 def _ensure_cache() -> None:
     """Triton keeps what it compiles below the home folder, and fails where that cannot be."""
-    home = Path(os.environ.get("TRITON_HOME") or "~")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
-    try:
-        folder = folder.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # the latter: no home
-        private = private_folder() / "triton"
-        os.environ["TRITON_CACHE_DIR"] = str(private)
-        warnings.warn(
-            f"Triton's compiled kernels are kept in {private}, as its cache folder cannot be used "
-            f"({error}); set TRITON_CACHE_DIR to a folder that can be written",
-            stacklevel=2,
-        )
+    home = os.environ.get("TRITON_HOME") or "~"
+    default = f"{home}/.triton/cache"
+    ensure_writable("TRITON_CACHE_DIR", default, "triton", "Triton's compiled kernels")
 
 
 @functools.cache
@@ -276,7 +262,7 @@ def _kernel(name: str, block_d: int, width: int, decode: bool):
 
     kernel = kernel_function(name)
     if interpreting():
-        from kernels import triton_interpreter
+        from lssar import triton_interpreter
 
         triton_interpreter.install()
         return kernel, INTERPRETED

@@ -15,9 +15,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from attention import MECHANISMS, attention_weights, get_mechanism
-from errors import UserError
-from integrations.hf import add_head_scales, attention_forward, register
+from lssar.errors import UserError
+from lssar.hf import add_head_scales, attention_forward, register
+from lssar.mechanisms import MECHANISMS, get_mechanism
+from lssar.reference import attention_weights
 
 VOCABULARY = 31
 SHAPE = {

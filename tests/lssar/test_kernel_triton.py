@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import triton_compile, triton_op
+import benchmark
+from benchmarks import triton_compile
+from lssar import triton_op
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESOURCES = ROOT / "results" / "triton_resources.json"
 
 
@@ -39,7 +41,7 @@ def test_interpreted_kernels_equal_float64(tests):
 
 def compiled(*arguments, tmp_path, cwd=ROOT):
     out = tmp_path / "resources.json"
-    command = ("kernels/triton_compile.py", "--head-dim", 64, *arguments, "--out", out)
+    command = ("benchmark.py", "compile", "--head-dim", 64, *arguments, "--out", out)
     python(*command, interpret=False, cwd=cwd)
     return json.loads(out.read_text())["kernels"]
 
@@ -98,7 +100,7 @@ def test_no_shipped_configuration_of_head_dim_64_spills():
 
 def test_a_gpu_has_configurations_to_tune_for_every_kernel_type_and_head_dim():
     code = (
-        "from kernels import triton_op as t\n"
+        "from lssar import triton_op as t\n"
         "for name in ('forward', 'dq', 'dkv'):\n"
         "    for d in (16, 32, 64, 128):\n"
         "        for width in (2, 4):\n"
@@ -120,7 +122,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_one(tmp_path):
         f"os.environ |= {places}\n"
         "for name in ('TRITON_HOME', 'TRITON_CACHE_DIR'):\n"
         "    os.environ.pop(name, None)\n"
-        "from kernels import triton_compile as t\n"
+        "from benchmarks import triton_compile as t\n"
         "job = t.jobs(64, first_only=True)[0]\n"
         "print(t.resources(**job, architecture=80)['registers'])\n"
     )
@@ -133,7 +135,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_one(tmp_path):
 def test_compiling_under_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="unset it"):
-        triton_compile.main([])
+        benchmark.main(["compile"])
 
 
 def test_why_the_kernel_is_unavailable_is_one_line(monkeypatch):
@@ -156,7 +158,7 @@ def test_a_triton_that_cannot_be_imported_is_unavailable(tmp_path):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton/__init__.py").write_text("raise OSError('no symbol\\nfound')")
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kernels import triton_op\n"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from lssar import triton_op\n"
         "print(triton_op.unavailable())"
     )
     said = python("-c", code, interpret=False)
@@ -164,5 +166,5 @@ def test_a_triton_that_cannot_be_imported_is_unavailable(tmp_path):
 
 
 def test_importing_the_operator_does_not_import_triton():
-    code = "import sys; from kernels import triton_op; assert 'triton' not in sys.modules"
+    code = "import sys; from lssar import triton_op; assert 'triton' not in sys.modules"
     python("-c", code, interpret=False)

@@ -11,7 +11,7 @@ of its rows for the other). bf16 has the exponents of fp32.
 import triton
 import triton.language as tl
 
-from kernels.triton_math import (
+from lssar.triton_math import (
     COEF,
     DENSE,
     INV_L,

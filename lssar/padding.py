@@ -7,13 +7,16 @@ counts padding, a row gives what the sequence gives alone, and every mechanism a
 works, whether the padding is to the left, to the right or, in a cache, between the two.
 """
 
+from typing import Any
+
 from torch import Tensor
 
-from attention import Mechanism, attend
+from lssar.backends import attend
+from lssar.mechanisms import Mechanism
 
 
 def attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, mechanism: str | Mechanism, mask: Tensor | None, **options
+    q: Tensor, k: Tensor, v: Tensor, mechanism: str | Mechanism, mask: Tensor | None, **options: Any
 ) -> Tensor:
     """`attend` over the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cpu
+from lssar import cpu
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ANOTHER_USER = 12345  # unknown to the system, as in a container started with --user
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
@@ -25,7 +25,7 @@ import os
 import sys
 import torch
 from attention import attend
-from kernels import cpu
+from lssar import cpu
 
 backend, user = sys.argv[1], int(sys.argv[2])
 cpu.FLAGS = ("-std=c++17", "-shared", "-fPIC")  # built in a second

@@ -1,1 +1,0 @@
-"""The mechanisms inside other people's tools: Hugging Face models, lm-evaluation-harness."""

@@ -1,1 +1,0 @@
-"""Fused attention kernels, each exact and tested against the reference in attention.py."""

@@ -1,0 +1,47 @@
+"""Softplus attention with re-weighting, and every attention mechanism it is compared with.
+
+    from lssar import attend
+    out = attend(q, k, v, "lssar")  # q, k, v: (batch, heads, length, head_dim), causal
+
+Names are imported on first use: `import lssar` alone does not import torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lssar.backends import BACKENDS, attend, choose_backend, used_backend
+    from lssar.errors import UserError
+    from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
+    from lssar.padding import attend_padded, token_positions
+    from lssar.reference import attention_weights
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(("MECHANISMS", "OVERRIDES", "Mechanism", "get_mechanism"), "mechanisms"),
+    "attention_weights": "reference",
+    **dict.fromkeys(("BACKENDS", "attend", "choose_backend", "used_backend"), "backends"),
+    **dict.fromkeys(("attend_padded", "token_positions"), "padding"),
+    "UserError": "errors",
+}
+__all__ = [
+    "BACKENDS",
+    "MECHANISMS",
+    "OVERRIDES",
+    "Mechanism",
+    "UserError",
+    "attend",
+    "attend_padded",
+    "attention_weights",
+    "choose_backend",
+    "get_mechanism",
+    "token_positions",
+    "used_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lssar.{_HOME[name]}"), name)

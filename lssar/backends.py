@@ -1,0 +1,277 @@
+"""`attend`, and the ways to compute it.
+
+A backend declares what it computes: the parts of a mechanism, devices, types, head sizes. It takes
+a call only if every part of it is declared; whatever nobody declares is computed by the reference,
+row block by row block or at once, and never by something else.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lssar.errors import UserError, did_you_mean
+from lssar.mechanisms import PARTS, Mechanism
+from lssar.reference import attention_weights, check_shapes, parameters_of, resolve
+from lssar.rowblock import attend_by_row_blocks
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mechanism: str | Mechanism,
+    *,
+    params: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention: q (B, H, Lq, d) over k, v (B, H, Lk, d), the last query at the last key.
+
+    v may be of another width than q and k. `mechanism` is a name or a `Mechanism`. `params` holds
+    the learnable scalar of each head (H,) for `ssmax` and `relu-shen`; absent, the paper's initial
+    value. `backend` is "auto" for the fastest that supports the call, or one of `BACKENDS` to
+    insist on it.
+    """
+    check_shapes(q, k, v)
+    m = resolve(mechanism, keys=k.shape[2])
+    params = parameters_of(m, params, q)
+    return _chosen(backend, m, _describe(q, k, v)).run(q, k, v, m, params)
+
+
+# --- what a call asks and a backend offers -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend depends on, besides the mechanism."""
+
+    device: str  # "cpu", "cuda", "mps"
+    dtype: torch.dtype
+    entries: int  # B * H * Lq * Lk
+    head_dim: int
+    compiled: bool = False
+    value_dim: int | None = None  # None: as wide as the keys
+    mixed: bool = False  # q, k and v differ in type, and no autocast makes them alike
+    keys: int = 0  # Lk
+
+
+def _describe(q: Tensor, k: Tensor, v: Tensor) -> Call:
+    alike = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
+    return Call(
+        device=q.device.type,
+        dtype=q.dtype,
+        entries=q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2],
+        head_dim=q.shape[3],
+        compiled=torch.compiler.is_compiling(),
+        value_dim=v.shape[3],
+        mixed=not alike,
+        keys=k.shape[2],
+    )
+
+
+@dataclass(frozen=True)
+class Computes:
+    """What a backend computes. Of a part that is not named here it computes the first of PARTS."""
+
+    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sharpened: tuple[bool, ...] = (False,)
+    window: bool = False
+    devices: tuple[str, ...] | None = None  # None: any, here and below
+    dtypes: tuple[torch.dtype, ...] | None = None
+    largest_head_dim: int | None = None
+    most_keys: Callable[[int], int] | None = None  # of a head dimension
+    other_value_dim: bool = True
+    mixed_types: bool = False
+
+    def refuses(self, m: Mechanism, call: Call) -> str | None:
+        """Why it cannot take the call; None: it can."""
+        for part, values in PARTS.items():
+            if getattr(m, part) not in self.parts.get(part, values[:1]):
+                return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
+        if m.sharpened not in self.sharpened:
+            return f"it does not compute {m.name!r}: p = {m.p!r}"
+        if m.window and not self.window:
+            return "it has no sliding window"
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and self.devices == ("cuda",)
+        if self.devices is not None and call.device not in self.devices and not interpreted:
+            places = {"cpu": "the CPU", "cuda": "a GPU"}
+            return f"it computes on {places[self.devices[0]]}, not on {call.device}"
+        if self.dtypes is not None and call.dtype not in self.dtypes:
+            return f"it computes in float32, not {call.dtype}"
+        if self.largest_head_dim is not None and call.head_dim > self.largest_head_dim:
+            return f"it takes head dimensions up to {self.largest_head_dim}, not {call.head_dim}"
+        if self.most_keys and call.keys > (most := self.most_keys(call.head_dim)):
+            return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
+        if call.value_dim not in (None, call.head_dim) and not self.other_value_dim:
+            return f"it takes values as wide as the keys ({call.head_dim}), not {call.value_dim}"
+        return "it takes q, k and v of one type" if call.mixed and not self.mixed_types else None
+
+
+def _present() -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`run(q, k, v, mechanism, params)`, what it computes, and why it may be missing here."""
+
+    run: Callable[..., Tensor]
+    computes: Computes | None = None  # None: every call
+    missing: Callable[[], str | None] = _present
+
+    def refuses(self, m: Mechanism, call: Call) -> str | None:
+        return None if self.computes is None else self.computes.refuses(m, call)
+
+
+def _constant(function: Callable) -> Callable:
+    """torch.compiler.assume_constant_result, which would import all of torch's compiler now."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+# Below this many attention weights, holding them is cheaper than computing them twice. A compiled
+# graph fuses the eager form, and cannot hold the row-block loop.
+EAGER_ENTRIES = 2**22
+EAGER_ENTRIES_COMPILED = 2**28
+
+
+def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str:
+    """The fastest backend that can take the call; `everywhere`: as if all were installed."""
+    limit = EAGER_ENTRIES_COMPILED if call.compiled else EAGER_ENTRIES
+    for name, backend in BACKENDS.items():
+        if name == "triton" and call.device != "cuda":  # the interpreter is for tests
+            continue
+        if name == "rowblock" and call.entries <= limit:
+            continue
+        if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
+            return name
+    raise AssertionError("eager takes every call")
+
+
+def _chosen(name: str, m: Mechanism, call: Call) -> Backend:
+    """The backend a caller named, or the fastest one for "auto"."""
+    if name == "auto":
+        name = choose_backend(m, call)
+    elif name not in BACKENDS:
+        raise UserError(
+            f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *BACKENDS])}"
+        )
+    elif reason := BACKENDS[name].refuses(m, call) or BACKENDS[name].missing():
+        raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
+    _record(m.name, name)
+    return BACKENDS[name]
+
+
+_used: dict[str, str] = {}
+
+
+@_constant  # in a compiled graph the choice is made while tracing
+def _record(mechanism: str, backend: str) -> None:
+    _used[mechanism] = backend
+
+
+def used_backend(m: Mechanism) -> str | None:
+    """The backend that the latest call of the mechanism in this process took."""
+    return _used.get(m.name)
+
+
+# --- the backends --------------------------------------------------------------------------------
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
+    weights = attention_weights(q, k, m, params=params)
+    with torch.autocast(q.device.type, enabled=False):
+        return (weights @ v.to(weights.dtype)).to(v.dtype)
+
+
+def _rowblock(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
+    return attend_by_row_blocks(_eager, q, k, v, m, params)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
+    """PyTorch's flash attention; the scale of ssmax is a factor of q."""
+    length, keys = q.shape[-2], k.shape[-2]
+    if params is not None:
+        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=params.dtype)
+        q = (q * (params.view(-1, 1, 1) * row_count.log().unsqueeze(-1))).to(q.dtype)
+    if length == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # SDPA aligns is_causal with the first key, a cache needs the last.
+    visible = None
+    if length > 1:
+        visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None) -> Tensor:
+    from lssar import cpu
+
+    return cpu.lssar(q, k, v, p=m.p, alpha=m.alpha, train_length=m.train_length)
+
+
+def _cpu_most_keys(head_dim: int) -> int:
+    from lssar import cpu
+
+    return cpu.most_keys(head_dim)
+
+
+@_constant
+def _cpu_missing() -> str | None:
+    from lssar import cpu
+
+    return _with_notice("CPU", cpu.unavailable())
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None) -> Tensor:
+    from lssar import triton_op
+
+    return triton_op.lssar(q, k, v, p=m.p, alpha=m.alpha, train_length=m.train_length)
+
+
+@_constant
+def _triton_missing() -> str | None:
+    from lssar import triton_op
+
+    return _with_notice("GPU", triton_op.unavailable())
+
+
+@functools.cache
+def _with_notice(device: str, reason: str | None) -> str | None:
+    if reason:
+        text = f"LSSAR runs without its fused {device} kernel, several times slower: {reason}"
+        warnings.warn(text, stacklevel=2)
+    return reason
+
+
+_SOFTMAX = {"scale": ("1/sqrt(d)", "s log N / sqrt(d)"), "length": PARTS["length"]}
+
+
+def _fused(
+    devices: tuple[str, ...], largest_head_dim: int, most_keys: Callable[[int], int] | None = None
+) -> Computes:
+    return Computes(
+        {"scale": ("log d log N",), "phi": ("softplus",), "length": PARTS["length"]},
+        sharpened=(False, True),
+        devices=devices,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        largest_head_dim=largest_head_dim,
+        most_keys=most_keys,
+        other_value_dim=False,
+    )
+
+
+# In order of preference.
+BACKENDS: dict[str, Backend] = {
+    "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
+    "triton": Backend(_triton, _fused(("cuda",), 128), _triton_missing),
+    "cpu": Backend(_cpu, _fused(("cpu",), 256, _cpu_most_keys), _cpu_missing),
+    "rowblock": Backend(_rowblock),
+    "eager": Backend(_eager),
+}

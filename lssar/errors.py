@@ -1,0 +1,15 @@
+"""What a caller's mistake looks like: one clear line."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in the user's input. The message says what, which value, and what to do."""
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """The tail of an "unknown name" message: the nearest option, or all of them."""
+    options = sorted(options)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(options)}"

@@ -1,0 +1,200 @@
+"""The attention matrix, written out: what every backend must equal.
+
+weights = attention_weights(q, k, "lssar")  # (B, H, Lq, Lk)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lssar.errors import UserError
+from lssar.mechanisms import SIGNED, Mechanism, get_mechanism
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
+    "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "mish": F.mish,
+}
+
+# Rows 1..3 are not shifted: with so few keys nothing would be left above the mean.
+UNSHIFTED_ROWS = 3
+
+# A row is flat, and has nothing to sharpen, where its largest excess over the mean is within the
+# rounding of its scores: excess <= FLAT (4 + largest possible |score|) eps * maximum. The fused
+# kernels give equal keys equal scores, to the bit, and need only 2^-20 of the maximum.
+FLAT = 2.0
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mechanism: str | Mechanism, *, params: Tensor | None = None
+) -> Tensor:
+    """The attention matrix (B, H, Lq, Lk) of queries (B, H, Lq, d) over keys (B, H, Lk, d).
+
+    Causal, the last query aligned with the last key: query i of Lq sees Lk - Lq + i + 1 keys.
+    float64 in, float64 out; any other type is computed, and returned, in float32.
+    """
+    check_shapes(q, k)
+    mechanism = resolve(mechanism, keys=k.shape[2])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    with torch.autocast(q.device.type, enabled=False):
+        return _weights(q.to(dtype), k.to(dtype), mechanism, parameters_of(mechanism, params, q))
+
+
+def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
+    length, keys = q.shape[-2], k.shape[-2]
+    position = torch.arange(keys - length + 1, keys + 1, device=q.device).unsqueeze(-1)  # (Lq, 1)
+    key = torch.arange(1, keys + 1, device=q.device)
+    visible = key <= position  # (Lq, Lk)
+    if m.window is not None:
+        visible &= key > position - m.window
+        position = position.clamp(max=m.window)
+    row_count = position.to(q.dtype)
+
+    x = _scores(q, k, m, row_count, params)
+    a = _normalise(_activate(x, visible, m), m, row_count, params)
+    a = _post_step(a, m, row_count, visible)
+    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count)) if m.sharpened else a
+
+
+@torch.no_grad()
+def _score_bound(q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor) -> Tensor:
+    """The largest score each row could have; its rounding is a few eps of that."""
+    d = q.shape[-1]
+    if m.scale == "log d log N":
+        return math.log(d) * row_count.log()
+    longest = k.norm(dim=-1).cummax(-1).values[..., k.shape[-2] - q.shape[-2] :]
+    return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
+
+
+def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:
+    d = q.shape[-1]
+    if m.scale == "log d log N":
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        q = q * (math.log(d) * row_count.log())
+    elif m.scale == "s log N / sqrt(d)":
+        q = q * (_per_head(params) * row_count.log() / math.sqrt(d))
+    else:
+        q = q / math.sqrt(d)
+    x = q @ k.mT
+    if m.bias == "-log N":
+        x = x - row_count.log()
+    elif m.bias == "-log L":
+        x = x - math.log(m.train_length)
+    return x
+
+
+def _activate(x: Tensor, visible: Tensor, m: Mechanism) -> Tensor:
+    """phi(x) on the visible keys, zero elsewhere."""
+    if m.phi == "exp":
+        x = x.masked_fill(~visible, -torch.inf)
+        # l1 removes any factor of a row, so shifting by its maximum is exact and cannot overflow.
+        return (x - x.detach().amax(-1, keepdim=True) if m.norm == "l1" else x).exp()
+    return ACTIVATIONS[m.phi](x).masked_fill(~visible, 0)
+
+
+def _normalise(a: Tensor, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:
+    if m.norm == "l1":
+        return _l1(a, signed=m.phi in SIGNED)
+    if m.norm == "L":
+        return a / m.train_length
+    if m.norm == "gamma sqrt(N/2)":
+        return a / (_per_head(params) * (row_count / 2).sqrt())
+    return a
+
+
+def _l1(a: Tensor, signed: bool) -> Tensor:
+    """Rows divided by their l1-norm; a row of zeros attends to nothing and stays zero."""
+    total = (a.abs() if signed else a).sum(-1, keepdim=True)
+    return a / total.masked_fill(total == 0, 1)
+
+
+def _post_step(a: Tensor, m: Mechanism, row_count: Tensor, visible: Tensor) -> Tensor:
+    if m.post == "none":
+        return a
+    if m.post == "negate":
+        return -a
+    mean = (row_count > UNSHIFTED_ROWS) / row_count
+    a = (a - mean).masked_fill(~visible, 0)
+    return _l1(a, signed=True) if m.post == "recentre, l1" else a
+
+
+def sharpen(
+    stage_one: Tensor, m: Mechanism, row_count: Tensor, score_bound: Tensor | float = 0.0
+) -> Tensor:
+    """l1(relu(N A - 1[N > 3])^p), the re-weighting of stage-one rows A.
+
+    Scaling a row changes nothing, so the safe form raises y / max(y) in [0, 1] to the power. A row
+    whose largest excess over its mean is rounding noise (all keys alike) has nothing to sharpen:
+    it stays the stage-one row. Scores up to `score_bound` are off by that many eps, and phi far
+    below zero passes all of it on to the weights.
+    """
+    p = m.exponents(row_count)
+    shift = (row_count > UNSHIFTED_ROWS).to(row_count.dtype)
+    if m.numerics == "naive":
+        x = F.relu(row_count * stage_one - shift) ** p
+        return x / x.sum(-1, keepdim=True)
+    y = F.relu(stage_one - shift / row_count)
+    # l1 removes the maximum again, so no gradient needs to pass through it.
+    y_max = y.detach().amax(-1, keepdim=True)
+    noise = FLAT * (4 + score_bound) * torch.finfo(y.dtype).eps
+    uniform = y_max <= noise * stage_one.detach().amax(-1, keepdim=True)
+    z = (y / y_max.masked_fill(uniform, 1)) ** p
+    w = z / z.sum(-1, keepdim=True).masked_fill(uniform, 1)
+    return torch.where(uniform, stage_one, w)
+
+
+def _per_head(params: Tensor | None) -> Tensor:
+    assert params is not None  # `parameters_of` made them
+    return params.view(-1, 1, 1)  # against (B, H, Lq, Lk)
+
+
+# --- what a call means --------------------------------------------------------------------------
+
+
+def resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
+    """The mechanism of this call: L is a number, and a window that hides nothing is dropped."""
+    m = mechanism if isinstance(mechanism, Mechanism) else get_mechanism(mechanism)
+    if m.length == "current":
+        m = replace(m, length="train", train_length=keys)
+    return replace(m, window=None) if m.window is not None and m.window >= keys else m
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        rule = "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
+    elif v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3]):
+        rule = "attention needs one value for each key"
+    elif not 1 <= q.shape[2] <= k.shape[2]:
+        rule = "causal attention needs 1 <= Lq <= Lk"
+    else:
+        return
+    shapes = [
+        f"{n} {tuple(t.shape)}" for n, t in zip("qkv", (q, k, v), strict=True) if t is not None
+    ]
+    raise UserError(f"{rule}; got {', '.join(shapes)}")
+
+
+def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | None:
+    """The learnable scalar of each head, (H,), in the type the weights are computed in."""
+    if m.parameter_init is None:
+        if params is not None:
+            raise UserError(f"attention {m.name!r} has no learnable parameter; leave params out")
+        return None
+    heads, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
+    if params is None:
+        return torch.full((heads,), m.parameter_init, device=q.device, dtype=dtype)
+    if params.shape != (heads,):
+        raise UserError(
+            f"attention {m.name!r} takes params of shape ({heads},), not {tuple(params.shape)}"
+        )
+    return params.to(dtype)

@@ -1,0 +1,112 @@
+"""The choice of a backend: what it declares is what it computes, for any combination of parts."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lssar.backends import BACKENDS, Call, Computes, attend, choose_backend, used_backend
+from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism
+from lssar.reference import attention_weights
+
+COSINE_SOFTMAX = Mechanism("cosine-softmax", "Cosine softmax", scale="log d log N")
+
+
+@st.composite
+def mechanisms(draw):
+    """Any combination of parts, whether the paper has it or not."""
+    parts = {part: draw(st.sampled_from(values)) for part, values in PARTS.items()}
+    parts["numerics"] = "safe"
+    learnable = parts["scale"].startswith("s ") or parts["norm"].startswith("gamma")
+    probabilities = (parts["norm"], parts["post"]) == ("l1", "none") and parts["phi"] not in SIGNED
+    return Mechanism(
+        "drawn",
+        "Drawn",
+        **parts,
+        p=draw(st.sampled_from([None, 1, 2.5, 15])) if probabilities else None,
+        alpha=draw(st.sampled_from([0.0, 0.3])),
+        train_length=draw(st.sampled_from([5, 1024])),
+        window=draw(st.sampled_from([None, 1, 4, 100])),
+        parameter_init=0.43 if learnable else None,
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    mechanisms(),
+    st.sampled_from([(1, 9), (7, 7), (5, 19)]),
+    st.sampled_from([(4, 4), (8, 8), (8, 5)]),
+    st.integers(0, 10**6),
+)
+def test_whatever_auto_picks_equals_the_reference(m, lengths, widths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    (lq, lk), (d, dv) = lengths, widths
+    q, k, v = (
+        torch.randn(2, 3, *shape, generator=generator) for shape in ((lq, d), (lk, d), (lk, dv))
+    )
+    expected = attention_weights(q.double(), k.double(), m) @ v.double()
+    eager = attention_weights(q, k, m).double() @ v.double()
+    # Sharpened rows close to uniform are ill-conditioned for any implementation.
+    loss = (eager - expected).abs().max()
+    tolerance = 1e-5 * (1 + expected.abs().max()) + 4 * loss
+    got = attend(q, k, v, m)
+    assert (got.double() - expected).abs().max() <= tolerance, (used_backend(m), m)
+
+
+@pytest.mark.parametrize("part", [f.name for f in fields(Mechanism)])
+def test_every_field_of_a_mechanism_reaches_the_choice(part):
+    """A field that no backend is asked about would be ignored by the fused ones in silence."""
+    of_the_call = {"p", "window", *PARTS}
+    passed_on = {"alpha", "train_length", "parameter_init"}  # numbers that every kernel is given
+    assert part in of_the_call | passed_on | {"name", "label"}
+
+
+def test_an_entry_no_backend_knows_is_computed_by_the_reference():
+    q, k, v = torch.randn(3, 1, 2, 33, 16, dtype=torch.float64).unbind()
+    for m in (COSINE_SOFTMAX, replace(MECHANISMS["lssar"], name="biased", bias="-log N")):
+        for precise in (False, True):
+            inputs = (q, k, v) if precise else (q.float(), k.float(), v.float())
+            out = attend(*inputs, m)
+            assert used_backend(m) in ("eager", "rowblock")
+            expected = attention_weights(q, k, m) @ v
+            assert (out - expected).abs().max() < (1e-12 if precise else 1e-4)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_does_not_exist_is_refused(part):
+    with pytest.raises(UserError, match=rf"'mine': {part} = 'logs'; choose from"):
+        Mechanism("mine", "Mine", **{part: "logs"})
+
+
+def test_a_parameter_without_a_use_and_a_use_without_a_parameter_are_refused():
+    with pytest.raises(UserError, match=r"parameter_init = 0\.5"):
+        Mechanism("mine", "Mine", parameter_init=0.5)
+    with pytest.raises(UserError, match="parameter_init = None"):
+        Mechanism("mine", "Mine", scale="s log N / sqrt(d)")
+
+
+@pytest.mark.parametrize("parts", [{"norm": "L"}, {"post": "negate"}, {"phi": "gelu"}], ids=str)
+def test_only_probabilities_can_be_re_weighted(parts):
+    with pytest.raises(UserError, match=r"p = 3; re-weighting takes probabilities"):
+        Mechanism("mine", "Mine", **parts, p=3)
+
+
+def test_a_backend_computes_only_the_default_of_what_it_does_not_name():
+    call = Call("cpu", torch.float32, 100, 8)
+    silent = Computes()
+    assert silent.refuses(MECHANISMS["softmax"], call) is None
+    refused = {name for name, m in MECHANISMS.items() if silent.refuses(m, call)}
+    assert refused == set(MECHANISMS) - {"softmax"}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanism_has_a_backend_on_every_device(name):
+    for device in ("cpu", "cuda", "mps"):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            for value_dim in (64, 48):
+                call = Call(device, dtype, 2**30, 64, value_dim=value_dim)
+                chosen = choose_backend(MECHANISMS[name], call, everywhere=True)
+                assert BACKENDS[chosen].refuses(MECHANISMS[name], call) is None
