@@ -1,7 +1,7 @@
 """python attention_maps.py CKPT [CKPT ...] --text "..." --out results/maps.json
 
-Attention weights of every head of one layer (the last, or `--layer`), as a figure a checkpoint and
-as numbers. Without `--text`, the sentence of the paper's figure. Colours are clamped to [0, 0.5].
+Attention weights of every head of one layer (the last, or `--layer`), as one figure per checkpoint
+and as numbers. Without `--text`, the sentence of the paper's figure. Colours end at 0.5.
 
 Per head, over rows i > 3 (the first rows have little choice):
 
@@ -10,30 +10,44 @@ Per head, over rows i > 3 (the first rows have little choice):
     zeros     share of the visible weights that are exactly zero
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
-
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
-import distributed
-import plots
-from attention import UNSHIFTED_ROWS, attention_weights
-from data.tokeniser import Tokeniser
-from errors import UserError, positive, run
-from evaluation import Checkpoint, EvaluationParser, labels, open_checkpoints, table
-from model import GPT
-from results_io import Results
+from evaluating.protocol import EvaluationParser
+from support.command import answer_early, positive, run
 
 CAPTION_TEXT = (
     "Working from home can be great most days. I enjoy the flexibility and not having to commute "
     "in traffic. But sometimes I miss the office interactions with my coworkers and team meetings."
 )
+
+
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
+    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+    parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+    parser.add_argument("--text", default=CAPTION_TEXT)
+    parser.add_argument("--layer", type=positive, help="from 1; default the last")
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.tokeniser import Tokeniser
+from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
+from evaluating.protocol import open_results
+from evaluating.results import Record
+from lssar.errors import UserError
+from lssar.reference import UNSHIFTED_ROWS, attention_weights
+from model import GPT
+from support import plots
+from support.text import table
+from training import distributed
+
 CLAMP = 0.5
 COLUMNS = 4
 PANEL = 2.3  # inches
@@ -62,8 +76,8 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
     return attention_weights(q, k, attention.mechanism, params=params)[0].cpu()
 
 
-def head_statistics(weights: Tensor) -> list[dict]:
-    """sink, entropy and zeros of each head; weights (heads, L, L)."""
+def head_statistics(weights: Tensor) -> dict[str, list[float]]:
+    """sink, entropy and zeros, one number per head; weights (heads, L, L)."""
     rows = weights[:, UNSHIFTED_ROWS:].double()  # (heads, L - 3, L)
     length = weights.shape[-1]
     visible = torch.ones(length, length, dtype=torch.bool).tril()[UNSHIFTED_ROWS:]
@@ -71,12 +85,7 @@ def head_statistics(weights: Tensor) -> list[dict]:
     entropy = -torch.special.xlogy(share, share).sum(-1).mean(-1)
     zeros = ((rows == 0) & visible).sum((-1, -2)) / visible.sum()
     sink = rows[:, :, 0].mean(-1)
-    return [
-        {"head": head + 1, "sink": s, "entropy": e, "zeros": z}
-        for head, (s, e, z) in enumerate(
-            zip(sink.tolist(), entropy.tolist(), zeros.tolist(), strict=True)
-        )
-    ]
+    return {"sink": sink.tolist(), "entropy": entropy.tolist(), "zeros": zeros.tolist()}
 
 
 # --- the figure ----------------------------------------------------------------------------------
@@ -94,7 +103,7 @@ def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
     return ["".join(map(visible, tokeniser.decode([t]))) for t in tokens]
 
 
-def draw(weights: Tensor, statistics: list[dict], names: list[str], title: str):
+def draw(weights: Tensor, sinks: list[float], names: list[str], title: str):
     heads = len(weights)
     columns = min(COLUMNS, heads)
     rows = -(-heads // columns)
@@ -108,10 +117,11 @@ def draw(weights: Tensor, statistics: list[dict], names: list[str], title: str):
         sharex=True,
         sharey=True,
     )
-    for axes, matrix, numbers in zip(grid.flat, weights.numpy(), statistics, strict=False):
+    panels = zip(grid.flat, weights.numpy(), sinks, strict=False)
+    for head, (axes, matrix, sink) in enumerate(panels, start=1):
         image = plots.heatmap(axes, np.clip(matrix, 0, CLAMP), low=0, high=CLAMP)
         axes.set_box_aspect(1)
-        axes.set_title(f"head {numbers['head']}: sink {numbers['sink']:.2f}", fontsize=7)
+        axes.set_title(f"head {head}: sink {sink:.2f}", fontsize=7)
         if type_size >= SMALLEST_TYPE:
             axes.set_xticks(range(len(names)), names, rotation=90, fontsize=type_size)
             axes.set_yticks(range(len(names)), names, fontsize=type_size)
@@ -130,21 +140,16 @@ def draw(weights: Tensor, statistics: list[dict], names: list[str], title: str):
 
 
 def main(argv: list[str]) -> None:
-    parser = EvaluationParser(__doc__)
-    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
-    parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
-    parser.add_argument("--text", default=CAPTION_TEXT)
-    parser.add_argument("--layer", type=positive, help="from 1; default the last")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     device = distributed.start(arguments.device).device
     checkpoints = open_checkpoints(arguments.checkpoints)
     texts = {c.identity: encode(c, arguments.text) for c in checkpoints}
     layers = {c.identity: chosen_layer(c, arguments.layer) for c in checkpoints}
     settings = {"text": arguments.text, "layer": arguments.layer}
-    results = Results(arguments.out, "attention maps", settings, about={"clamp": CLAMP})
+    results = open_results(arguments.out, "attention maps", settings, about={"clamp": CLAMP})
     for checkpoint in checkpoints:
-        results.checkpoints.setdefault(checkpoint.identity, checkpoint.describe())
-    names = labels(results.checkpoints)
+        results.runs.setdefault(checkpoint.identity, checkpoint.describe())
+    names = labels(results.runs)
     for checkpoint in checkpoints:
         identity = checkpoint.identity
         tokens, layer = texts[identity], layers[identity]
@@ -152,14 +157,28 @@ def main(argv: list[str]) -> None:
             checkpoint.load(device), torch.from_numpy(tokens.astype(np.int64)).to(device), layer
         )
         statistics = head_statistics(weights)
-        key = {"checkpoint": identity, "variant": "as trained", "length": len(tokens)}
-        if results.find(**key) is None:
-            results.add(key | {"layer": layer + 1, "heads": statistics})
+        if results.find(run=identity) is None:
+            results.add(*records(identity, layer, len(tokens), statistics))
         title = f"{names[identity]}, layer {layer + 1}"
-        figure = draw(weights, statistics, token_names(checkpoint.tokeniser(), tokens), title)
+        shown = token_names(checkpoint.tokeniser(), tokens)
+        figure = draw(weights, statistics["sink"], shown, title)
         print(f"\n{title}\n{heads_table(statistics)}")
         for path in plots.save(figure, results.sibling(f"-{file_name(names[identity])}.png")):
             print(f"figure: {path}")
+
+
+def records(identity: str, layer: int, length: int, statistics: dict) -> list[Record]:
+    """The means over heads."""
+    return [
+        Record(
+            quantity,
+            identity,
+            float(np.mean(heads)),
+            length=length,
+            details={"layer": layer + 1, "heads": heads},
+        )
+        for quantity, heads in statistics.items()
+    ]
 
 
 def encode(checkpoint: Checkpoint, text: str) -> np.ndarray:
@@ -179,13 +198,11 @@ def chosen_layer(checkpoint: Checkpoint, number: int | None) -> int:
     return (number or count) - 1
 
 
-def heads_table(statistics: list[dict]) -> str:
-    body = [
-        [str(s["head"]), *(f"{s[key]:.3f}" for key in ("sink", "entropy", "zeros"))]
-        for s in statistics
-    ]
-    means = [f"{np.mean([s[key] for s in statistics]):.3f}" for key in ("sink", "entropy", "zeros")]
-    return table(["head", "sink", "entropy", "zeros"], [*body, ["mean", *means]])
+def heads_table(statistics: dict[str, list[float]]) -> str:
+    rows = [*zip(*statistics.values(), strict=True), map(np.mean, statistics.values())]
+    names = [*map(str, range(1, len(rows))), "mean"]
+    body = [[n, *(f"{v:.3f}" for v in row)] for n, row in zip(names, rows, strict=True)]
+    return table(["head", *statistics], body)
 
 
 def file_name(label: str) -> str:

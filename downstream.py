@@ -9,13 +9,8 @@ scrolls_summscreenfd and lambada_openai. Each finished task is kept; the same co
     --max-length 2048             longer inputs lose their beginning; default: 2 x training length
     --limit 100                   only the first documents of each task, to try it out
 
-The harness' own command works too, see integrations/harness/sitecustomize.py.
+The harness' own command works too, see evaluating/harness/sitecustomize.py.
 """
-
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
 
 import importlib.metadata
 import importlib.util
@@ -25,37 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import distributed
-from data.shards import describe_set
-from errors import UserError, positive, run, whole
-from evaluation import Checkpoint, EvaluationParser, arithmetic, kept_on_interrupt, open_checkpoints
-from results_io import Results
-
-BOOTSTRAP = 1000  # resamples for the standard error of a perplexity
-PACKAGES = ("lm_eval", "transformers", "datasets", "rouge_score")
-
-
-def main(argv: list[str]) -> None:
-    arguments = make_parser().parse_args(argv)
-    check(arguments)
-    # Here, because the harness takes seconds to import and --help should not.
-    import downstream_report as report
-    from downstream_tasks import TaskSource, chosen_tasks
-
-    tasks = chosen_tasks(arguments.tasks)
-    checkpoints = open_checkpoints(arguments.checkpoints)
-    results = open_results(arguments)
-    with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
-        source = TaskSource(Path(scratch), arguments.data_dir, arguments.corpus)
-        for task in tasks:  # every document can be read, before anything is computed
-            if any(missing(results, c, task, arguments) for c in checkpoints):
-                source.load(task)
-        for checkpoint in checkpoints:
-            fill(results, checkpoint, tasks, source, arguments)
-    results.save()
-    print(report.tables(results))
-    for figure in report.figures(results):
-        print(f"figure: {figure}")
+from evaluating.protocol import EvaluationParser
+from support.command import answer_early, positive, run, whole
 
 
 def make_parser() -> EvaluationParser:
@@ -72,6 +38,44 @@ def make_parser() -> EvaluationParser:
     return parser
 
 
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
+from data.shards import describe_set
+from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
+from evaluating.results import Record, Results
+from lssar.cache import ensure_hub_cache
+from lssar.errors import UserError
+from training import distributed
+
+BOOTSTRAP = 1000  # resamples for the standard error of a perplexity
+PACKAGES = ("lm_eval", "transformers", "datasets", "rouge_score")
+
+
+def main(argv: list[str]) -> None:
+    arguments = make_parser().parse_args(argv)
+    check(arguments)
+    ensure_hub_cache()
+    # Here, because the harness takes seconds to import and --help should not.
+    from evaluating import downstream_report as report
+    from evaluating.tasks import TaskSource, chosen_tasks
+
+    tasks = chosen_tasks(arguments.tasks)
+    checkpoints = open_checkpoints(arguments.checkpoints)
+    results = open_results(arguments.out, "downstream", *protocol(arguments))
+    with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
+        source = TaskSource(Path(scratch), arguments.data_dir, arguments.corpus)
+        for task in tasks:  # every document can be read, before anything is computed
+            if not all(results.find(**key_of(c, task, arguments)) for c in checkpoints):
+                source.load(task)
+        for checkpoint in checkpoints:
+            fill(results, checkpoint, tasks, source, arguments)
+    print(report.tables(results))
+    for figure in report.figures(results):
+        print(f"figure: {figure}")
+
+
 def check(arguments) -> None:
     if arguments.data_dir is not None and not arguments.data_dir.is_dir():
         raise UserError(f"--data-dir {arguments.data_dir}: no such folder")
@@ -81,7 +85,8 @@ def check(arguments) -> None:
         raise UserError("downstream.py runs in one process; start it without torchrun")
 
 
-def open_results(arguments) -> Results:
+def protocol(arguments) -> tuple[dict, dict]:
+    """What has to be equal for scores to be comparable, and what is good to know."""
     versions = {p: importlib.metadata.version(p) for p in PACKAGES}
     with arithmetic(arguments.precision, distributed.start(arguments.device).device) as precision:
         pass  # only its name is needed here
@@ -93,35 +98,28 @@ def open_results(arguments) -> Results:
         "lm_eval": versions["lm_eval"],
     }
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
-    if arguments.corpus:
-        about["corpus"] = describe_set(arguments.corpus)
-    results = Results(arguments.out, "downstream", settings, about)
-    if results.rows:
-        print(f"continuing {results.path}: {len(results.rows)} finished rows are kept")
-    return results
+    corpus = {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
+    return settings, about | corpus
 
 
-def row_key(checkpoint: Checkpoint, task: str, arguments) -> dict:
-    """A row is one task of one checkpoint: the task is its variant, max_length its length."""
-    from integrations.lm_eval_model import default_max_length
+def key_of(checkpoint: Checkpoint, task: str, arguments) -> dict:
+    """What the records of one task of one checkpoint share; their length is max_length."""
+    from evaluating.lm_eval_model import default_max_length
 
     length = arguments.max_length or default_max_length(checkpoint)
     name = Path(task).stem if task.endswith(".yaml") else task
-    return {"checkpoint": checkpoint.identity, "variant": name, "length": length}
-
-
-def missing(results: Results, checkpoint: Checkpoint, task: str, arguments) -> bool:
-    return results.find(**row_key(checkpoint, task, arguments)) is None
+    return {"run": checkpoint.identity, "task": name, "length": length}
 
 
 def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arguments) -> None:
     """Measure what the results do not have yet of one checkpoint."""
-    from integrations.lm_eval_model import CheckpointLM
+    from evaluating.lm_eval_model import CheckpointLM
 
-    results.checkpoints.setdefault(checkpoint.identity, checkpoint.describe())
+    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     lm: CheckpointLM | None = None
     for task in tasks:
-        if not missing(results, checkpoint, task, arguments):
+        key = key_of(checkpoint, task, arguments)
+        if results.find(**key):
             continue
         lm = lm or CheckpointLM(
             checkpoint,
@@ -130,42 +128,47 @@ def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arg
             device=arguments.device,
             precision=arguments.precision,
         )
-        begun = time.monotonic()
-        measured = measure(lm, task, source, arguments.limit)
-        seconds = round(time.monotonic() - begun, 2)
-        results.add(row_key(checkpoint, task, arguments) | measured | {"seconds": seconds})
-        shown = ", ".join(f"{k} {v['value']:.4g}" for k, v in measured["metrics"].items())
-        print(f"{checkpoint.info.run}, {results.rows[-1]['variant']}: {shown}", file=sys.stderr)
+        found = measure(lm, key, source.load(task), arguments.limit)
+        results.add(*found)
+        shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
+        print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
 
 
-def measure(lm, task: str, source, limit: int | None) -> dict:
-    """All metrics of one task with their standard errors, the whole group's where it is one."""
+def measure(lm, key: dict, loaded: dict, limit: int | None) -> list[Record]:
+    """Every metric of one task with its standard error, the whole group's where it is one."""
     import lm_eval
 
-    from downstream_tasks import quiet_harness
+    from evaluating.tasks import quiet_harness
 
-    loaded = source.load(task)
+    begun = time.monotonic()
     with quiet_harness():
         found = lm_eval.evaluate(
             lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False
         )
     name = next(iter(loaded["groups"]), None) or next(iter(loaded["tasks"]))
-    metrics: dict[str, dict] = {}
-    for key, value in found["results"][name].items():
-        metric, comma, _ = key.partition(",")
-        if not comma or not isinstance(value, int | float):
+    details = {
+        "samples": sum(found["n-samples"][t]["effective"] for t in loaded["tasks"]),
+        "max_gen_toks": lm.max_gen_toks,
+        "version": found["versions"].get(name),
+        "seconds": round(time.monotonic() - begun, 2),
+    }
+    whole = metrics(found["results"][name])
+    parts = {t: metrics(found["results"][t]) for t in loaded["tasks"] if t != name}
+    records = []
+    for metric, value in whole.items():
+        if metric.endswith("_stderr"):
             continue
-        base = metric.removesuffix("_stderr")
-        metrics.setdefault(base, {"value": None, "stderr": None})
-        metrics[base]["stderr" if metric.endswith("_stderr") else "value"] = float(value)
-    samples = sum(found["n-samples"][t]["effective"] for t in loaded["tasks"])
-    row = {"samples": samples, "max_gen_toks": lm.max_gen_toks, "metrics": metrics}
-    if len(loaded["tasks"]) > 1:
-        row["subtasks"] = {
-            t: {k.partition(",")[0]: v for k, v in found["results"][t].items() if "," in k}
-            for t in loaded["tasks"]
-        }
-    return row | {"version": found["versions"].get(name)}
+        subtasks = {t: scores[metric] for t, scores in parts.items() if metric in scores}
+        more = {"subtasks": subtasks} if subtasks else {}
+        error = whole.get(f"{metric}_stderr")
+        records.append(Record(metric, value=value, error=error, details=details | more, **key))
+    return records
+
+
+def metrics(scores: dict) -> dict[str, float]:
+    """The harness' "acc,none" and "acc_stderr,none" without the name of the filter."""
+    numbers = {k: v for k, v in scores.items() if "," in k and isinstance(v, int | float)}
+    return {key.partition(",")[0]: float(value) for key, value in numbers.items()}
 
 
 if __name__ == "__main__":

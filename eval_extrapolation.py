@@ -14,52 +14,55 @@ length, model and variant predicts the same tokens. Reported per length:
     context gain    loss on the last half training length of every window, minus the loss on the
                     same tokens when the model sees only the last training length of the window;
                     below zero, the far context helps
-    paired          loss minus that of the first checkpoint, segment by segment, with its error
+    paired          loss minus that of the first checkpoint, by segment, with its error
 
 `--p`, `--alpha`, `--window` and `--position-interpolation` add variants of each checkpoint. A
 window of the training length is the control that any claim of extrapolation has to beat.
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
-
 import hashlib
-import math
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
+from evaluating.protocol import EvaluationParser
+from support.command import answer_early, lengths, positive, run
+
+PAPER_TOKENS = 10_485_760
+
+
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
+    parser.add_run_arguments()
+    parser.add_argument("--data", required=True, help="folder of token shards")
+    parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--tokens", type=positive, help=f"targets; default {PAPER_TOKENS:,}")
+    parser.add_argument("--spread", action="store_true", help="segments from all over the set")
+    parser.add_argument("--segment", type=positive, help="default: the longest length")
+    parser.add_argument("--no-figures", action="store_true")
+    parser.add_variant_arguments()
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
 import torch
 from torch import Tensor
 
-import distributed
-import extrapolation_report as report
 from data.loader import validation_windows
 from data.shards import TokenSet, describe_set, open_split
-from distributed import World
-from errors import UserError, positive, run
-from evaluation import (
-    BATCH_TOKENS,
-    Checkpoint,
-    EvaluationParser,
-    Variant,
-    add_variant_arguments,
-    arithmetic,
-    configure,
-    kept_on_interrupt,
-    lengths,
-    open_checkpoints,
-    progress,
-    series_label,
-    variants,
-)
+from evaluating import extrapolation_report as report
+from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
+from evaluating.results import Record, Results
+from evaluating.variants import Variant, configure, series_label, variants
+from lssar.errors import UserError
 from model import GPT, ModelConfig
-from results_io import Results
+from training import distributed
+from training.distributed import World
 
-PAPER_TOKENS = 10_485_760
 Spans = list[tuple[int, int]]  # ranges of positions in a window, first included, last not
 
 
@@ -156,11 +159,13 @@ def measure(
     variant: Variant,
     targets: Targets,
     length: int,
-    world,
-    label,
-) -> dict:
-    """One row: everything that is reported of a model, a variant and a length."""
+    world: World,
+    label: str,
+) -> list[Record]:
+    """Loss and, beyond the training length, context gain of a model, a variant and a length."""
+    begun = time.monotonic()
     trained, train_length = checkpoint.config, checkpoint.info.train_length
+    key = {"run": checkpoint.identity, "variant": variant.name, "length": length}
     buckets = position_buckets(length)
     tail = train_length // 2 if length > train_length else 0
     spans = buckets + ([(length - tail, length)] if tail else [])
@@ -168,44 +173,34 @@ def measure(
     sums = segment_sums(model, targets, length, length, spans, world, label).numpy()
     by_bucket = sums[:, : len(buckets)]
     segment_losses = by_bucket.sum(1) / targets.segment
-    loss, error = mean_and_error(segment_losses)
+    loss, error = report.mean_and_error(segment_losses)
     windows = targets.tokens // length
-    row = {
-        "length": length,
-        "loss": loss,
-        "standard_error": error,
-        "perplexity": float(np.exp(np.float64(loss))) if loss < 700 else math.inf,
-        "by_position": [
-            {"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))}
-            for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True)
-        ],
-        "context_gain": None,
-        "segment_losses": segment_losses.tolist(),
-    }
+    by_position = [
+        {"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))}
+        for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True)
+    ]
+    details = {"by_position": by_position, "segment_losses": segment_losses.tolist()}
+    found = [Record("loss", value=loss, error=error, tokens=targets.tokens, details=details, **key)]
     if tail:
         configure(model, variant.config(trained, train_length, train_length))
         span = [(train_length - tail, train_length)]
         near = segment_sums(
             model, targets, length, train_length, span, world, f"{label}, near context"
         )
-        scored = tail * targets.segment // length  # tokens a segment
+        scored = tail * targets.segment // length  # tokens per segment
         full, near = sums[:, -1] / scored, near.numpy()[:, 0] / scored
-        gain, gain_error = mean_and_error(full - near)
-        row["context_gain"] = {
-            "gain": gain,
-            "standard_error": gain_error,
+        gain, error = report.mean_and_error(full - near)
+        parts = {
             "full_context": float(full.mean()),
             "near_context": float(near.mean()),
-            "tokens_a_window": tail,
+            "tokens_per_window": tail,
         }
-    return row
-
-
-def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """Mean over segments and its standard error, which one segment alone cannot have."""
-    if len(values) < 2:
-        return float(values.mean()), None
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+        tokens = tail * windows
+        found.append(
+            Record("context_gain", value=gain, error=error, tokens=tokens, details=parts, **key)
+        )
+    details["seconds"] = round(time.monotonic() - begun, 2)
+    return found
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -218,19 +213,6 @@ def main(argv: list[str]) -> None:
         evaluate(arguments, world)
     finally:
         distributed.finish()
-
-
-def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
-    parser.add_argument("--data", required=True, help="folder of token shards")
-    parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--tokens", type=positive, help=f"targets; default {PAPER_TOKENS:,}")
-    parser.add_argument("--spread", action="store_true", help="segments from all over the set")
-    parser.add_argument("--segment", type=positive, help="default: the longest length")
-    parser.add_argument("--no-figures", action="store_true")
-    add_variant_arguments(parser)
-    return parser
 
 
 def evaluate(arguments, world: World) -> None:
@@ -255,34 +237,32 @@ def evaluate(arguments, world: World) -> None:
         data, arguments.lengths, arguments.tokens, arguments.spread, arguments.segment
     )
     with arithmetic(arguments.precision, world.device) as precision:
-        results = open_results(arguments, targets, precision)
-        announce(arguments, targets, results, world)
+        if world.is_main:
+            announce(arguments, targets)
+        results = open_results(
+            arguments.out, "extrapolation", *protocol(arguments, targets, precision), world.is_main
+        )
         world.barrier()  # everyone has read the file before the first writes to it
         with kept_on_interrupt(results.path):
             for checkpoint in checkpoints:
                 fill(results, checkpoint, chosen, arguments.lengths, targets, world)
     if world.is_main:
-        results.extra = {"paired": report.paired_differences(results, checkpoints[0].identity)}
-        results.save()
         print(report.tables(results, checkpoints[0].identity))
         for figure in () if arguments.no_figures else report.figures(results):
             print(f"figure: {figure}")
 
 
-def announce(arguments, targets: Targets, results: Results, world: World) -> None:
-    if not world.is_main:
-        return
+def announce(arguments, targets: Targets) -> None:
     asked = PAPER_TOKENS if arguments.tokens is None else arguments.tokens
     if targets.tokens != asked:
         print(
             f"{targets.tokens:,} target tokens instead of {asked:,}: the largest multiple of "
             f"{targets.segment} that was asked for and {arguments.data} has"
         )
-    if results.rows:
-        print(f"continuing {results.path}: {len(results.rows)} finished rows are kept")
 
 
-def open_results(arguments, targets: Targets, precision: str) -> Results:
+def protocol(arguments, targets: Targets, precision: str) -> tuple[dict, dict]:
+    """What has to be equal for losses to be comparable, and what is good to know."""
     settings = {
         "tokens": targets.tokens,
         "segment": targets.segment,
@@ -290,8 +270,8 @@ def open_results(arguments, targets: Targets, precision: str) -> Results:
         "targets_sha256": targets.sha256(),
         "precision": precision,
     }
-    about = describe_set(arguments.data) | {"seed": None}  # nothing here is drawn at random
-    return Results(arguments.out, report.KIND, settings, about)
+    about = describe_set(arguments.data)
+    return settings, about
 
 
 def fill(
@@ -303,29 +283,26 @@ def fill(
     world: World,
 ) -> None:
     """Measure what the results do not have yet of one checkpoint."""
-    results.checkpoints.setdefault(checkpoint.identity, checkpoint.describe())
+    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     model: GPT | None = None
-    done: dict[ModelConfig, dict] = {}  # a variant that changes nothing at a length is not run
     for length in wanted:
-        done.clear()
+        done: dict[ModelConfig, list[Record]] = {}  # a variant may change nothing at a length
         for variant in (v for v in chosen if v.suits(checkpoint.config)):
-            key = {"checkpoint": checkpoint.identity, "variant": variant.name, "length": length}
             config = variant.config(checkpoint.config, checkpoint.info.train_length, length)
-            row = results.find(**key)
             label = f"{series_label(checkpoint.info.run, variant.name)} at {length}"
-            if row is None:
+            found = results.select(run=checkpoint.identity, variant=variant.name, length=length)
+            if not found:
                 if config not in done:
                     model = model or checkpoint.load(world.device)
-                    begun = time.monotonic()
                     done[config] = measure(
                         model, checkpoint, variant, targets, length, world, label
                     )
-                    done[config]["seconds"] = round(time.monotonic() - begun, 2)
-                row = done[config] | key
+                found = [replace(record, variant=variant.name) for record in done[config]]
                 if world.is_main:
-                    results.add(row)
-                    print(f"{label}: loss {row['loss']:.4f}", file=sys.stderr)
-            done.setdefault(config, row)
+                    results.add(*found)
+                    shown = report.number(found[0].value, ".4f")
+                    print(f"{label}: loss {shown}", file=sys.stderr)
+            done.setdefault(config, found)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,6 @@ end-of-text token, as `generate.py` does) and copies of the files of this reposi
 the model. It generates the tokens that `generate.py` does.
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
-
 import ast
 import importlib.util
 import itertools
@@ -23,24 +18,34 @@ import re
 import shutil
 from pathlib import Path
 
-from checkpoint import load_model
+from support.command import Parser, answer_early, run
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
 from data.tokeniser import EOT_TEXT, Gpt2Tokeniser, Tokeniser
-from errors import Parser, UserError, run
-from evaluation import Checkpoint, open_checkpoints
-from files import write_text, writing
+from evaluating.checkpoints import Checkpoint, open_checkpoints
+from lssar.errors import UserError
+from support.files import write_text, writing
+from training.checkpoint import load_model
 
 ROOT = Path(__file__).parent
-MODEL = "integrations.hf_model"
-KERNEL = ROOT / "kernels/lssar_cpu.cpp"
-KERNEL_MODULE = "kernels_lssar_cpu_source"
+MODEL = "evaluating.hf_model"
+KERNEL = ROOT / "lssar/lssar_cpu.cpp"
+KERNEL_MODULE = "lssar_cpu_source"
 MODEL_MODULE = "modeling_lssar"
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
         raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
@@ -65,7 +70,7 @@ def export(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def write_model(checkpoint: Checkpoint, out: Path) -> None:
-    from integrations.hf_model import LssarConfig, LssarForCausalLM
+    from evaluating.hf_model import LssarConfig, LssarForCausalLM
 
     described, tokeniser = checkpoint.config.to_dict(), checkpoint.tokeniser()
     ends = {"bos_token_id": tokeniser.eot, "eos_token_id": tokeniser.eot}
@@ -143,10 +148,10 @@ def write_code(out: Path) -> None:
     needed = modules_of(MODEL)
     for module in needed:
         text = exported(_file(module).read_text(encoding="utf-8"), needed)
-        if module == "kernels.cpu":
+        if module == "lssar.cpu":
             text = text.replace(*CPU_SOURCE)
         write_text(out / f"{_flat(module)}.py", text)
-    about = '"""kernels/lssar_cpu.cpp: transformers copies Python files only."""'
+    about = '"""lssar/lssar_cpu.cpp: transformers copies Python files only."""'
     source = KERNEL.read_text(encoding="utf-8")
     write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXT = {source!r}\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
@@ -183,7 +188,7 @@ def exported(text: str, modules: list[str]) -> str:
         inside = [f"{package}.{name.strip()}" for name in names.split(",")]
         if not set(inside) <= set(modules):
             return match.group()
-        # `from kernels import cpu`; transformers looks for `from .x import` to find files.
+        # `from lssar import cpu`; transformers looks for `from .x import` to find files.
         return "\n".join(
             f"{indent}from .{_flat(m)} import __name__ as _\n"
             f"{indent}from . import {_flat(m)} as {m.rpartition('.')[2]}"

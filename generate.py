@@ -8,22 +8,36 @@ Text from any checkpoint, printed as it is made.
     --seed 0                                the same seed, the same text
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
-
 import sys
 from collections.abc import Iterable, Iterator
+
+from evaluating.protocol import EvaluationParser
+from support.command import answer_early, number, positive, run, seed_number, whole
+
+
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
+    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
+    parser.add_argument("--prompt", default="", help="default: the beginning of a document")
+    parser.add_argument("--tokens", type=whole(1, 10**6), default=200)
+    parser.add_argument("--temperature", type=number(), default=0.8, help="or --greedy")
+    parser.add_argument("--top-k", type=positive)
+    parser.add_argument("--top-p", type=number(most=1))
+    parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--seed", type=seed_number, default=0)
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
 
 import numpy as np
 import torch
 
-import distributed
 from data.tokeniser import REPLACEMENT, Tokeniser
-from errors import number, positive, run, seed_number, whole
-from evaluation import EvaluationParser, open_checkpoints
+from evaluating.checkpoints import open_checkpoints
 from model import GPT
+from training import distributed
 
 # A character has at most four bytes and a token at least one, so what is still missing its end
 # began at most three tokens ago.
@@ -82,19 +96,6 @@ def main(argv: list[str]) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
-    parser.add_argument("--prompt", default="", help="default: the beginning of a document")
-    parser.add_argument("--tokens", type=whole(1, 10**6), default=200)
-    parser.add_argument("--temperature", type=number(), default=0.8, help="or --greedy")
-    parser.add_argument("--top-k", type=positive)
-    parser.add_argument("--top-p", type=number(most=1))
-    parser.add_argument("--greedy", action="store_true")
-    parser.add_argument("--seed", type=seed_number, default=0)
-    return parser
 
 
 if __name__ == "__main__":

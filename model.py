@@ -17,10 +17,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
-from cross_entropy import linear_cross_entropy, token_losses
-from errors import UserError, did_you_mean
-from padding import attend_padded, token_positions
+from attention import Attention, KVCache, Rope, rope_at, rope_tables
+from lssar.errors import UserError, did_you_mean
+from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
+from lssar.padding import token_positions
+from training.cross_entropy import linear_cross_entropy, token_losses
 
 # What the weights mean: raised by every change after which the same weights compute something
 # else. Checkpoints and exports carry it, and those of another meaning are refused.
@@ -122,92 +123,11 @@ def preset(name: str, attention: str | Mechanism = "softmax", **changes) -> Mode
     return ModelConfig(**(PRESETS[name] | changes), attention=mechanism)
 
 
-class KVCache:
-    """Keys and values of every layer, in buffers that are allocated once for `capacity` tokens."""
-
-    def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.length = 0
-        # Of a padded batch, (B, keys): which are tokens; set before the step that adds the last.
-        self.mask: Tensor | None = None
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, H, L, d) for one layer; returns all keys and values so far."""
-        end = self.length + k.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"KVCache of {self.capacity} tokens cannot hold {end}")
-        if layer not in self._layers:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        keys, values = self._layers[layer]
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
-
-
-Rope = tuple[Tensor, Tensor]
-
-
-def rope_tables(start: int, length: int, head_dim: int, interpolation: float, device) -> Rope:
-    """cos and sin (length, 1, 1, head_dim / 2) for positions start .. start + length - 1."""
-    return rope_at(torch.arange(start, start + length, device=device), head_dim, interpolation)
-
-
-def rope_at(position: Tensor, head_dim: int, interpolation: float) -> tuple[Tensor, Tensor]:
-    """cos and sin (..., 1, 1, head_dim / 2) of positions (L,), or (B, L) where rows differ."""
-    # Angles reach 16,384 radians: float32 would lose three digits of them.
-    dtype = torch.float32 if position.device.type == "mps" else torch.float64
-    pair = torch.arange(0, head_dim, 2, device=position.device, dtype=dtype)
-    angle = position.to(dtype).unsqueeze(-1) / interpolation * 10000.0 ** (-pair / head_dim)
-    angle = angle[..., None, None, :]  # against q and k as they leave the projection
-    return angle.cos().float(), angle.sin().float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on (..., d): each pair of dimensions 2i, 2i + 1 is turned by its angle."""
-    pairs = x.to(torch.promote_types(x.dtype, cos.dtype)).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # which fuses the plain form, and knows no complex numbers
-        a, b = pairs.unbind(-1)
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
-    return turned.flatten(-2).to(x.dtype)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__()
-        self.layer, self.heads, self.mechanism = layer, config.heads, config.attention
-        self.backend = "auto"
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
-        init = self.mechanism.parameter_init
-        self.head_scale = None if init is None else nn.Parameter(torch.full((self.heads,), init))
-
-    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
-        q, k, v = self.queries_keys_values(x, rope)
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-        mask = None if cache is None else cache.mask
-        out = attend_padded(  # (B, H, L, d)
-            q, k, v, self.mechanism, mask, params=self.head_scale, backend=self.backend
-        )
-        return self.proj(out.transpose(1, 2).reshape(x.shape))
-
-    def queries_keys_values(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        batch, length, _ = x.shape
-        qk, v = self.qkv(x).view(batch, length, 3, self.heads, -1).split((2, 1), dim=2)
-        turned = qk if rope is None else rotate(qk, *rope)
-        q, k = turned.transpose(1, 3).unbind(2)  # (B, H, L, d)
-        return q, k, v.squeeze(2).transpose(1, 2)
-
-
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config.width, config.heads, config.attention, layer)
         self.norm_mlp = nn.LayerNorm(config.width)
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)

@@ -1,7 +1,7 @@
 """python passkey.py CKPT [CKPT ...] --lengths 1024,1536,2048,4096,8192 --out results/passkey.json
 
 Passkey retrieval (Mohtashami and Jaggi, 2023): a number is hidden in filler text and asked for at
-the end. `--trials 100` prompts a length, `--seed 0`.
+the end. `--trials 100` prompts per length, `--seed 0`.
 
 A prompt is five parts joined by newlines: the task, filler, the line with the key, filler, the
 question. It is cut to exactly `length - 10` tokens, so that prompt and answer fill the length. Key
@@ -13,11 +13,6 @@ its 95 % Wilson interval. `--alpha`, `--p`, `--window` and `--position-interpola
 eval_extrapolation.py.
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
-
 import math
 import os
 import re
@@ -26,37 +21,42 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from evaluating.protocol import EvaluationParser
+from support.command import answer_early, lengths, run, seed_number, whole
+
+
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__)
+    parser.add_run_arguments()
+    parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
+    parser.add_argument("--trials", type=whole(1, 100_000), default=100)
+    parser.add_argument("--seed", type=seed_number, default=0)
+    parser.add_variant_arguments()
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
 import numpy as np
 import torch
 
-import distributed
-import passkey_report as report
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
-from errors import UserError, run, seed_number, whole
-from evaluation import (
-    BATCH_TOKENS,
-    Checkpoint,
-    EvaluationParser,
-    Variant,
-    add_variant_arguments,
-    arithmetic,
-    configure,
-    kept_on_interrupt,
-    lengths,
-    open_checkpoints,
-    progress,
-    series_label,
-    variants,
-)
-from files import are_checked, checked_line, open_regular, read_line, writing
+from evaluating import passkey_report as report
+from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
+from evaluating.results import Record, Results
+from evaluating.variants import Variant, configure, series_label, variants
+from lssar.errors import UserError
 from model import GPT
-from results_io import Results
+from support.files import are_checked, checked_line, open_regular, read_line, writing
+from training import distributed
 
 DEPTHS = 10  # equal parts of the filler, for accuracy by depth
 
 
-# --- scores --------------------------------------------------------------------------
+# --- scores --------------------------------------------------------------------------------------
 
 
 def is_right(answer: str, key: int) -> bool:
@@ -78,9 +78,9 @@ def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float
 
 
 class Answers:
-    """NAME-answers.jsonl: a line a trial, appended batch by batch."""
+    """NAME-answers.jsonl: one line per trial, appended batch by batch."""
 
-    KEY = ("checkpoint", "variant", "length", "trial")
+    KEY = ("run", "variant", "length", "trial")
 
     def __init__(self, path: Path):
         self.path = path
@@ -138,7 +138,7 @@ def batches(length: int, trials: int) -> Iterator[range]:
 def ask(
     model: GPT, tokeniser: Tokeniser, key: dict, trials: int, seed: int, answers: Answers, device
 ) -> list[dict]:
-    """The answers of one (checkpoint, variant, length), asking only what is not on disk."""
+    """The answers of one (run, variant, length), asking only what is not on disk."""
     length = key["length"]
     with progress(trials, f"{key['label']} at {length}", "trial") as bar:
         for batch in batches(length, trials):
@@ -160,29 +160,17 @@ def identity(key: dict) -> tuple:
     return tuple(key[k] for k in Answers.KEY[:3])
 
 
-def score(found: list[dict]) -> dict:
-    """Accuracy, its interval, and the same by depth."""
+def details(found: list[dict]) -> dict:
+    """What an accuracy was made of: its interval, and the answers by depth."""
     correct, trials = sum(a["right"] for a in found), len(found)
     low, high = wilson(correct, trials)
     by_depth = []
     for part in range(DEPTHS):
         here = [a["right"] for a in found if min(int(a["depth"] * DEPTHS), DEPTHS - 1) == part]
-        by_depth.append(
-            {
-                "from": part / DEPTHS,
-                "to": (part + 1) / DEPTHS,
-                "trials": len(here),
-                "correct": sum(here),
-            }
-        )
-    return {
-        "trials": trials,
-        "correct": correct,
-        "accuracy": correct / trials,
-        "wilson_low": low,
-        "wilson_high": high,
-        "by_depth": by_depth,
-    }
+        edges = {"from": part / DEPTHS, "to": (part + 1) / DEPTHS}
+        by_depth.append(edges | {"trials": len(here), "correct": sum(here)})
+    interval = {"wilson_low": low, "wilson_high": high}
+    return {"trials": trials, "correct": correct, **interval, "by_depth": by_depth}
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -200,42 +188,29 @@ def main(argv: list[str]) -> None:
             for trial in range(arguments.trials):
                 make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)
     with arithmetic(arguments.precision, device) as precision:
-        results, answers = open_results(arguments, precision)
+        results, answers = open_files(arguments, precision)
         with kept_on_interrupt(results.path):
             for checkpoint in checkpoints:
                 fill(results, answers, checkpoint, chosen, arguments, device)
-    results.save()
     print(report.tables(results))
     for figure in report.figures(results):
         print(f"figure: {figure}")
 
 
-def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
-    parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
-    parser.add_argument("--trials", type=whole(1, 100_000), default=100)
-    parser.add_argument("--seed", type=seed_number, default=0)
-    add_variant_arguments(parser)
-    return parser
-
-
-def open_results(arguments, precision: str) -> tuple[Results, Answers]:
+def open_files(arguments, precision: str) -> tuple[Results, Answers]:
     settings = {
         "trials": arguments.trials,
         "seed": arguments.seed,
         "answer_tokens": ANSWER_TOKENS,
         "precision": precision,
     }
-    results = Results(arguments.out, "passkey", settings, about={})
+    results = open_results(arguments.out, "passkey", settings, about={})
     path = results.sibling("-answers.jsonl")
     if path.exists() and not results.path.exists():
         raise UserError(
             f"{path} has answers of unknown settings, as {results.path} is gone; delete it or give "
             "another --out"
         )
-    if results.rows:
-        print(f"continuing {results.path}: {len(results.rows)} finished rows are kept")
     results.save()  # the settings, before the first answer
     return results, Answers(path)
 
@@ -249,12 +224,12 @@ def fill(
     device: torch.device,
 ) -> None:
     """Ask what the results do not have yet of one checkpoint."""
-    results.checkpoints.setdefault(checkpoint.identity, checkpoint.describe())
+    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     tokeniser = checkpoint.tokeniser()
     model: GPT | None = None
     for variant in (v for v in chosen if v.suits(checkpoint.config)):
         for length in arguments.lengths:
-            key = {"checkpoint": checkpoint.identity, "variant": variant.name, "length": length}
+            key = {"run": checkpoint.identity, "variant": variant.name, "length": length}
             if results.find(**key):
                 continue
             model = model or checkpoint.load(device)
@@ -266,9 +241,10 @@ def fill(
                 model, tokeniser, key | {"label": label}, arguments.trials, arguments.seed,
                 answers, device,
             )  # fmt: skip
-            row = key | score(found) | {"seconds": round(time.monotonic() - begun, 2)}
-            results.add(row)
-            print(f"{label} at {length}: {100 * row['accuracy']:.0f} %", file=sys.stderr)
+            made_of = details(found) | {"seconds": round(time.monotonic() - begun, 2)}
+            accuracy = made_of["correct"] / made_of["trials"]
+            results.add(Record("accuracy", value=accuracy, details=made_of, **key))
+            print(f"{label} at {length}: {100 * accuracy:.0f} %", file=sys.stderr)
 
 
 if __name__ == "__main__":

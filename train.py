@@ -14,50 +14,21 @@ died, 75 stopped by SIGTERM or SIGINT after saving (rerun with --resume). torchr
 one but 0 into 1: ask --status instead.
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
-
 import contextlib
 import math
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
-import distributed
-from attention import used_backend
-from checkpoint import (
-    CheckpointInfo,
-    Store,
-    find,
-    load_model,
-    read_description,
-    read_trainer,
-    take_optimiser,
-    take_weights,
-)
-from config import Config, load_config, parse_config
-from data.identity import identity, resumed
-from data.loader import TrainLoader, validation_windows
-from data.records import open_data
-from data.tokeniser import get_tokeniser
-from distributed import World
-from errors import Parser, UserError, positive, run
-from estimate import dry_run, peak_flops, refuse_too_large, summary
-from model import GPT
-from run_log import RunLog, how_stopped, machine, other_machine
-
-EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
+from support.command import Parser, answer_early, positive, run
+from training.config import Config, load_config, parse_config, read_config
 
 
-def main(argv: list[str]) -> int:
+def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """The options, and `--section.key=value` arguments that change the config."""
     parser = Parser(__doc__)
     parser.add_argument("config", help="a file of configs/")
     parser.add_argument("--resume", action="store_true")
@@ -67,6 +38,44 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)
+    read_config(arguments.config, overrides)  # raises for a name that does not exist
+    return arguments, overrides
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(parse_arguments)
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from data.identity import identity, resumed
+from data.loader import TrainLoader, validation_windows
+from data.records import open_data
+from data.tokeniser import get_tokeniser
+from lssar.backends import used_backend
+from lssar.errors import UserError
+from model import GPT
+from training import distributed
+from training.checkpoint import (
+    CheckpointInfo,
+    Store,
+    find,
+    load_model,
+    read_description,
+    read_trainer,
+    take_optimiser,
+    take_weights,
+)
+from training.distributed import World
+from training.estimate import dry_run, peak_flops, refuse_too_large, summary
+from training.run_log import RunLog, how_stopped, machine, other_machine
+
+EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
+
+
+def main(argv: list[str]) -> int:
+    arguments, overrides = parse_arguments(argv)
     if arguments.dry_run:
         config = load_config(arguments.config, overrides, arguments.world_size)
         device = "cuda" if arguments.device == "auto" else arguments.device
@@ -211,8 +220,7 @@ class Run:
         self.replica = self.model  # what forward and backward go through
         if world.size > 1:
             self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        bf16 = t.precision == "bf16" or (t.precision == "auto" and world.device.type == "cuda")
-        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
+        self.autocast = distributed.autocast(world.device, t.precision)
 
         self.losses, self.norm = torch.empty(0), math.nan  # of the last step; losses by rank
         self.timed_steps, self.seconds = 0, 0.0  # since the last report
@@ -330,6 +338,7 @@ class Run:
                 train_length=self.config.train.length,
                 tokeniser=self.train_set.tokeniser,
                 val_loss=p.val_loss,
+                seed=self.config.train.seed,
             )
             state = {
                 "config": self.config.to_toml(),

@@ -3,10 +3,12 @@
 import shutil
 from pathlib import Path
 
-from data.shards import SHARD_NAME, Shard, check_shard, count_documents, sha256_of
+from data.shards import SHARD_NAME, Shard, check_shard, count_documents
 from data.tokeniser import Gpt2Tokeniser
 from data.writer import locked, recorded_settings, write_manifest
-from errors import UserError, did_you_mean
+from lssar.cache import ensure_hub_cache
+from lssar.errors import UserError, did_you_mean
+from support.files import sha256_of
 
 READY_MADE = {
     "fineweb": "kjj0/fineweb10B-gpt2",
@@ -44,6 +46,7 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
 
 def _list_hub(repository: str, revision: str | None) -> tuple[str, dict[str, tuple[int, str]]]:
     """The commit (the newest, if none is given) and its shards: name -> (bytes, sha256)."""
+    ensure_hub_cache()
     from huggingface_hub import HfApi
 
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from data.records import Records
 from data.shards import MANIFEST, TokenSet, reading, sha256_of
-from errors import UserError
-from files import open_regular
+from lssar.errors import UserError
+from support.files import open_regular
 
 # A file of up to a megabyte is hashed whole; of a larger one these blocks, the ends among them.
 BLOCKS, BLOCK_BYTES = 16, 2**16

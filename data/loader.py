@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.records import Records
 from data.shards import TokenSet, check_ids
-from errors import UserError
+from lssar.errors import UserError
 
 ROUNDS = 6
 

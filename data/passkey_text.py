@@ -8,7 +8,7 @@ import numpy as np
 
 from data.pipeline import END_OF_VALIDATION, Piece
 from data.tokeniser import Tokeniser, get_tokeniser
-from errors import UserError
+from lssar.errors import UserError
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.tokeniser import get_tokeniser
-from errors import UserError
+from lssar.errors import UserError
 
 CHUNK_CHARS = 1_000_000
 # What the fast encoder is given at once, and the share of these parts, at least one a chunk, whose

@@ -25,7 +25,7 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 if __name__ == "__main__":
-    from errors import quiet_imports
+    from support.command import quiet_imports
 
     quiet_imports()
 
@@ -45,7 +45,8 @@ from data.sources import (
 )
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, is_complete, locked, recorded_settings
-from errors import MOST_PROCESSES, Parser, UserError, did_you_mean, positive, run, whole
+from lssar.errors import UserError, did_you_mean
+from support.command import MOST_PROCESSES, Parser, positive, run, whole
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import TokenSet, check_ids, open_split, reading
-from errors import UserError
-from files import open_regular, read_text
+from data.shards import TokenSet, check_ids, open_split
+from lssar.errors import UserError
+from support.files import open_regular, read_text, reading
 
 DESCRIPTION = "records.json"
 

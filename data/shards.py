@@ -7,22 +7,19 @@ one need not. Tokens are addressed by their offset in the whole split, so shard 
 invisible to the reader.
 """
 
-import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from data.tokeniser import TOKENISERS, Tokeniser
-from errors import UserError
-from files import digest, open_regular, read_text, unseal
+from lssar.errors import UserError
+from support.files import digest, open_regular, read_text, reading, sha256_of, unseal
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
@@ -52,17 +49,6 @@ def header_bytes(tokens: int) -> bytes:
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens
     return header.tobytes()
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError about `path` into one line for the user."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
@@ -328,8 +314,3 @@ def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int
         check_ids(ids, kind.vocab_size, directory / shard.name)
         documents += int(np.count_nonzero(ids == kind.eot))
     return documents
-
-
-def sha256_of(path: Path) -> str:
-    with reading(path), open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece
-from data.shards import reading
-from errors import UserError, did_you_mean
+from lssar.cache import ensure_hub_cache
+from lssar.errors import UserError, did_you_mean
+from support.files import reading
 
 # name: (repository, prefix of the shards, samples with their size in GPT-2 tokens where known)
 HUB = {
@@ -75,6 +76,7 @@ class ParquetStream:
 
 
 def _load_stream(path: str, field: str, **arguments):
+    ensure_hub_cache()
     import datasets
 
     datasets.utils.logging.set_verbosity_error()
@@ -125,6 +127,7 @@ class HubSource:
 
 def latest_revision(name: str) -> str:
     """The hub's newest commit of the data set: what a preparation is pinned to at its start."""
+    ensure_hub_cache()
     from huggingface_hub import HfApi
 
     try:

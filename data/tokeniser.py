@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from errors import UserError, did_you_mean
+from lssar.errors import UserError, did_you_mean
 
 EOT_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"

@@ -24,11 +24,19 @@ from data.shards import (
     header_bytes,
     read_manifest,
     reading,
-    sha256_of,
 )
 from data.tokeniser import Tokeniser
-from errors import UserError
-from files import digest, read_text, seal, sync, temporary_of, write_json, writing
+from lssar.errors import UserError
+from support.files import (
+    digest,
+    read_text,
+    seal,
+    sha256_of,
+    sync,
+    temporary_of,
+    write_json,
+    writing,
+)
 
 # What wrote the part of a set that was begun before encoders were recorded.
 UNRECORDED = "unrecorded"

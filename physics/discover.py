@@ -10,57 +10,61 @@ the two nearest labelled states, by the true state):
   R^2         against the true force, and the mean cosine and R^2 of the vectors for each planet
 
 A finished regression is in --out and is not done again, unless its run was trained again. Beside
-it: a table for the report (`--table`), where runs of one mechanism, of several seeds, share a row,
-and as figures, the force vectors of the eight planets and the predictions against r.
+it are the figures: the force vectors of the eight planets and the predictions against the truth.
 """
 
-import json
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if __name__ == "__main__":
-    from errors import quiet_imports
 
-    quiet_imports()
+from support.command import Parser, answer_early, positive, run, whole
+
+EFFORT = ("iterations", "population", "evaluations")  # of regression.Effort
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="none: the oracle and the truth")
+    parser.add_argument("--forces", required=True, type=Path, help="of physics/simulate.py")
+    parser.add_argument("--planets", required=True, type=Path, help="of physics/simulate.py")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
+    parser.add_argument("--engine", default="auto", choices=("auto", "pysr", "operon"))
+    for key in EFFORT:
+        parser.add_argument(f"--{key}", type=positive, help="of a regression")
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
 
 import numpy as np
 from scipy.spatial import cKDTree
 
 from data.records import describe
-from data.shards import reading
-from errors import Parser, UserError, positive, run, whole
-from evaluation import Checkpoint, kept_on_interrupt, mechanism_label, open_checkpoints, table
-from files import finite, read_text, write_json
+from evaluating.checkpoints import Checkpoint, mechanism_label, open_checkpoints
+from evaluating.protocol import kept_on_interrupt, open_results
+from evaluating.results import Record, Results
+from lssar.errors import UserError
 from physics import figures, regression
-from physics.force import FORCES, origin, refuse_non_finite
+from physics.force import FORCES, TASKS, origin, refuse_non_finite
 from physics.simulate import STATES, magnitude
 from physics.systems import PLANETS
-from physics.table import mean_cosine, write_table
+from support.files import reading
+from support.text import table
 
 ORACLE, TRUTH = "oracle", "truth"
 SUBSAMPLES, SUBSAMPLE = 5, 1000
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="none: the oracle and the truth")
-    parser.add_argument("--forces", required=True, type=Path, help="of physics/simulate.py")
-    parser.add_argument("--planets", required=True, type=Path, help="of physics/simulate.py")
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--table", type=Path, help="results/SCALE/symbolic_regression.json")
-    parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
-    parser.add_argument("--engine", default="auto", choices=("auto", *regression.ENGINES))
-    effort = regression.Effort()
-    for key, value in asdict(effort).items():
-        parser.add_argument(f"--{key}", type=positive, default=value, help="of a regression")
-    options = parser.parse_args(argv)
-    if options.out.suffix != ".json":
-        raise UserError(f"--out {options.out}: give a name that ends in .json")
-    effort = regression.Effort(options.iterations, options.population, options.evaluations)
+    options = make_parser().parse_args(argv)
+    given = {key: getattr(options, key) for key in EFFORT}
+    effort = regression.Effort(**{key: value for key, value in given.items() if value})
 
     magnitudes = Magnitudes(options.forces, options.states)
     vectors = Vectors(options.planets)
@@ -72,44 +76,66 @@ def main(argv: list[str]) -> None:
         "forces": describe(options.forces)["settings"],
         "planets": describe(options.planets)["settings"],
     }
-    results = open_results(options.out, settings)
-    predicted = {ORACLE: magnitudes.oracle(), TRUTH: magnitudes.truth}
-    directions = {TRUTH: vectors.truth}
-    for path, checkpoint in zip(options.runs, open_checkpoints(options.runs), strict=True):
-        name = checkpoint.info.run
-        if name in predicted:
-            raise UserError(f"{path}: another model is called {name!r} too; rename the run")
-        forces, source = load(path, "magnitude", checkpoint)
-        predicted[name] = magnitudes.of(forces)
-        directions[name], _ = load(path, "vector", checkpoint)
-        entry = results["models"].get(name, {})
-        if entry.get("checkpoint") != source:
-            entry = {"checkpoint": source}  # its equations were found for other weights
-        results["models"][name] = entry | named(checkpoint)
-        results["models"][name]["planets"] = vectors.scores(directions[name])
-    for name, values in predicted.items():
-        entry = results["models"].setdefault(name, {"row": name, "title": name})
-        entry["magnitude"] = magnitudes.scores(values)
-        entry.setdefault("equations", [])
-    titles = Counter(entry["title"] for entry in results["models"].values())
-    for name, entry in results["models"].items():
-        entry["label"] = entry["title"] if titles[entry["title"]] == 1 else name
+    results = open_results(options.out, "physics", settings, about={})
+    models = [
+        Model(ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle()),
+        Model(TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth),
+        *fine_tuned(options.runs, magnitudes),
+    ]
     with kept_on_interrupt(options.out):
-        for name, values in predicted.items():
-            discover(results, name, magnitudes, values, engine, effort, options.out)
-    save(options.out, results)
-    pictures = figures.draw(options.out, results, magnitudes, predicted, vectors, directions)
-    if options.table:
-        write_table(options.table, results, options.out, pictures)
-    print(summary(results))
+        for model in models:
+            score(results, model, magnitudes, vectors)
+        for model in models:
+            discover(results, model, magnitudes.inputs, engine, effort)
+    for figure in figures.draw(results, models, magnitudes, vectors):
+        print(f"figure: {figure}")
+    print(summary(results, models))
 
 
-def named(checkpoint: Checkpoint) -> dict[str, str]:
-    """A run's row of the table, the mechanism with its settings, and how figures call that."""
-    settings = checkpoint.config.to_dict()["attention"]
-    changed = [f"{k}={v}" for k, v in settings.items() if k not in ("name", "train_length")]
-    title = mechanism_label(checkpoint.config.attention)
-    return {"row": " ".join([settings["name"], *changed]), "title": title}
+# --- whose forces --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pre-trained run with its two fine-tuned models; the oracle or the truth in its place."""
+
+    name: str  # of mechanism and seed
+    label: str  # in figures
+    described: dict  # the pre-trained checkpoint
+    identities: dict[str, str]  # task -> of the model that made these forces
+    magnitudes: np.ndarray  # (states,)
+    vectors: np.ndarray | None = None  # (planets, times, 2)
+
+    @property
+    def mechanism(self) -> str | None:
+        return self.described["model"]["attention"]["name"] if self.described else None
+
+
+def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
+    checkpoints = open_checkpoints(runs)
+    titles = Counter(mechanism_label(c.config.attention) for c in checkpoints)
+    models: dict[str, Model] = {}
+    for path, checkpoint in zip(runs, checkpoints, strict=True):
+        name, label = name_of(checkpoint), mechanism_label(checkpoint.config.attention)
+        if name in models:
+            raise UserError(f"{path}: another run is of {name!r} too; give one of them")
+        loaded = {task: load(path, task, checkpoint) for task in TASKS}
+        models[name] = Model(
+            name,
+            label if titles[label] == 1 else name,
+            checkpoint.describe(),
+            {task: identity for task, (_, identity) in loaded.items()},
+            magnitudes.of(loaded["magnitude"][0]),
+            loaded["vector"][0],
+        )
+    return list(models.values())
+
+
+def name_of(checkpoint: Checkpoint) -> str:
+    """As tables call it: the mechanism, its settings and, where it is known, the seed."""
+    settings, seed = checkpoint.config.to_dict()["attention"], checkpoint.info.seed
+    changed = [f"{k}{v}" for k, v in settings.items() if k not in ("name", "train_length")]
+    return "-".join([settings["name"], *changed, *([] if seed is None else [f"s{seed}"])])
 
 
 def load(run: str, task: str, pretrained: Checkpoint) -> tuple[np.ndarray, str]:
@@ -164,13 +190,13 @@ class Magnitudes:
         _, near = cKDTree((self.labelled - mean) / spread).query((self.states - mean) / spread, k=2)
         return magnitude(self.labelled)[near].mean(axis=1)
 
-    def scores(self, predicted: np.ndarray) -> dict:
-        positive = predicted > 0
+    def scores(self, predicted: np.ndarray) -> dict[str, float | None]:
+        positive = predicted > 0  # which have a logarithm
+        powers = fitted_exponents(self.inputs[positive], predicted[positive])
         return {
             "R2": r_squared(predicted, self.truth),
             "rank": rank_correlation(predicted, self.truth),
-            "exponents": fitted_exponents(self.inputs[positive], predicted[positive]),
-            "positive": float(positive.mean()),
+            **{f"exponent_{name}": power for name, power in powers.items()},
         }
 
 
@@ -233,52 +259,57 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # --- results -------------------------------------------------------------------------------------
 
 
-def open_results(path: Path, settings: dict) -> dict:
-    if path.exists():
-        with reading(path):
-            text = read_text(path, errors="replace")
-        try:
-            found = json.loads(text)
-            same = found["kind"] == "physics" and found["settings"] == settings
-            same &= all({"row", "title"} <= entry.keys() for entry in found["models"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            same = False
-        if not same:
-            raise UserError(f"{path} was made with other settings; give another --out or delete it")
-        return found
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return {"kind": "physics", "settings": settings, "models": {}}
+def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vectors) -> None:
+    """What the forces are worth; each number belongs to the model that made these forces."""
+    for task, identity in model.identities.items():
+        results.runs[identity] = model.described | {"run": model.name}
+        if results.find(run=identity):
+            continue
+        if task == "magnitude":
+            found = magnitudes.scores(model.magnitudes)
+            details = {"positive": float((model.magnitudes > 0).mean())}
+            results.add(*(Record(k, identity, v, details=details) for k, v in found.items()))
+        else:
+            planets = vectors.scores(model.vectors)
+            cosine = float(np.mean([planet["cosine"] for planet in planets.values()]))
+            results.add(Record("cosine", identity, cosine, details={"planets": planets}))
 
 
-def discover(results, name, magnitudes, values, engine, effort, out: Path) -> None:
-    """The regressions of one model that are not done yet."""
-    entry = results["models"][name]
-    for seed in range(len(entry["equations"]), SUBSAMPLES):
+def discover(
+    results: Results, model: Model, inputs: np.ndarray, engine: str, effort: regression.Effort
+) -> None:
+    """The regressions of one model that are not done yet; together they give one constant."""
+    identity, values = model.identities["magnitude"], model.magnitudes
+    known = results.find(quantity="constant", run=identity)
+    equations = list(known.details["equations"]) if known else []
+    for seed in range(len(equations), SUBSAMPLES):
         size = min(SUBSAMPLE, len(values))
         rows = np.random.default_rng(seed).choice(len(values), size, replace=False)
         search = regression.ENGINES[engine]
-        found = regression.discover(search, magnitudes.inputs[rows], values[rows], effort)
-        entry["equations"].append(found.to_dict())
-        save(out, results)
-        print(f"{name} {seed}: {found.equation}  (score {found.score:.2f})", flush=True)
+        found = regression.discover(search, inputs[rows], values[rows], effort)
+        equations.append(found.to_dict())
+        newtonian = sum(map(regression.newtonian, equations))
+        details = {"equations": list(equations), "newtonian": newtonian}
+        k = regression.constant(equations)
+        results.add(Record("constant", identity, k, details=details))
+        print(f"{model.name} {seed}: {found.equation}  (score {found.score:.2f})", flush=True)
 
 
-def save(path: Path, results: dict) -> None:
-    write_json(path, finite(results))
+def summary(results: Results, models: list[Model]) -> str:
+    quantities = ("R2", "rank", *(f"exponent_{name}" for name in regression.NAMES), "cosine")
 
-
-def summary(results: dict) -> str:
-    def shown(value) -> str:
-        return "-" if value is None else f"{value:.3f}"
+    def cell(model: Model, quantity: str) -> str:
+        identities = model.identities.values()
+        found = [r for i in identities for r in results.select(run=i, quantity=quantity)]
+        return f"{found[0].value:.3f}" if found and found[0].value is not None else "-"
 
     rows = []
-    for entry in results["models"].values():
-        m = entry["magnitude"]
-        powers = [shown(m["exponents"][key]) for key in regression.NAMES]
-        rows.append(
-            [entry["label"], shown(m["R2"]), shown(m["rank"]), *powers, shown(mean_cosine(entry))]
-        )
-    return table(["", "R2", "rank", "r^", "m1^", "m2^", "cosine"], rows)
+    for model in models:
+        laws = results.find(quantity="constant", run=model.identities["magnitude"]).details
+        share = f"{laws['newtonian']} of {len(laws['equations'])}"
+        rows.append([model.label, *(cell(model, q) for q in ("constant", *quantities)), share])
+    header = ["", "k", "R2", "rank", "r^", "m1^", "m2^", "cosine", "as m1 / r^2"]
+    return table(header, rows)
 
 
 if __name__ == "__main__":

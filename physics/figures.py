@@ -4,35 +4,39 @@ from pathlib import Path
 
 import numpy as np
 
-import plots
 from physics.systems import PLANETS
+from support import plots
 
-SAMPLES = 40  # arrows a panel
+SAMPLES = 40  # arrows per panel
 ORDER = ("truth", "lssar", "softmax")  # the paper's panels, from left to right
-INK = {"lssar": 0, "softmax": 1, "oracle": 2, "truth": 3}  # of plots.COLOURS; others: the next
 
 
-def draw(out: Path, results: dict, magnitudes, predicted, vectors, directions) -> list[Path]:
-    """All figures beside `out`; the PNG files."""
-    models = results["models"]
+def draw(results, models: list, magnitudes, vectors) -> list[Path]:
+    """All figures beside the results; the PNG files."""
 
-    def place(name: str) -> int:
-        row = models[name]["row"]
-        return ORDER.index(row) if row in ORDER else len(ORDER)
+    def place(model) -> int:
+        key = model.mechanism or model.name
+        return ORDER.index(key) if key in ORDER else len(ORDER)
 
-    shown = sorted(directions, key=place)
+    shown = sorted((m for m in models if m.vectors is not None), key=place)
     figures = {
-        "": magnitude_figure(magnitudes.truth, predicted, models),
-        "-earth": vector_figure(vectors, directions, shown, models, ["Earth"]),
-        "-planets": vector_figure(vectors, directions, shown, models, list(PLANETS)),
+        ".png": magnitude_figure(magnitudes.truth, models),
+        "-earth.png": vector_figure(vectors, shown, ["Earth"]),
+        "-planets.png": vector_figure(vectors, shown, list(PLANETS)),
     }
-    return [plots.save(f, out.with_name(f"{out.stem}{end}.png"))[0] for end, f in figures.items()]
+    return [plots.save(f, results.sibling(end))[0] for end, f in figures.items()]
 
 
-def vector_figure(vectors, directions: dict, shown: list[str], models: dict, planets: list[str]):
-    """A row a planet (two in a row where there are many), a panel a model, 40 arrows each."""
+def colour(model) -> str:
+    if model.mechanism is None:
+        return plots.INK if model.name == "truth" else plots.GREY
+    return plots.style(model.mechanism)["color"]
+
+
+def vector_figure(vectors, models: list, planets: list[str]):
+    """One row per planet (two in a row where there are many), one panel per model."""
     wide = 2 if len(planets) > 1 else 1
-    rows, columns = -(-len(planets) // wide), wide * len(shown)
+    rows, columns = -(-len(planets) // wide), wide * len(models)
     figure, axes = plots.figure(
         rows, columns, width=plots.PAGE, height=rows * plots.PAGE / columns + 0.4, squeeze=False
     )
@@ -41,15 +45,15 @@ def vector_figure(vectors, directions: dict, shown: list[str], models: dict, pla
         position = vectors.position[i]
         picked = farthest_points(position, SAMPLES)
         reach = 1.45 * np.abs(position).max()
-        for j, name in enumerate(shown):
-            panel = axes[number // wide][(number % wide) * len(shown) + j]
-            arrows = directions[name][i][picked] / vectors.unit[i]
-            _orbit(panel, position, picked, arrows, reach, INK.get(models[name]["row"], 4))
-            panel.set_title(f"{planet}: {models[name]['label']}", fontsize=6)
+        for j, model in enumerate(models):
+            panel = axes[number // wide][(number % wide) * len(models) + j]
+            arrows = model.vectors[i][picked] / vectors.unit[i]
+            _orbit(panel, position, picked, arrows, reach, colour(model))
+            panel.set_title(f"{planet}: {model.label}", fontsize=6)
     return figure
 
 
-def _orbit(panel, position, picked, arrows, reach: float, colour: int) -> None:
+def _orbit(panel, position, picked, arrows, reach: float, ink: str) -> None:
     panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
     panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
     panel.quiver(
@@ -60,7 +64,7 @@ def _orbit(panel, position, picked, arrows, reach: float, colour: int) -> None:
         scale=2.4 / reach,  # the largest true force is 42 % of the panel's half-width
         width=0.006,
         headwidth=4,
-        color=plots.COLOURS[colour],
+        color=ink,
     )
     panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
     panel.set_axis_off()
@@ -75,28 +79,26 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
     return np.array(chosen)
 
 
-def magnitude_figure(truth: np.ndarray, predicted: dict, models: dict):
+def magnitude_figure(truth: np.ndarray, models: list):
     """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
-    names = [name for name in predicted if name != "truth"]
+    shown = [model for model in models if model.name != "truth"]
     figure, axes = plots.figure(
-        1, len(names), width=plots.PAGE, height=2.6, sharex=True, sharey=True, squeeze=False
+        1, len(shown), width=plots.PAGE, height=2.6, sharex=True, sharey=True, squeeze=False
     )
     limits = truth.min() / 2, truth.max() * 2
-    for panel, name in zip(axes[0], names, strict=True):
-        values = predicted[name]
+    for panel, model in zip(axes[0], shown, strict=True):
+        values = model.magnitudes
         positive = values > 0
         panel.loglog(
             truth[positive],
             values[positive],
             ".",
-            color=plots.COLOURS[INK.get(models[name]["row"], 4)],
+            color=colour(model),
             markersize=1.5,
             alpha=0.4,
         )
         panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
         below = "" if positive.all() else f" ({1 - positive.mean():.0%} below zero)"
-        panel.set(
-            title=f"{models[name]['label']}{below}", xlabel="true |F|", xlim=limits, ylim=limits
-        )
+        panel.set(title=f"{model.label}{below}", xlabel="true |F|", xlim=limits, ylim=limits)
     axes[0][0].set_ylabel("predicted |F|")
     return figure

@@ -16,41 +16,53 @@ runs/NAME-TASK.
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if __name__ == "__main__":
-    from errors import quiet_imports
 
-    quiet_imports()
-
-import numpy as np
-import torch
-
-import distributed
-import train
-from checkpoint import Store, find, load_model, read_description
-from config import Config, load_config
-from data.records import Records, describe, open_data
-from errors import Parser, UserError, run
-from evaluation import open_checkpoints
-from files import write_json, writing
-from physics.simulate import write_whole
+from support.command import Parser, answer_early, run
+from training.config import Config, load_config, read_config
 
 TASKS = ("magnitude", "vector")
-FORCES, ORIGIN = "forces.npy", "forces.json"
-BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
 
 
-def main(argv: list[str]) -> int:
+def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """The options, and `--section.key=value` arguments that change the config."""
     parser = Parser(__doc__)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("run", help="a pre-trained run or checkpoint")
     parser.add_argument("--config", help="a file of configs/")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     options, overrides = parser.parse_known_args(argv)
-    file = options.config or f"configs/physics-109m-{options.task}.toml"
+    options.config = options.config or f"configs/physics-109m-{options.task}.toml"
+    read_config(options.config, overrides)  # raises for a name that does not exist
+    return options, overrides
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(parse_arguments)
+
+import numpy as np
+import torch
+
+import train
+from data.records import Records, describe, open_data
+from evaluating.checkpoints import open_checkpoints
+from lssar.errors import UserError
+from physics.simulate import write_whole
+from support.files import write_json, writing
+from training import distributed
+from training.checkpoint import Store, find, load_model, read_description
+
+FORCES, ORIGIN = "forces.npy", "forces.json"
+BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
+
+
+def main(argv: list[str]) -> int:
+    options, overrides = parse_arguments(argv)
+    file = options.config
     overrides = [*inherited(options.task, options.run), *overrides]
     config = load_config(file, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:

@@ -15,11 +15,12 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 
 import numpy as np
 import sympy
 
-from errors import UserError
+from lssar.errors import UserError
 
 NAMES = ("r", "m1", "m2")
 MAX_SIZE = 20
@@ -120,6 +121,27 @@ def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
     return {
         n: float(np.median(row)) if len(row) else None for n, row in zip(NAMES, kept, strict=True)
     }
+
+
+NEAR = 0.1  # of an exponent, for an equation to have Newton's form
+
+
+def newtonian(equation: dict) -> bool:
+    """Whether an equation goes as m1 / r^2, whatever it makes of m2 and whatever is added."""
+    found = equation["exponents"]
+    return all(
+        found[key] is not None and abs(found[key] - value) < NEAR
+        for key, value in {"r": -2, "m1": 1}.items()
+    )
+
+
+def constant(equations: list[dict]) -> float | None:
+    """k = F r^2 / m1 at the masses of Earth and Sun, the median over Newtonian equations."""
+    at = np.array([[1.0, 3e-6, 1.0]])
+    found = [
+        float(evaluate(form(e["equation"]), at)[0]) / at[0, 1] for e in equations if newtonian(e)
+    ]
+    return median(found) if found else None
 
 
 # --- engines -------------------------------------------------------------------------------------

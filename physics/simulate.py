@@ -21,39 +21,13 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if __name__ == "__main__":
-    from errors import quiet_imports
 
-    quiet_imports()
-
-import numpy as np
-from tqdm import tqdm
-
-from data.pipeline import deaf_children, start_worker
-from data.records import DESCRIPTION, describe
-from data.shards import MAX_SHARD_TOKENS, PROGRESS, check_shard, header_bytes, reading
-from data.writer import locked
-from errors import MOST_PROCESSES, Parser, UserError, positive, run, seed_number, whole
-from files import read_text, sync, temporary_of, write_json, writing
-from physics.kepler import G
-from physics.systems import (
-    BLOCK,
-    CHANNELS,
-    MAX_PLANETS,
-    PLANETS,
-    Grid,
-    points_of,
-    random_systems,
-    solar_system,
-)
-
-MAX_SHARDS = 10**6
-STATES = "states.npy"  # (sequences, times, 6) float64 beside the labels
+from support.command import MOST_PROCESSES, Parser, answer_early, positive, run, seed_number, whole
 
 
-def main(argv: list[str]) -> None:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("set", choices=SETS)
+    parser.add_argument("set", choices=("orbits", "forces", "planets"))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--points", type=whole(24, 100_000), default=1000, help="of a sequence")
     parser.add_argument("--bins", type=whole(2, 65533), default=7000, help="of a coordinate")
@@ -62,7 +36,7 @@ def main(argv: list[str]) -> None:
     group.add_argument("--sequences", type=positive, default=10_000_000)
     group.add_argument("--val-sequences", type=positive, default=3_000)
     group.add_argument("--shard-sequences", type=positive, default=50_000)
-    some, workers = whole(0, MAX_PLANETS), whole(0, MOST_PROCESSES)
+    some, workers = whole(0, 10), whole(0, MOST_PROCESSES)
     group.add_argument("--planets", type=some, default=0, help="of a system; 0: 1 to 10 at random")
     group.add_argument("--workers", type=workers, default=os.cpu_count() or 1, help="processes")
     group = parser.add_argument_group("forces and planets")
@@ -71,7 +45,30 @@ def main(argv: list[str]) -> None:
     group.add_argument("--held-out", type=positive, default=300, help="sequences for the selection")
     group.add_argument("--selection", default="held-out", choices=("held-out", "source"))
     group.add_argument("--unit", default="raw", choices=("raw", "deviation"), help="of forces")
-    options = parser.parse_args(argv)
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
+import numpy as np
+from tqdm import tqdm
+
+from data.pipeline import deaf_children, start_worker
+from data.records import DESCRIPTION, describe
+from data.shards import MAX_SHARD_TOKENS, PROGRESS, check_shard, header_bytes
+from data.writer import locked
+from lssar.errors import UserError
+from physics.kepler import G
+from physics.systems import BLOCK, CHANNELS, PLANETS, Grid, points_of, random_systems, solar_system
+from support.files import read_text, reading, sync, temporary_of, write_json, writing
+
+MAX_SHARDS = 10**6
+STATES = "states.npy"  # (sequences, times, 6) float64 beside the labels
+
+
+def main(argv: list[str]) -> None:
+    options = make_parser().parse_args(argv)
     check(options)
     with locked(options.out):
         SETS[options.set](options)

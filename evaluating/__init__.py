@@ -1,0 +1,1 @@
+"""What the evaluation commands share: checkpoints, variants, results, tasks."""

@@ -1,0 +1,171 @@
+"""python -m evaluating.extrapolation_report results/x.json: loss by length in one short table.
+
+Tables and figures of `eval_extrapolation.py`, made from its results file alone.
+"""
+
+import math
+from pathlib import Path
+
+from lssar.errors import UserError
+from support.command import Parser, answer_early, run
+
+KIND = "extrapolation"
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("results", type=Path)
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
+import numpy as np
+
+from evaluating.by_length import common_train_length, figure_by_length, new_figure, styled_series
+from evaluating.checkpoints import labels
+from evaluating.results import AS_TRAINED, Record, Results, read_results
+from evaluating.variants import series_label
+from support import plots
+from support.text import short_number, table
+
+Key = tuple[str, str, int]  # run, variant, length
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
+    """Mean over segments and its standard error, which one segment alone cannot have."""
+    if len(values) < 2:
+        return float(values.mean()), None
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def paired_differences(results: Results, reference: str) -> dict[Key, tuple[float, float | None]]:
+    """Every loss minus that of the reference run as trained at that length, by segment."""
+    losses = {k: r.details["segment_losses"] for k, r in by_key(results, "loss").items()}
+    differences = {}
+    for key, values in losses.items():
+        base = losses.get((reference, AS_TRAINED, key[2]))
+        if base is not None and base is not values and None not in (*values, *base):
+            differences[key] = mean_and_error(np.subtract(values, base))
+    return differences
+
+
+def by_key(results: Results, quantity: str) -> dict[Key, Record]:
+    return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
+
+
+def short_table(results: Results) -> str:
+    """Loss by length, its rise, and the context gain at the longest: one line per series."""
+    if results.kind != KIND:
+        raise UserError(f"{results.path} holds results of {results.kind!r}, not of {KIND!r}")
+    names, gains = labels(results.runs), by_key(results, "context_gain")
+    lengths = sorted({r.length for r in results.records})
+    body = []
+    for identity, variant, records in results.series("loss"):
+        losses = {r.length: r.value for r in records}
+        first, last = records[0].value, records[-1].value
+        rise = None if None in (first, last) else last - first
+        gain = gains.get((identity, variant, records[-1].length))
+        body.append(
+            [
+                series_label(names[identity], variant),
+                *(number(losses[n], ".3f") if n in losses else "" for n in lengths),
+                number(rise, "+.3f"),
+                number(gain.value, "+.3f") if gain else "",
+            ]
+        )
+    return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)
+
+
+def tables(results: Results, reference: str) -> str:
+    """Loss, perplexity, context gain and difference from the reference run, by length."""
+    names = labels(results.runs)
+    lengths = sorted({r.length for r in results.records})
+
+    def part(title: str, found: dict, cell) -> str:
+        body = []
+        for identity, variant, _ in results.series("loss"):
+            cells = [found.get((identity, variant, n)) for n in lengths]
+            if any(cells):
+                label = series_label(names[identity], variant)
+                body.append([label, *(cell(c) if c else "" for c in cells)])
+        return f"\n{title}\n" + table(["", *map(str, lengths)], body) if body else ""
+
+    losses, gains = by_key(results, "loss"), by_key(results, "context_gain")
+    paired = paired_differences(results, reference)
+    sections = [
+        part(
+            f"validation loss over {results.settings['tokens']:,} tokens, ± standard error",
+            losses,
+            lambda r: _with_error(r.value, r.error),
+        ),
+        part("perplexity", losses, lambda r: number(perplexity(r.value), ".2f")),
+        part(
+            "context gain: full minus near context on the same tokens (< 0: it helps)",
+            gains,
+            lambda r: _with_error(r.value, r.error, sign="+"),
+        ),
+        part(
+            f"loss minus that of {names[reference]}, paired by segment",
+            paired,
+            lambda pair: _with_error(*pair, sign="+"),
+        ),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def perplexity(loss: float | None) -> float | None:
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def number(value: float | None, form: str) -> str:
+    return "overflow" if value is None or math.isnan(value) else format(value, form)
+
+
+def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    text = number(value, f"{sign}.4f")
+    return text if error is None else f"{text} ±{error:.4f}"
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def figures(results: Results) -> list[Path]:
+    """Loss by length, context gain by length, and loss by position at the longest length."""
+    figure, _ = figure_by_length(results, "loss", ylabel="validation loss (nats per token)")
+    written = plots.save(figure, results.sibling(".png"))
+    if results.find(quantity="context_gain"):
+        ylabel = "context gain (nats): full − near"
+        figure, axes = figure_by_length(results, "context_gain", ylabel=ylabel)
+        axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
+        written += plots.save(figure, results.sibling("-gain.png"))
+    return written + plots.save(loss_by_position(results), results.sibling("-position.png"))
+
+
+def loss_by_position(results: Results):
+    longest = max(r.length for r in results.records)
+    series = list(styled_series(results, "loss"))
+    figure, axes = new_figure(series)
+    for label, style, records in series:
+        found = records[-1].details["by_position"]
+        if records[-1].length != longest or any(b["loss"] is None for b in found):
+            continue
+        middles = [math.sqrt(b["from"] * b["to"]) for b in found]
+        axes.plot(middles, [b["loss"] for b in found], label=label, **(style | {"marker": ""}))
+    ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
+    plots.length_axis(axes, ticks, common_train_length(results))
+    axes.set(
+        xlabel=f"position in a window of {short_number(longest)} tokens",
+        ylabel="validation loss (nats per token)",
+    )
+    plots.legend_below(figure, axes)
+    return figure
+
+
+def main(argv: list[str]) -> None:
+    print(short_table(read_results(make_parser().parse_args(argv).results)))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,130 @@
+"""A checkpoint's model as transformers knows models; `export_hf.py` copies this file.
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+"""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from model import GPT, MEANING, ModelConfig
+
+
+class LssarConfig(PreTrainedConfig):
+    model_type = "lssar"
+    attribute_map = {  # noqa: RUF012 - transformers reads it from the class
+        "hidden_size": "width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+    }
+
+    def __init__(
+        self,
+        layers: int = 12,
+        heads: int = 12,
+        width: int = 768,
+        vocab_size: int = 50257,
+        vocab_rows: int = 50304,
+        attention: dict | None = None,
+        interpolation: float = 1.0,
+        train_length: int = 1024,
+        meaning: int = MEANING,
+        **options,
+    ):
+        self.layers, self.heads, self.width = layers, heads, width
+        self.vocab_size, self.vocab_rows = vocab_size, vocab_rows
+        self.attention = attention or {"name": "lssar"}
+        self.interpolation = interpolation
+        self.train_length = train_length  # no limit: what the model has seen
+        self.meaning = meaning
+        super().__init__(**options)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **options):
+        """A folder's configuration, which must be of weights that mean what this code computes."""
+        if (found := config_dict.get("meaning")) != MEANING:
+            raise ValueError(
+                f"the weights have meaning {found!r:.20}, this code computes {MEANING} "
+                "(model.MEANING): export the checkpoint again"
+            )
+        return super().from_dict(config_dict, **options)
+
+    def model_config(self) -> ModelConfig:
+        keys = ("layers", "heads", "width", "vocab_size", "vocab_rows", "attention")
+        values = {key: getattr(self, key) for key in keys}
+        return ModelConfig.from_dict(values | {"interpolation": self.interpolation})
+
+
+class Seen:
+    """What GPT asks of a cache, over a cache of transformers or none; padding included."""
+
+    def __init__(self, cache, mask: Tensor | None):
+        self.cache, self.mask = cache, mask
+        self.length = 0 if cache is None else int(cache.get_seq_length())
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return (k, v) if self.cache is None else self.cache.update(k, v, layer)
+
+
+class LssarForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = LssarConfig
+    base_model_prefix = "gpt"
+    main_input_name = "input_ids"
+
+    def __init__(self, config: LssarConfig):
+        super().__init__(config)
+        self.gpt = GPT(config.model_config())
+        self.post_init()
+
+    def _init_weights(self, module) -> None:
+        """GPT initialises itself."""
+
+    def get_input_embeddings(self):
+        return self.gpt.embedding
+
+    def set_input_embeddings(self, embedding) -> None:
+        self.gpt.embedding = embedding
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_) -> Tensor | None:
+        """With a static cache too, the padding is all there is to say."""
+        return attention_mask
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **_,
+    ) -> CausalLMOutputWithPast:
+        """`attention_mask` (B, tokens so far) is 0 where there is padding, on either side.
+
+        Positions follow from it. `labels` are the inputs, -100 where none is wanted.
+        """
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache()
+        seen = Seen(past_key_values, self._mask(input_ids, attention_mask, past_key_values))
+        hidden = self.gpt.hidden(input_ids, seen)
+        logits = self.gpt.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            targets = labels[:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _mask(self, input_ids: Tensor, given: Tensor | None, cache) -> Tensor | None:
+        """Which keys are tokens, (B, keys); None where all are and there is no cache."""
+        if given is None and cache is None:
+            return None
+        keys = input_ids.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
+        if given is None:
+            return input_ids.new_ones(len(input_ids), keys, dtype=torch.bool)
+        if given.dim() != 2 or given.shape[1] < keys:
+            raise ValueError(
+                f"attention_mask of shape {tuple(given.shape)}: give (batch, {keys}), 0 for padding"
+            )
+        return given[:, :keys].bool()

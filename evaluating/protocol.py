@@ -1,0 +1,97 @@
+"""What the evaluation commands share: arguments, precision, progress, opening the results."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evaluating.results import Results
+from support.command import Parser, lengths, numbers
+
+if TYPE_CHECKING:  # imported where they are used: options are parsed without them
+    import torch
+    from tqdm import tqdm
+
+# Tokens in one forward pass, or one sequence if that is longer. Fixed, because a matrix product
+# can round differently in another shape, and results must be the same every time.
+BATCH_TOKENS = 16384
+
+
+class EvaluationParser(Parser):
+    """The arguments that every evaluation script has."""
+
+    def __init__(self, description: str):
+        super().__init__(description)
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+
+    def add_run_arguments(self) -> None:
+        """What every script needs that runs models over many inputs and records the results."""
+        self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+        self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+        self.add_argument(
+            "--precision",
+            default="auto",
+            choices=("auto", "bf16", "fp32"),
+            help="auto: bf16 on a GPU, fp32 elsewhere",
+        )
+
+    def add_variant_arguments(self) -> None:
+        group = self.add_argument_group("evaluated in addition, without retraining, one at a time")
+        group.add_argument("--p", type=numbers, default=[], help="other sharpening exponents: 3,25")
+        group.add_argument("--alpha", type=numbers, default=[], help="adaptive p_i: 0.1,0.2")
+        group.add_argument("--window", type=lengths, default=[], help="sliding windows: 1024")
+        group.add_argument("--position-interpolation", action="store_true")
+
+
+def progress(total: int, label: str, unit: str, enabled: bool = True) -> "tqdm":
+    """A bar on a terminal, nothing in a log file, where finished numbers are printed anyway."""
+    from tqdm import tqdm
+
+    hidden = not (enabled and sys.stderr.isatty())
+    return tqdm(
+        total=total,
+        desc=label,
+        unit=unit,
+        unit_scale=total > 10_000,
+        leave=False,
+        dynamic_ncols=True,
+        disable=hidden,
+    )
+
+
+@contextmanager
+def arithmetic(precision: str, device: "torch.device") -> Iterator[str]:
+    """Products in bf16 under autocast, or in full fp32 (no TF32); gives the name of the choice."""
+    import torch
+
+    from training import distributed
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with distributed.autocast(device, precision):
+            yield "bf16" if torch.is_autocast_enabled(device.type) else "fp32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool = True) -> Results:
+    """Begin or continue a file of what torch computes."""
+    import torch
+
+    made_with = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    results = Results(path, kind, settings, about, made_with=made_with)
+    if results.records and say:
+        print(f"continuing {path}: {len(results.records)} finished numbers are kept")
+    return results
+
+
+@contextmanager
+def kept_on_interrupt(path: Path) -> Iterator[None]:
+    """On Ctrl-C, say where the finished numbers are."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\nwhat is finished is in {path}; the same command continues it")
+        raise

@@ -1,0 +1,237 @@
+"""Measured numbers: the one schema that evaluations write and tables, claims, figures, page read.
+
+    {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
+
+A record is one measured number: which quantity of which run, under which variant, at which length,
+on how many tokens, its value and standard error, and the command and code revision that measured
+it. What the number was made of (losses by position, answers by depth), and with which torch on how
+many threads, is in its `details`. `runs` says what each ID is: name, seed, training length,
+mechanism and all other settings of the model.
+
+A file grows measurement by measurement and can be continued: each is written, by replacing the
+file atomically, as soon as it is known, and never computed again. Records of one file are
+comparable: to add to it, `settings` must be equal. `about` is for the reader: where the data were,
+and so on. Numbers that are not finite become null, as JSON cannot hold them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from lssar.errors import UserError
+from support.command import command_line, revision
+from support.files import Claim, finite, read_text, seal, unseal, write_json, writing
+
+AS_TRAINED = "as trained"
+
+
+@dataclass(frozen=True)
+class Record:
+    quantity: str  # "loss", "context_gain", "accuracy", ...
+    run: str  # a key of the file's runs
+    value: float | None  # None: it overflowed
+    variant: str = AS_TRAINED
+    task: str = ""  # of downstream tasks
+    length: int | None = None
+    tokens: int | None = None  # that the value is a mean over
+    error: float | None = None  # standard error of the value
+    command: str = ""
+    revision: str = ""  # of the code; ends in + where the checkout had uncommitted changes
+    details: dict = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple:
+        return self.quantity, self.run, self.variant, self.task, self.length
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A record with what its file says of it: what a table asks for."""
+
+    record: Record
+    run: dict  # name, seed, step, train_length, model
+    kind: str
+    source: Path
+
+    @property
+    def name(self) -> str:
+        return self.run["run"]
+
+    @property
+    def seed(self) -> int | None:
+        return self.run.get("seed")
+
+
+class Results:
+    def __init__(
+        self,
+        path: str | Path,
+        kind: str,
+        settings: dict,
+        about: dict,
+        *,
+        made_with: dict | None = None,
+        fresh: bool = False,
+    ):
+        """Open `path` to continue it, or begin it, as is always done where `fresh`.
+
+        `made_with` goes into the details of every record that is added.
+        """
+        self.path = Path(path)
+        if self.path.suffix != ".json":
+            raise UserError(f"--out {self.path}: give a name that ends in .json")
+        self.kind, self.settings, self.about = kind, finite(settings), finite(about)
+        self.runs: dict[str, dict] = {}
+        self.records: list[Record] = []
+        self._made_with = made_with or {}
+        self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
+        self._claim: Claim | None = None
+        self._opened_as = self._version()
+        if self.path.exists() and not fresh:
+            self._continue(read_results(self.path))
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def _continue(self, found: "Results") -> None:
+        if found.kind != self.kind:
+            raise UserError(
+                f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}; "
+                "give another --out"
+            )
+        for key in {**self.settings, **found.settings}:
+            old, new = found.settings.get(key), self.settings.get(key)
+            if old != new:
+                raise UserError(
+                    f"{self.path} was made with {key} = {old}, this is {new}: the numbers would "
+                    "not be comparable; give another --out or delete it"
+                )
+        self.runs, self.records = found.runs, found.records
+
+    def _version(self) -> tuple | None:
+        if not self.path.exists():
+            return None
+        found = self.path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def select(self, **fields) -> list[Record]:
+        """The records whose fields have these values."""
+        return [r for r in self.records if all(getattr(r, k) == v for k, v in fields.items())]
+
+    def find(self, **fields) -> Record | None:
+        return next(iter(self.select(**fields)), None)
+
+    def add(self, *records: Record) -> None:
+        """Add the numbers of one measurement, all or none, in place of those they replace.
+
+        A record that has its command and revision keeps them: it was measured before.
+        """
+        replaced = {r.key for r in records}
+        self.records = [r for r in self.records if r.key not in replaced]
+        for record in records:
+            if not record.command:
+                details = record.details | self._made_with
+                record = replace(record, **self._stamp, details=details)
+            self.records.append(Record(**finite(asdict(record))))
+        self.save()
+
+    def save(self) -> None:
+        if self._claim is None:  # not before: of the processes that read, only one writes
+            self._claim = Claim(self.path)
+            if self._version() != self._opened_as:
+                raise UserError(
+                    f"another process has added to {self.path} since it was read; nothing is lost: "
+                    "run the same command again"
+                )
+        head = {key: getattr(self, key) for key in ("kind", "settings", "about", "runs")}
+        write_json(self.path, seal(head | {"records": [_plain(r) for r in self.records]}))
+
+    def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
+        """(run, variant, records by length), in the order in which they were first measured."""
+        records = self.select(quantity=quantity)
+        for run, variant in dict.fromkeys((r.run, r.variant) for r in records):
+            found = self.select(quantity=quantity, run=run, variant=variant)
+            yield run, variant, sorted(found, key=lambda r: r.length or 0)
+
+    def sibling(self, suffix: str) -> Path:
+        """A file beside the results: `x.json` and "-depth.png" make `x-depth.png`."""
+        return self.path.with_name(self.path.stem + suffix)
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Record)} | {"details": {}}
+
+
+def _plain(record: Record) -> dict:
+    """A record as JSON, without the fields that have their default."""
+    return {k: v for k, v in asdict(record).items() if k == "value" or v != _DEFAULTS[k]}
+
+
+def read_results(path: str | Path) -> Results:
+    """A results file to read, its structure checked."""
+    path = Path(path)
+    try:
+        found = unseal(json.loads(read_text(path)))
+        results = Results.__new__(Results)
+        results.path = path
+        for key, kind in (("kind", str), ("settings", dict), ("about", dict), ("runs", dict)):
+            if not isinstance(found[key], kind):
+                raise TypeError(key)
+            setattr(results, key, found[key])
+        results.records = [Record(**values) for values in found["records"]]
+        for record in results.records:
+            _check(record, results.runs)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged or is not a results file of these scripts ({error}); "
+            "give another --out"
+        ) from None
+    return results
+
+
+def _check(record: Record, runs: dict) -> None:
+    if record.run not in runs:
+        raise ValueError(f"a record of the unknown run {record.run!r}")
+    if not isinstance(runs[record.run], dict) or not isinstance(runs[record.run].get("run"), str):
+        raise TypeError(f"run {record.run!r} has no name")
+    for name, kinds in _TYPES.items():
+        value = getattr(record, name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{name} = {value!r} in a record of {record.quantity!r}")
+
+
+_TYPES = {
+    **dict.fromkeys(("quantity", "run", "variant", "task", "command", "revision"), str),
+    **dict.fromkeys(("value", "error"), (int, float, type(None))),
+    **dict.fromkeys(("length", "tokens"), (int, type(None))),
+    "details": dict,
+}
+
+
+def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
+    """Every measured number below a folder, and what could not be read, by file, with the reason.
+
+    Of a number that was measured again, after its run was trained again, only the last counts.
+    """
+    found, problems = [], {}
+    for path in sorted(Path(folder).rglob("*.json")):
+        if path.is_symlink() or not path.is_file():  # a pipe would be waited for
+            problems[path] = "it is a link or a device, not a file"
+            continue
+        try:
+            results = read_results(path)
+        except UserError as error:
+            problems[path] = str(error).removesuffix("; give another --out")
+            continue
+        found += list(_last(results))
+    return found, problems
+
+
+def _last(results: Results) -> Iterable[Measured]:
+    newest = {}
+    for record in results.records:
+        run = results.runs[record.run]
+        place = (record.quantity, run["run"], record.variant, record.task, record.length)
+        newest[place] = Measured(record, run, results.kind, results.path)
+    return newest.values()

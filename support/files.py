@@ -1,0 +1,193 @@
+"""Files that are there whole or not at all, whatever happens while they are written."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import stat
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from lssar.errors import UserError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError while writing `path` into one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: put that "
+            "right and run the same command again"
+        ) from None
+
+
+LARGEST_TEXT = 2**28  # more is no record of ours, and would fill the memory
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open to read; OSError for a FIFO, where reading may wait forever, and for a device."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_text(path: Path, *, limit: int = LARGEST_TEXT, errors: str = "strict") -> str:
+    """The text of a regular file; OSError where it has more than `limit` characters."""
+    with io.TextIOWrapper(open_regular(path), "utf-8", errors) as file:
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise OSError(errno.EFBIG, f"larger than the {limit:,} characters expected", str(path))
+    return text
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError about `path` into one line for the user."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def sha256_of(path: Path) -> str:
+    with reading(path), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a directory's names, on the disk before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def temporary_of(path: Path) -> Path:
+    """Where `path` is while it is being written; a kill may leave it behind."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` atomically and durably."""
+    temporary = temporary_of(path)
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            sync(temporary)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+def write_json(path: Path, value: dict) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+class Claim:
+    """`path` is this process's to write, until the claim is dropped or the process ends.
+
+    The lock is a file beside it, `.NAME.lock`, which a kill may leave behind and the next claim
+    takes over. Claims of one process do not exclude each other.
+    """
+
+    def __init__(self, path: Path):
+        lock = path.with_name(f".{path.name}.lock")
+        with writing(path):
+            while True:
+                handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    os.close(handle)
+                    raise UserError(
+                        f"{path} is being written by another process; wait for it or give another "
+                        "--out"
+                    ) from None
+                if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+                    break
+                os.close(handle)  # its owner removed it between the two calls
+        weakref.finalize(self, _release, lock, handle)
+
+
+def _release(lock: Path, handle: int) -> None:
+    lock.unlink(missing_ok=True)
+    os.close(handle)
+
+
+def digest(value) -> str:
+    """sha256 of a JSON value as it reads back, whatever the order of its keys."""
+    as_read = json.loads(json.dumps(value))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def seal(value: dict) -> dict:
+    """The value with a checksum of all of it, for `unseal` to compare."""
+    return value | {"sha256": digest(value)}
+
+
+def unseal(value: dict) -> dict:
+    """The value without its checksum; ValueError where they differ.
+
+    A value without one, written by hand or by another program, is taken as it is.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where an object belongs")
+    body = {key: part for key, part in value.items() if key != "sha256"}
+    if "sha256" in value and value["sha256"] != digest(body):
+        raise ValueError("the contents do not have the recorded checksum")
+    return body
+
+
+CHECKED_LINE = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
+
+
+def checked_line(value: dict) -> str:
+    """One line of JSON with a checksum of itself, for files that grow line by line."""
+    text = json.dumps(finite(value), ensure_ascii=False)[:-1]
+    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def are_checked(lines: list[str]) -> bool:
+    """Whether a file was written with checksums: then each of its lines must have one."""
+    return any(map(CHECKED_LINE.fullmatch, lines))
+
+
+def read_line(line: str, checked: bool = False) -> dict:
+    """The value of a checked line, or else of plain JSON; ValueError where it is damaged."""
+    match = CHECKED_LINE.fullmatch(line)
+    if checked and not match:
+        raise ValueError("the line has no checksum")
+    if match and zlib.crc32(match[1].encode()) != int(match[2], 16):
+        raise ValueError("the line does not have the recorded checksum")
+    value = json.loads(f"{match[1]}}}" if match else line)
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where an object belongs")
+    return value
+
+
+def finite(value):
+    """The value with every float that JSON cannot hold replaced by None."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

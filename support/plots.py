@@ -1,0 +1,207 @@
+"""The look of every figure: sized for a paper's column, vector and pixels, colour-blind-safe.
+
+figure, axes = plots.figure(width=plots.COLUMN)
+axes.plot(x, y, **plots.style("lssar"), label="LSSAR")
+plots.save(figure, "results/x.png")  # and results/x.pdf
+
+A mechanism has one colour and marker in every figure. Variants, exponents, sizes and seeds of it
+differ in their dashes.
+"""
+
+import warnings
+from pathlib import Path
+
+import matplotlib
+
+from support.text import short_number
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from support.files import writing
+
+COLUMN, PAGE = 3.4, 7.0  # inches: one column of a two-column paper, and its full width
+
+# Okabe and Ito's palette without its yellow, which is too light for a line on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (8, 2)))
+GREY, INK = "#9a9a9a", "#222222"
+# Colour and marker of a mechanism, by its name or the longest beginning of it.
+MECHANISMS = {
+    "lssar": ("#0072B2", "o"),
+    "softmax": ("#D55E00", "s"),
+    "lssa": ("#009E73", "D"),
+    "ssmax": ("#CC79A7", "^"),
+    "sigmoid": ("#56B4E9", "v"),
+    "relu": ("#E69F00", "P"),
+    "softmax-": ("#8B5A2B", "X"),  # inverse, re-centred, re-weighted
+    "": ("#6A51A3", "h"),
+}
+MOST_COLOURS = 4  # lines in colour in a busy chart; the others are grey
+SEQUENTIAL = "cividis"  # for heatmaps: the same order in grey and for every kind of colour vision
+
+plt.rcParams.update(
+    {
+        "font.family": "DejaVu Sans",
+        "font.size": 8,
+        "axes.titlesize": 8,
+        "axes.labelsize": 8,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "legend.fontsize": 7,
+        "legend.frameon": False,
+        "legend.handlelength": 2.2,
+        "legend.columnspacing": 1.2,
+        "legend.handletextpad": 0.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.linewidth": 0.6,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "grid.linewidth": 0.5,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "lines.linewidth": 1.3,
+        "lines.markersize": 3.5,
+        "errorbar.capsize": 0,
+        "figure.constrained_layout.use": True,
+        "savefig.dpi": 220,
+        "pdf.fonttype": 42,  # text stays text
+        "svg.hashsalt": "lssar",  # the same bytes for the same figure
+    }
+)
+
+
+def figure(
+    rows: int = 1, columns: int = 1, *, width: float = COLUMN, height: float = 2.4, **options
+):
+    """A figure and its axes, as `plt.subplots` gives them; sizes in inches."""
+    return plt.subplots(rows, columns, figsize=(width, height), **options)
+
+
+def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
+    """Plot arguments of a mechanism: its colour and marker, and a dash by `order`.
+
+    `order` counts the variants, exponents, sizes or seeds of one mechanism in a figure. A sliding
+    window is the control of all of them: black, with the marker of the mechanism it is applied to.
+    """
+    name = max((m for m in MECHANISMS if mechanism.startswith(m)), key=len)
+    colour, marker = MECHANISMS[name]
+    if variant.startswith("window"):
+        colour, order = INK, max(order, 1)
+    return {"color": colour, "marker": marker, "linestyle": DASHES[order % len(DASHES)]}
+
+
+def coloured(styles: list[dict]) -> list[dict]:
+    """The same styles; in a busy chart only the first few lines keep their colour.
+
+    Black, the control's, is none of the four: a control is never grey.
+    """
+    free = [i for i, found in enumerate(styles) if found["color"] != INK]
+    if len(free) <= MOST_COLOURS:
+        return styles
+    faded = {"color": GREY, "linewidth": 0.9, "markersize": 2.5, "zorder": 1.5}
+    return [found | (faded if i in free[MOST_COLOURS:] else {}) for i, found in enumerate(styles)]
+
+
+def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> None:
+    """Write (label, y, colour) to the right of the axes, at the height y and without overlaps."""
+    figure = axes.figure
+    figure.draw_without_rendering()  # only now have the axes their height
+    points = 72 / figure.dpi
+    bottom, top = points * axes.bbox.y0, points * axes.bbox.y1
+    found = sorted((points * axes.transData.transform((1, y))[1], t, y, c) for t, y, c in lines)
+    gap = min(1.25 * size, (top - bottom) / max(1, len(found)))
+    heights = [place for place, *_ in found]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    limit = top
+    for i in reversed(range(len(heights))):  # what was pushed beyond the top goes down again
+        heights[i] = min(heights[i], limit)
+        limit = heights[i] - gap
+    for height, (place, label, y, colour) in zip(heights, found, strict=True):
+        axes.annotate(
+            label,
+            (1, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(5, height - place),
+            textcoords="offset points",
+            fontsize=size,
+            color="#666666" if colour == GREY else colour,
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def line(colour: int, dash: int = 0, *, marker: bool = True) -> dict:
+    """Plot arguments of what is no mechanism: one colour and marker by number."""
+    again = colour // len(COLOURS)  # when colours repeat, markers differ
+    style = {"color": COLOURS[colour % len(COLOURS)], "linestyle": DASHES[dash % len(DASHES)]}
+    return style | ({"marker": MARKERS[(colour + again) % len(MARKERS)]} if marker else {})
+
+
+def length_axis(axes, lengths: list[int], train_length: int | None = None) -> None:
+    """A logarithmic axis with one tick per length, and a mark where training ended."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(lengths, [short_number(n) for n in lengths])
+    if train_length is not None:
+        axes.axvline(train_length, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
+        axes.annotate(
+            "training length",
+            (train_length, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 2),
+            textcoords="offset points",
+            fontsize=6,
+            color="#555555",
+        )
+
+
+def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
+    """A matrix as colours, absent values in grey; `numbers` writes each into its cell."""
+    colours = plt.get_cmap(SEQUENTIAL).with_extremes(bad="#dddddd")
+    image = axes.imshow(values, vmin=low, vmax=high, cmap=colours, aspect="auto")
+    axes.grid(False)
+    if numbers:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                ink = "black" if value > (low + high) / 2 else "white"
+                axes.text(
+                    column, row, f"{value:.0f}", color=ink, fontsize=5, ha="center", va="center"
+                )
+    return image
+
+
+def legend_below(figure, axes, columns: int = 2) -> None:
+    """The legend of `axes` under the whole figure, where it can hide nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def save(figure, path: str | Path) -> list[Path]:
+    """Write PATH.png and PATH.pdf, the same bytes for the same figure, and forget the figure."""
+    return write(figure, path, {".png": {"Software": None}, ".pdf": {"CreationDate": None}})
+
+
+def save_svg(figure, path: str | Path) -> Path:
+    """Write PATH.svg, for a page."""
+    return write(figure, path, {".svg": {"Date": None, "Creator": None}})[0]
+
+
+def write(figure, path: str | Path, metadata_by_suffix: dict[str, dict]) -> list[Path]:
+    path, written = Path(path), []
+    with writing(path), warnings.catch_warnings():
+        # A character that the font lacks is drawn as a box, which says it all.
+        warnings.filterwarnings("ignore", message="Glyph")
+        for suffix, metadata in metadata_by_suffix.items():
+            target = path.with_suffix(suffix)
+            figure.savefig(target, metadata=metadata)
+            written.append(target)
+    plt.close(figure)
+    return written

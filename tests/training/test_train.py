@@ -1,0 +1,458 @@
+"""Training: what a run promises about its numbers, its signals and its errors."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from train_helpers import (
+    ROOT,
+    arguments,
+    command,
+    environment,
+    losses,
+    make_corpus,
+    run_process,
+    train_here,
+    weights,
+)
+
+from lssar.errors import UserError
+from train import EXIT_DIVERGED, EXIT_PREEMPTED, Run, learning_rate
+from training.checkpoint import Store, load_model, save_model
+from training.config import load_config
+from training.distributed import World
+from training.run_log import RunLog
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(corpus, tmp_path_factory):
+    """A run that nothing interrupted."""
+    runs = tmp_path_factory.mktemp("whole")
+    assert train_here(*arguments(corpus, runs)) == 0
+    return runs / "nano-lssar"
+
+
+def test_a_checkpoint_says_with_which_seed_it_was_trained(corpus, tmp_path):
+    short = ("--train.steps=1", "--train.warmup=0", "--train.seed=41")
+    assert train_here(*arguments(corpus, tmp_path, *short)) == 0
+    assert load_model(tmp_path / "nano-lssar")[1].seed == 41
+
+
+def assert_same_run(run, whole_run):
+    assert losses(run) == losses(whole_run)
+    mine, reference = weights(run), weights(whole_run)
+    assert mine.keys() == reference.keys()
+    for name in reference:
+        assert torch.equal(mine[name], reference[name]), name
+
+
+def assert_close_run(run, other, tolerance):
+    """The same measurements at the same steps, equal to a relative tolerance."""
+    mine, theirs = losses(run), losses(other)
+    assert [m[0] for m in mine] == [m[0] for m in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        assert [x for x in a if x is not None] == pytest.approx(
+            [x for x in b if x is not None], rel=tolerance
+        )
+
+
+def test_a_run_leaves_config_revision_metrics_checkpoints_and_curve(whole_run):
+    names = {p.name for p in whole_run.iterdir()}
+    assert {"config.toml", "run.json", "metrics.jsonl", "loss.png", "checkpoints"} <= names
+    assert json.loads((whole_run / "run.json").read_text())["revision"]
+    assert load_config(whole_run / "config.toml").train.steps == 24
+    model, info = load_model(whole_run)
+    assert (info.step, info.train_length, info.tokeniser) == (24, 32, "bytes")
+    assert model.config.attention.name == "lssar"
+    assert not list(whole_run.rglob("*.tmp"))
+
+
+def test_keeps_the_last_k_checkpoints_and_the_best(corpus, tmp_path):
+    more = ("--eval.interval=1", "--checkpoint.interval=1", "--checkpoint.keep=3")
+    # The learning rate of a diverging run: the best checkpoint is an early one.
+    assert train_here(*arguments(corpus, tmp_path, *more, "--train.lr=3", "--train.steps=12")) == 0
+    run = tmp_path / "nano-lssar"
+    validated = {step: loss for step, _, loss in losses(run) if loss is not None}
+    best = min(validated, key=validated.get)
+    kept = {p.name for p in (run / "checkpoints").glob("step-*")}
+    assert best < 10
+    assert kept == {f"step-{s:08d}" for s in (best, 10, 11, 12)}
+    assert (run / "checkpoints/best").read_text().strip() == f"step-{best:08d}"
+
+
+def test_resume_is_bit_exact_after_a_stop_at_any_step(corpus, whole_run, tmp_path):
+    """Stop by SIGINT in the middle, resume, compare with the run that was never stopped."""
+    given = arguments(corpus, tmp_path)
+    process = subprocess.Popen(
+        command(*given), stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    for line in process.stderr:
+        if line.startswith("step 7/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stderr.read()
+    assert process.wait() == EXIT_PREEMPTED, rest
+    assert "stopped by SIGINT" in rest
+    step = load_model(tmp_path / "nano-lssar")[1].step
+    assert 7 <= step < 24
+    assert train_here(*given, "--status") == EXIT_PREEMPTED
+    assert train_here(*given, "--resume") == 0
+    assert_same_run(tmp_path / "nano-lssar", whole_run)
+    assert train_here(*given, "--status") == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_resume_is_bit_exact_after_kill_9(corpus, whole_run, tmp_path, seed):
+    """Killed at a random moment, with a checkpoint at every step so that some die while saving."""
+    given = (*arguments(corpus, tmp_path), "--checkpoint.interval=1")
+    process = subprocess.Popen(
+        command(*given), stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    generator = torch.Generator().manual_seed(seed)
+    target = int(torch.randint(2, 20, (1,), generator=generator))
+    for line in process.stderr:
+        if line.startswith(f"step {target}/"):
+            time.sleep(float(torch.rand(1, generator=generator)) * 0.05)
+            process.kill()
+            break
+    process.stderr.read()
+    assert process.wait() in (-signal.SIGKILL, 0)
+    store = Store(tmp_path / "nano-lssar")
+    assert store.candidates()
+    assert train_here(*given, "--resume") == 0
+    assert_same_run(tmp_path / "nano-lssar", whole_run)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_sigterm_under_torchrun_saves_too(corpus, tmp_path):
+    given = arguments(corpus, tmp_path, "--train.micro_batch=4", "--train.steps=4000")
+    process = subprocess.Popen(
+        command(*given, processes=2), stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stderr.read()
+    process.wait()
+    assert "stopped by SIGTERM" in rest
+    step = load_model(tmp_path / "nano-lssar")[1].step
+    assert 3 <= step < 4000
+    assert train_here(*given, "--status") == EXIT_PREEMPTED  # where torchrun's own code is 1
+
+
+def test_status_of_a_run_that_did_not_save_or_was_killed_is_neither_finished_nor_stopped(
+    corpus, tmp_path, capsys
+):
+    given = arguments(corpus, tmp_path)
+    assert train_here(*given, "--status") == 1
+    assert "0 of 24 steps are saved; not finished" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    assert train_here(*given, "--train.steps=5", "--train.schedule=constant") == 0
+    (tmp_path / "nano-lssar/run.json").write_text("{")
+    assert train_here(*given, "--status") == 1
+    assert "5 of 24 steps are saved; not finished" in capsys.readouterr().out
+
+
+# Sums over ranks are taken in another order. Softmax carries that through 24 steps at 1e-6; the
+# early, nearly uniform rows of LSSAR amplify it, whatever computes them.
+def test_one_process_with_four_micro_batches_equals_two_with_two(corpus, tmp_path):
+    more = ("--train.micro_batch=2", "--train.steps=10")
+    assert train_here(*arguments(corpus, tmp_path / "one", *more, config="nano-softmax")) == 0
+    two = arguments(corpus, tmp_path / "two", *more, config="nano-softmax")
+    result = run_process(*two, processes=2)
+    assert result.returncode == 0, result.stderr
+    assert_close_run(tmp_path / "one/nano-softmax", tmp_path / "two/nano-softmax", 1e-5)
+
+
+def test_resume_with_another_number_of_processes_sees_the_same_data(corpus, tmp_path):
+    given = arguments(corpus, tmp_path, "--train.micro_batch=4", config="nano-softmax")
+    assert train_here(*given) == 0
+    result = run_process(*given, "--log.name=two", processes=2)
+    assert result.returncode == 0, result.stderr
+    shutil.rmtree(tmp_path / "two/checkpoints/step-00000024")
+    assert load_model(tmp_path / "two")[1].step == 20
+    assert train_here(*given, "--log.name=two", "--resume") == 0
+    assert_close_run(tmp_path / "two", tmp_path / "nano-softmax", 1e-5)
+
+
+@pytest.mark.slow
+def test_eight_processes_train_the_nano_model_as_one_does(corpus, tmp_path):
+    more = ("--train.micro_batch=1", "--train.steps=6", "--eval.interval=3")
+    assert train_here(*arguments(corpus, tmp_path / "one", *more, config="nano-softmax")) == 0
+    eight = arguments(corpus, tmp_path / "eight", *more, config="nano-softmax")
+    result = run_process(*eight, processes=8)
+    assert result.returncode == 0, result.stderr
+    assert_close_run(tmp_path / "one/nano-softmax", tmp_path / "eight/nano-softmax", 1e-5)
+
+
+def test_torchrun_restarts_after_a_rank_dies_and_goes_on_from_the_checkpoint(corpus, tmp_path):
+    given = arguments(
+        corpus, tmp_path, "--train.micro_batch=4", "--train.steps=200", "--log.interval=5"
+    )
+    process = subprocess.Popen(
+        command(*given, processes=2, torchrun=("--max-restarts=1",)),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("step 20/"):
+            children = subprocess.run(
+                ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+            )
+            subprocess.run(["kill", "-9", children.stdout.split()[-1]], check=True)
+            break
+    rest = process.stderr.read()
+    assert process.wait() == 0, rest
+    assert "finished 200 steps" in rest
+    assert 'train.py", line' not in rest  # the surviving rank says what happened in one line
+    assert "lost contact with another rank" in rest or "stopped by SIGTERM" in rest
+    steps = [m[0] for m in losses(tmp_path / "nano-lssar") if m[1] is not None]
+    assert steps == list(range(5, 201, 5))
+
+
+def test_a_damaged_latest_checkpoint_falls_back_to_the_previous(corpus, whole_run, tmp_path, capfd):
+    given = arguments(corpus, tmp_path)
+    assert train_here(*given) == 0
+    run = tmp_path / "nano-lssar"
+    latest = run / "checkpoints/step-00000024"
+    for name in ("model.safetensors", "trainer.pt"):
+        whole = (latest / name).read_bytes()
+        (latest / name).write_bytes(whole[: len(whole) // 2])
+        assert train_here(*given, "--resume") == 0
+        assert "warning: passing over" in capfd.readouterr().err
+        assert_same_run(run, whole_run)
+
+
+def test_resume_passes_over_weights_that_are_not_finite(corpus, whole_run, tmp_path, capfd):
+    given = arguments(corpus, tmp_path)
+    assert train_here(*given) == 0
+    run = tmp_path / "nano-lssar"
+    latest = run / "checkpoints/step-00000024"
+    model, info = load_model(latest)
+    with torch.no_grad():
+        model.norm.bias[7] = math.nan
+    save_model(latest, model, info)  # whole and with the right checksums
+    assert train_here(*given, "--resume") == 0
+    said = capfd.readouterr().err
+    assert "warning: passing over" in said
+    assert "norm.bias has weights that are not finite" in said
+    assert_same_run(run, whole_run)
+    save_model(latest, model, info)
+    with pytest.raises(UserError, match=r"norm\.bias has weights that are not finite"):
+        train_here(*arguments(corpus, tmp_path / "tuned", f"--train.init_from={latest}"))
+
+
+def test_resume_with_a_contradicting_config_lists_the_differences(corpus, whole_run):
+    given = arguments(corpus, whole_run.parent, "--resume")
+    with pytest.raises(UserError) as refused:
+        train_here(*given, "--train.lr=0.5", "--attention.p=3")
+    assert "train.lr: 0.003 -> 0.5" in str(refused.value)
+    assert "attention.p: 15.0 -> 3.0" in str(refused.value)
+    assert train_here(*given, "--log.interval=3") == 0  # finished already, nothing contradicts
+
+
+def test_a_run_is_never_overwritten_without_being_asked(corpus, whole_run):
+    with pytest.raises(UserError, match="rerun with --resume"):
+        train_here(*arguments(corpus, whole_run.parent))
+
+
+def test_a_second_run_in_the_same_directory_is_refused(corpus, tmp_path):
+    path, *overrides = arguments(corpus, tmp_path)
+    config, world = load_config(path, overrides), World(0, 1, torch.device("cpu"))
+    with RunLog(config, world):
+        assert run_process(path, *overrides).returncode == 2
+        with pytest.raises(UserError, match="in use by another training"):
+            RunLog(config, world)
+    assert train_here(path, *overrides) == 0
+
+
+def test_a_diverging_run_stops_with_the_numbers_and_a_good_checkpoint(corpus, tmp_path, capfd):
+    given = arguments(corpus, tmp_path, "--train.clip=0", "--train.schedule=constant")
+    code = train_here(*given, "--train.lr=1e30", "--train.steps=100", "--checkpoint.interval=1")
+    assert code == EXIT_DIVERGED
+    shown = capfd.readouterr().err
+    assert "not finite" in shown and "train.lr" in shown
+    run = tmp_path / "nano-lssar"
+    for path in Store(run).candidates():
+        assert all(t.isfinite().all() for t in weights(path).values())
+
+
+def test_one_bad_step_is_skipped_and_said(corpus, tmp_path, capfd, monkeypatch):
+    accumulate = Run._accumulate
+
+    def poisoned(self, step):
+        loss = accumulate(self, step)
+        if step in (3, 4):
+            self.model.norm.weight.grad[0] = math.nan
+        return loss
+
+    monkeypatch.setattr(Run, "_accumulate", poisoned)
+    given = arguments(corpus, tmp_path, "--train.steps=8")
+    assert train_here(*given, "--train.max_skipped_steps=2") == 0
+    shown = capfd.readouterr().err
+    assert "step 3 is not finite and was skipped: gradient norm nan" in shown
+    assert "batch of token offsets" in shown
+    assert all(t.isfinite().all() for t in weights(tmp_path / "nano-lssar").values())
+    given = arguments(corpus, tmp_path / "strict", "--train.steps=8")
+    assert train_here(*given, "--train.max_skipped_steps=1") == EXIT_DIVERGED
+    assert "2 steps in a row were not finite, the last was 4" in capfd.readouterr().err
+
+
+def test_validating_and_sampling_more_often_changes_nothing(corpus, whole_run, tmp_path):
+    more = ("--eval.interval=1", "--eval.sample_interval=2", "--checkpoint.interval=3")
+    assert train_here(*arguments(corpus, tmp_path, *more)) == 0
+    mine, reference = weights(tmp_path / "nano-lssar"), weights(whole_run)
+    assert all(torch.equal(mine[name], reference[name]) for name in reference)
+
+
+def test_a_tiny_run_learns(corpus, tmp_path):
+    """The corpus repeats itself: a model that learned is far below the 5.5 nats of chance."""
+    given = arguments(corpus, tmp_path, "--train.steps=150", "--train.lr=1e-2")
+    assert train_here(*given, "--eval.interval=150") == 0
+    assert load_model(tmp_path / "nano-lssar")[1].val_loss < 1.2
+
+
+def test_fine_tuning_starts_from_another_runs_weights(corpus, whole_run, tmp_path):
+    given = arguments(
+        corpus,
+        tmp_path,
+        f"--train.init_from={whole_run}",
+        "--train.length=64",
+        "--model.interpolation=2.0",
+        "--train.schedule=constant",
+        "--train.steps=4",
+        "--train.micro_batch=4",
+    )
+    assert train_here(*given) == 0
+    first = losses(tmp_path / "nano-lssar")[0][1]
+    assert first < losses(whole_run)[0][1] - 1
+    assert load_model(tmp_path / "nano-lssar")[0].config.interpolation == 2.0
+    with pytest.raises(UserError, match="another architecture"):
+        train_here(*given, "--model.width=64", "--log.name=other")
+
+
+def without_isa_limit() -> dict[str, str]:
+    """The environment of a user, without what tests/conftest.py sets."""
+    return {k: v for k, v in environment().items() if k != "ONEDNN_MAX_CPU_ISA"}
+
+
+announces_amx = pytest.mark.skipif(
+    not Path("/proc/cpuinfo").exists() or "amx_tile" not in Path("/proc/cpuinfo").read_text(),
+    reason="the processor does not announce AMX",
+)
+
+
+@announces_amx
+def test_bf16_does_not_die_of_amx_that_is_announced_but_missing(corpus, whole_run, tmp_path):
+    """It ended with `Illegal instruction` on virtual machines that pass on the flag alone."""
+    given = arguments(corpus, tmp_path, "--train.precision=bf16")
+    done = subprocess.run(
+        command(*given), capture_output=True, text=True, timeout=300, env=without_isa_limit()
+    )
+    assert done.returncode == 0, done.stderr
+    assert_close_run(tmp_path / "nano-lssar", whole_run, tolerance=0.05)
+    assert done.stderr.count("bf16 without AMX") <= 1  # none where AMX is real
+
+
+@announces_amx
+def test_bf16_that_can_no_longer_be_made_safe_is_one_line():
+    """After its first product, oneDNN does not look at the environment again."""
+    program = (
+        "import torch\n"
+        "from training.distributed import autocast\n"
+        "x = torch.ones(64, 64)\n"
+        "x @ x\n"
+        "with autocast(torch.device('cpu'), 'bf16'):\n"
+        "    print((x @ x).dtype)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, capture_output=True, text=True, env=without_isa_limit(),
+    )  # fmt: skip
+    if done.returncode:
+        assert "UserError: bf16 fails on this processor; set ONEDNN_MAX_CPU_ISA=" in done.stderr
+    else:  # AMX is real
+        assert done.stdout == "torch.bfloat16\n"
+
+
+def test_bf16_trains_to_about_the_same_losses(corpus, whole_run, tmp_path):
+    assert train_here(*arguments(corpus, tmp_path, "--train.precision=bf16")) == 0
+    assert_close_run(tmp_path / "nano-lssar", whole_run, 0.03)
+
+
+def test_wandb_without_a_key_is_offline_and_asks_nothing(corpus, tmp_path):
+    given = arguments(corpus, tmp_path, "--train.steps=5", "--log.wandb=true")
+    result = subprocess.run(
+        command(*given),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+        env=environment() | {"HOME": str(tmp_path), "WANDB_API_KEY": ""},
+    )
+    assert result.returncode == 0, result.stderr
+    assert list((tmp_path / "nano-lssar").rglob("offline-run-*"))
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    config = load_config(ROOT / "configs/gpt2-124m-lssar.toml")
+    assert learning_rate(config, 0) == pytest.approx(6e-4 / 700)
+    assert learning_rate(config, 699) == pytest.approx(6e-4)
+    middle = (700 + 18865) // 2
+    assert learning_rate(config, middle) == pytest.approx(3e-4, rel=1e-3)
+    assert learning_rate(config, 18865) == pytest.approx(0)
+    fine_tune = load_config(ROOT / "configs/gpt2-124m-lssar-pi-4k.toml")
+    assert learning_rate(fine_tune, 1999) == 6e-5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_config_has_a_dry_run(path, capsys):
+    alone = "nano" in path.stem or path.stem.endswith(("-magnitude", "-vector"))
+    processes = "1" if alone else "8"
+    assert train_here(str(path), "--dry-run", "--world-size", processes) == 0
+    shown = capsys.readouterr().out
+    for word in ("parameters", "tokens a step", "GiB a process", "A100-hours", "data"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--train.lr=fast"], "train.lr"),
+        (["--data.directory=/nowhere"], "/nowhere"),
+        (["--train.micro_batch=3"], "micro_batch"),
+        (["--attention.name=lsar"], "did you mean 'lssar'"),
+        (["--train.init_from=/nowhere"], "/nowhere"),
+        (["--resum"], "--section.key=value"),
+        (["--dry-run", "--world-size", "0"], "--world-size: '0' must be at least 1"),
+        (["--model.layers=1000000000"], "at most 1000"),
+        (["--model.width=96000000"], "GiB of main memory"),
+        pytest.param(
+            *(["--device", "cuda"], "no GPU found"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (["--log.directory=/proc/none"], "/proc/none"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(corpus, tmp_path, more, message):
+    result = run_process(*arguments(corpus, tmp_path, *more))
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

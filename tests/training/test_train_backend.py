@@ -1,0 +1,59 @@
+"""The attention backend that a run or a dry run names, and the one that computes."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from train_helpers import arguments, make_corpus, run_process, train_here
+
+from lssar.backends import BACKENDS
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def said_backend(text):
+    (line,) = [line for line in text.splitlines() if "computed by backend" in line]
+    return line.split()[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), "cpu"),
+        (("--train.precision=bf16",), "cpu"),
+        (("--attention.window=32",), "cpu"),  # as long as the sequence: no window
+        (("--attention.window=31",), "eager"),
+        (("--attention.backend=rowblock",), "rowblock"),
+        (("--attention.name=softmax",), "sdpa"),
+        (("--attention.name=mish-l1",), "eager"),
+    ],
+)
+def test_a_run_names_the_backend_that_its_first_step_used(
+    corpus, tmp_path, capsys, monkeypatch, more, expected
+):
+    config = "nano-softmax" if any("name=" in m for m in more) else "nano-lssar"
+    ran = []
+    for name, backend in BACKENDS.items():
+        run = partial(lambda name, run, *x: ran.append(name) or run(*x), name, backend.run)
+        monkeypatch.setitem(BACKENDS, name, replace(backend, run=run))
+    given = arguments(corpus, tmp_path, *more, "--train.steps=5", config=config)
+    assert train_here(*given) == 0
+    assert said_backend(capsys.readouterr().err) == expected
+    assert set(ran) == {expected}
+    assert train_here(*given, "--dry-run", "--device", "cpu") == 0
+    assert f"planned for cpu: backend {expected}\n" in capsys.readouterr().out
+
+
+def test_without_a_compiler_the_run_names_what_it_used_instead(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    given = arguments(corpus, tmp_path, "--train.steps=5")
+    done = run_process(*given)
+    assert done.returncode == 0, done.stderr
+    assert said_backend(done.stderr) == "eager"
+    assert "backend cpu" not in done.stderr
+    assert done.stderr.count("UserWarning: LSSAR runs without its fused CPU kernel") == 1
+    shown = run_process(*given, "--dry-run").stdout
+    assert "attention  lssar (p = 15), planned for cuda: backend triton\n" in shown

@@ -1,0 +1,175 @@
+"""Where a process computes and with whom: device, precision, torchrun's group, collectives."""
+
+import faulthandler
+import functools
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lssar.errors import UserError
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all processes, on every process."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation) -> Tensor:
+        if self.size == 1:
+            return values
+        result = values.to(self.device, copy=True)
+        dist.all_reduce(result, operation)
+        return result.to(values.device)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The tensor of every process (all of one shape), in rank order."""
+        if self.size == 1:
+            return [values]
+        mine = values.to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine)
+        return [t.to(values.device) for t in everyone]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.sum(torch.zeros(1))
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(device: str = "auto") -> World:
+    """Join the process group that torchrun set up, or be a world of one."""
+    rank, size = int(os.environ.get("RANK", 0)), world_size()
+    chosen = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high")  # TF32
+    if size > 1 and not dist.is_initialized():
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # torchrun may keep its store over a restart: dead workers' addresses are in there.
+        store = dist.PrefixStore(f"attempt-{restarts()}", store)
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(rank, size, chosen)
+
+
+def restarts() -> int:
+    """How often torchrun has restarted the workers."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif torch.backends.mps.is_available():
+            name = "mps"
+        else:
+            name = "cpu"
+    if name == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise UserError("--device cuda: no GPU found; use --device cpu, or leave it out")
+        if local_rank >= count:
+            raise UserError(
+                f"process {local_rank} of this machine has no GPU: {count} found; "
+                f"start torchrun with --nproc_per_node={count}"
+            )
+        return torch.device("cuda", local_rank)
+    return torch.device(name)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Products in bfloat16, or in the types of their inputs; "auto": bf16 on a GPU only."""
+    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    if bf16 and device.type == "cpu":
+        _avoid_missing_amx()
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+WITHOUT_AMX = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+@functools.cache
+def _avoid_missing_amx() -> None:
+    """Keep oneDNN from AMX instructions that the processor announces and does not execute.
+
+    Some hypervisors pass the flag on without the feature: the first product in bfloat16 is then
+    the end of the process (SIGILL). oneDNN reads its environment once, at its first use.
+    """
+    info = Path("/proc/cpuinfo")
+    if not info.exists() or "amx_tile" not in info.read_text() or _bf16_works():
+        return
+    os.environ.update([WITHOUT_AMX])
+    setting = "=".join(WITHOUT_AMX)
+    if not _bf16_works():
+        raise UserError(f"bf16 fails on this processor; set {setting}, or use precision fp32")
+    print(f"bf16 without AMX, which this machine announces but lacks ({setting})", file=sys.stderr)
+
+
+def _bf16_works() -> bool:
+    """Whether a forked child survives a product large enough to be worth AMX."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            torch.set_num_threads(1)  # the parent's threads do not exist here
+            F.linear(*torch.ones(2, 64, 64, dtype=torch.bfloat16))
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) >= 0
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process went away."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def finish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_rng(world: World) -> list[dict[str, Tensor]]:
+    """The random state of every rank."""
+    states = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(world.device)
+    gathered = {kind: world.gather(state) for kind, state in states.items()}
+    return [{kind: gathered[kind][rank] for kind in gathered} for rank in range(world.size)]
+
+
+def restore_rng(states: list[dict[str, Tensor]], world: World) -> None:
+    """This rank's state, if the run that saved them had this rank."""
+    if world.rank < len(states):
+        state = states[world.rank]
+        torch.set_rng_state(state["cpu"])
+        if world.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], world.device)
