@@ -1,39 +1,69 @@
 """python report.py results/ --out site/
+python report.py results/x.json
 
-One page of everything in a folder of results: the claims, every table with the paper's value, the
-measured one, their difference and a verdict, figures, runs. SITE/index.html needs no network and
-no server; the JSON that its numbers link to is copied to SITE/data. What cannot be read is named
-on the page. The same results give the same bytes.
+Of a folder of results, one page: what was found, every claim with its verdict, every table with the
+paper's value beside the measured one, figures, runs. SITE/index.html needs no server and no
+network; its figures lie beside it and its numbers link to the results where they are. What cannot
+be read is named on the page. The same results give the same bytes.
+
+Of one results file, its numbers as a table on the terminal.
 """
-
-if __name__ == "__main__":
-    from errors import quiet_imports
-
-    quiet_imports()
 
 from pathlib import Path
 
-from errors import Parser, UserError, run
-from files import write_text, writing
-from reporting.library import DATA, Library
-from reporting.page import page
+from lssar.errors import UserError
+from paper.runs import SCALES
+from support.command import Parser, run
 
-PAPER = Path(__file__).parent / "paper.json"
 INDEX = "index.html"
+FIGURES = "figures"  # folder of the page's figures
 OURS = '<meta name="generator" content="report.py">'
 
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("results", type=Path, help="folder of results, read with all below it")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the page")
+    parser.add_argument("results", type=Path, help="folder of results, or one results file")
+    parser.add_argument("--out", type=Path, help="folder of the page")
     args = parser.parse_args(argv)
+    if args.results.is_file():
+        print(file_table(args.results))
+        return
+    if not args.results.is_dir():
+        raise UserError(f"{args.results} is not there; give the folder of results, or a file of it")
+    if args.out is None:
+        raise UserError("--out SITE is missing: the folder of the page, for example --out site/")
     check_out(args.out, args.results)
-    library = Library(args.results, PAPER)
-    write_site(args.out, page(library), library.copies)
-    tables = sum(len(scale.tables) for scale in library.scales.values())
-    unread = f", could not be read: {len(library.problems)}" if library.problems else ""
-    print(f"{args.out / INDEX}: {tables} tables, {len(library.copies)} JSON files{unread}")
+    write_site(args.results, args.out)
+
+
+def file_table(path: Path) -> str:
+    """The records of one file: a line per run, variant and task, a column per length."""
+    from evaluating.results import read_results
+    from support.text import short_number, table
+
+    results = read_results(path)
+    if results.kind == "extrapolation":
+        from evaluating.extrapolation_report import short_table
+
+        return short_table(results)
+    parts = []
+    for quantity in dict.fromkeys(r.quantity for r in results.records):
+        found = [r for r in results.records if r.quantity == quantity]
+        lengths = sorted({r.length for r in found}, key=lambda n: n or 0)
+        cells = {(r.run, r.variant, r.task, r.length): r.value for r in found}
+        body = [
+            [
+                ", ".join(filter(None, (results.runs[key[0]]["run"], *key[1:]))),
+                *(show_value(cells.get((*key, n), "")) for n in lengths),
+            ]
+            for key in dict.fromkeys((r.run, r.variant, r.task) for r in found)
+        ]
+        parts.append(table([quantity, *(short_number(n) if n else "" for n in lengths)], body))
+    return "\n\n".join(parts)
+
+
+def show_value(value: float | str | None) -> str:
+    return value if isinstance(value, str) else "overflow" if value is None else f"{value:.4g}"
 
 
 def check_out(out: Path, results: Path) -> None:
@@ -42,7 +72,7 @@ def check_out(out: Path, results: Path) -> None:
         raise UserError(f"--out {out} is inside {results}, where it would be read as a result")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
-    if out.is_dir() and any(out.iterdir()) and not is_ours(out / INDEX):
+    if out.is_dir() and not (is_ours(out / INDEX) or is_unfinished(out)):
         raise UserError(f"--out {out} holds other things than a report; give a new folder")
 
 
@@ -50,30 +80,30 @@ def is_ours(index: Path) -> bool:
     return index.is_file() and OURS in index.read_text(encoding="utf-8", errors="replace")
 
 
-def write_site(out: Path, text: str, copies: dict[str, str]) -> None:
-    """The data first and the page last, so that a page never links to what is not there yet."""
+def is_unfinished(out: Path) -> bool:
+    """Whether it is empty or holds what an interrupted first run leaves: figures and no page."""
+    names = tuple(f"{scale}-" for scale in SCALES)
+    return all(
+        (path.is_dir() and path.name == FIGURES)
+        or (path.parent.name == FIGURES and path.name.startswith(names) and path.suffix == ".svg")
+        for path in out.rglob("*")
+    )
+
+
+def write_site(results: Path, out: Path) -> None:
+    """The figures first and the page last, so that it never shows what is not there yet."""
+    from paper.page import Page
+    from support.files import write_text, writing
+
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in copies.items():
-            target = out / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_if_new(target, content)
-        write_if_new(out / INDEX, text)
-        remove_stale(out, copies)
-
-
-def write_if_new(target: Path, text: str) -> None:
-    if not target.is_file() or target.read_bytes() != text.encode():
-        write_text(target, text)
-
-
-def remove_stale(out: Path, copies: dict[str, str]) -> None:
-    """Copies of results that are gone; deepest first, so that emptied folders go with them."""
-    for path in sorted((out / DATA).rglob("*"), reverse=True):
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        elif path.suffix == ".json" and path.relative_to(out).as_posix() not in copies:
-            path.unlink()
+        page = Page(results, out, FIGURES)
+        write_text(out / INDEX, page.html())
+        for path in (out / FIGURES).glob("*.svg"):
+            if f"{FIGURES}/{path.name}" not in page.figures:
+                path.unlink()
+    unread = f", could not be read: {len(page.problems)}" if page.problems else ""
+    print(f"{out / INDEX}: {len(page.figures)} tables with figures{unread}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """python reproduce.py TABLE [TABLE ...] [--scale nano|paper] [--plan]
 
-Trains what the tables need, evaluates it, and writes results/SCALE/TABLE.json with its figure: the
-numbers of the paper beside those of this machine. `all` is every table. Runs are shared between
-tables. Run again, it continues: what is done is passed over, one failed run stops no other.
+Trains what the tables need, evaluates it, prints each table beside the paper's numbers and the
+claims with their verdicts, and draws results/SCALE/TABLE.png. `all` is every table. Runs are shared
+between tables. Run again, it continues: what is done is skipped, one failed run stops no other.
 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
     --scale paper    FineWeb and FineWeb-Edu, 8 GPUs
     --plan           print runs, tokens, hours and disk; start nothing
-    --tables-only    train and evaluate nothing; make tables of what there is
+    --tables-only    train and evaluate nothing; make the tables of what there is
     --seeds 0,1,2    for every run; default at nano three for headline and PI, else one
     --jobs 2         at a time; default one, on a CPU two
     --gpus 8         processes of a training; default the GPUs here
@@ -15,56 +15,18 @@ tables. Run again, it continues: what is done is passed over, one failed run sto
 Exit codes: 0 all there, 1 something failed (the last lines say what), 2 a mistake in the input.
 """
 
-if __name__ == "__main__":
-    from errors import quiet_imports
+from argparse import Namespace
 
-    quiet_imports()
-
-from pathlib import Path
-
-import torch
-
-from errors import Parser, UserError, did_you_mean, process_count, run, seed_number
-from files import write_json
-from reproduction.claims import claims_record, show_claims
-from reproduction.experiments import Table, all_tables
-from reproduction.figures import draw
-from reproduction.jobs import Job, run_all
-from reproduction.plan import Workspace, describe, jobs_of, training_jobs
-from reproduction.records import runs_record
-from reproduction.runs import SCALES, all_runs
-from reproduction.special import SPECIALS, Special
-from reproduction.tables import build, show
+from lssar.errors import UserError, did_you_mean
+from paper.experiments import EXTRAPOLATION, PASSKEY, Table, all_tables
+from paper.runs import SCALES, all_runs
+from support.command import Parser, answer_early, process_count, run, seed_number
 
 
-def main(argv: list[str]) -> int | None:
+def parse_arguments(argv: list[str]) -> Namespace:
     arguments = make_parser().parse_args(argv)
-    scale = SCALES[arguments.scale]
-    chosen = choose(arguments.tables, arguments.scale)
-    gpus = torch.cuda.device_count()
-    nano = arguments.scale == "nano"
-    processes = arguments.gpus or (1 if nano else gpus or 8)
-    space = Workspace(scale, arguments.seeds, processes)
-    tables = [t for t in chosen if isinstance(t, Table)]
-    specials = [s for s in chosen if isinstance(s, Special)]
-    jobs = once([*jobs_of(tables, space), *special_jobs(specials, space)])
-    if arguments.plan:
-        print(describe([table.name for table in chosen], jobs, space))
-        return None
-    if not (nano or arguments.tables_only) and gpus < processes:
-        raise UserError(
-            f"--scale paper trains on {processes} GPUs and {gpus} are here; --gpus N for fewer, "
-            "--plan to see what it takes, --scale nano for this machine"
-        )
-    states = {}
-    if not arguments.tables_only:
-        parallel = arguments.jobs or (2 if nano else 1)
-        states = run_all(jobs, space.runs / scale.name / "logs", parallel)
-    write_all(tables, specials, space, states)
-    failed = {name: state for name, state in states.items() if state != "done"}
-    for name, state in failed.items():
-        print(f"{name}: {state}")
-    return 1 if failed else None
+    choose(arguments.tables, arguments.scale)  # raises for a table that does not exist
+    return arguments
 
 
 def make_parser() -> Parser:
@@ -84,9 +46,9 @@ def seeds(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(seed_number, text.split(","))))
 
 
-def choose(names: list[str], scale: str) -> list[Table | Special]:
+def choose(names: list[str], scale: str) -> list[Table]:
     """The tables called so, with those that their scripts make beside them."""
-    known = all_tables(scale) | SPECIALS
+    known = all_tables(scale)
     for name in names:
         if name != "all" and name not in known:
             raise UserError(f"unknown table {name!r}; {did_you_mean(name, ['all', *known])}")
@@ -94,41 +56,79 @@ def choose(names: list[str], scale: str) -> list[Table | Special]:
     return [table for name, table in known.items() if "all" in names or name in wanted]
 
 
-def once(jobs: list[Job]) -> list[Job]:
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(parse_arguments)
+
+import torch
+
+from paper.claims import show_claims
+from paper.evidence import Evidence
+from paper.jobs import Job, run_all
+from paper.plan import Workspace, describe, jobs_of, training_jobs
+from paper.run_records import write_runs
+from paper.special import SPECIALS
+from paper.table_figures import draw
+from paper.tables import build, show
+from support import plots
+
+
+def main(argv: list[str]) -> int | None:
+    arguments = parse_arguments(argv)
+    tables = choose(arguments.tables, arguments.scale)
+    scale, nano, gpus = (
+        SCALES[arguments.scale],
+        arguments.scale == "nano",
+        torch.cuda.device_count(),
+    )
+    processes = arguments.gpus or (1 if nano else gpus or 8)
+    space = Workspace(scale, arguments.seeds, processes)
+    jobs = all_jobs(tables, space)
+    if arguments.plan:
+        print(describe([table.name for table in tables], jobs, space))
+        return None
+    if not (nano or arguments.tables_only) and gpus < processes:
+        raise UserError(
+            f"--scale paper trains on {processes} GPUs and {gpus} are here; --gpus N for fewer, "
+            "--plan to see what it takes, --scale nano for this machine"
+        )
+    states = {}
+    if not arguments.tables_only:
+        parallel = arguments.jobs or (2 if nano else 1)
+        states = run_all(jobs, space.runs / scale.name / "logs", parallel)
+    show_all(tables, space)
+    failed = {name: state for name, state in states.items() if state != "done"}
+    for name, state in failed.items():
+        print(f"{name}: {state}")
+    return 1 if failed else None
+
+
+def all_jobs(tables: list[Table], space: Workspace) -> list[Job]:
+    """Every job of the tables once. Physics has a script of its own."""
+    runs, names = all_runs(space.scale.name), [table.name for table in tables]
+    by_length = [table for table in tables if table.folder in (EXTRAPOLATION, PASSKEY)]
+    jobs = jobs_of(by_length, space)
+    for special in (SPECIALS[name] for name in names if name in SPECIALS):
+        for key, seed in special.trained(space):
+            jobs += training_jobs(runs[key], seed, runs, space)
+        jobs.append(special.job(space))
     return list({job.name: job for job in jobs}.values())
 
 
-def special_jobs(specials: list[Special], space: Workspace) -> list[Job]:
-    runs, found = all_runs(space.scale.name), []
-    for special in specials:
-        for key, seed in special.trained(space):
-            found += training_jobs(runs[key], seed, runs, space)
-        found.append(special.job(space))
-    return found
-
-
-def write_all(
-    tables: list[Table], specials: list[Special], space: Workspace, states: dict[str, str]
-) -> None:
-    """Every table's JSON and figure, then what only all of them together tell."""
+def show_all(tables: list[Table], space: Workspace) -> None:
+    """Print and draw every table, then the claims, and record what the runs were."""
+    space.folder.mkdir(parents=True, exist_ok=True)
+    write_runs(space)
+    evidence = Evidence(space.scale.name, space.folder)
     for table in tables:
-        built = build(table, space, states)
-        built["figures"] = draw(table, built, space)
-        save(built, space)
-    for special in specials:
-        save(special.build(space, states), space)
-    write_json(space.table("runs"), runs_record(space))
-    claims = claims_record(space)
-    write_json(space.table("claims"), claims)
-    print(show_claims(claims))
-
-
-def save(built: dict, space: Workspace) -> None:
-    path = space.table(built["name"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, built)
-    print(show(built))
-    print("\n".join([f"table: {path}", *(f"figure: {Path(f)}" for f in built["figures"])]))
+        built = build(evidence, table)
+        print(show(built))
+        figure = draw(built, evidence)
+        if figure is not None:
+            written = plots.save(figure, space.folder / f"{table.name}.png")
+            print(f"figure: {written[0]}")
+    print(show_claims(evidence))
+    for path, why in evidence.problems.items():
+        print(f"not read: {path}: {why}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The paper: its numbers, its experiments, tables, claims and the page."""

@@ -1,0 +1,211 @@
+"""What was measured at one scale, asked by table, row and column; comparisons of it, each once.
+
+A cell holds values by seed. Whoever asks for the same comparison, a table, a claim, a figure or the
+page, gets the same object, so that they cannot disagree.
+"""
+
+import json
+import statistics
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from evaluating.results import AS_TRAINED, Measured, collect
+from lssar.errors import UserError
+from paper.experiments import EXTRAPOLATION, PASSKEY, Column, Row, Table, all_tables
+from paper.runs import SCALES, run_name, run_seeds
+from paper.statistic import MARGIN, Agreement, Comparison, agreement, compare, direction
+from support.files import read_text
+
+PAPER = Path(__file__).with_name("paper.json")
+RUNS = "runs.json"  # beside the results of a scale: what every training run was
+
+
+def paper_numbers() -> dict:
+    return json.loads(PAPER.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Cell:
+    values: dict[int | None, float | None] = field(default_factory=dict)  # None: it overflowed
+    sources: dict[int | None, Path] = field(default_factory=dict)
+    mechanism: str = ""
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def finite(self) -> bool:
+        return self.n > 0 and None not in self.values.values()
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values.values()) if self.finite else None
+
+    @property
+    def sd(self) -> float | None:
+        return statistics.stdev(self.values.values()) if self.finite and self.n > 1 else None
+
+
+class Evidence:
+    def __init__(self, scale: str, folder: str | Path):
+        """Read everything that was measured below results/SCALE."""
+        self.scale, self.folder = SCALES[scale], Path(folder)
+        measured, self.problems = collect(self.folder)
+        self.problems.pop(self.folder / RUNS, None)
+        self._found: dict[tuple, Measured] = {}
+        for one in measured:
+            self._add(one)
+        self._seeds = sorted({s for m in measured if (s := seed_of(m)) is not None})
+        self._cells: dict[tuple, Cell] = {}
+        self._comparisons: dict[tuple, Comparison] = {}
+        self.tables = all_tables(scale)
+
+    def _add(self, one: Measured) -> None:
+        record, path = one.record, one.source.relative_to(self.folder)
+        place = (path.parts[0].removesuffix(".json"), record.quantity, one.name, record.variant)
+        self._found[*place, record.task, record.length] = one
+        # A quantity that is asked for without a length is the one at the longest.
+        known = self._found.get((*place, record.task, None))
+        if known is None or (known.record.length or 0) <= (record.length or 0):
+            self._found[*place, record.task, None] = one
+
+    @cached_property
+    def paper(self) -> dict:
+        return paper_numbers()
+
+    # --- one number ------------------------------------------------------------------------------
+
+    def length(self, table: Table, column: Column) -> int | None:
+        if column.factor is None:
+            return None
+        return self._length_at(table)(column.factor)
+
+    def _length_at(self, table: Table):
+        return self.scale.passkey_length if table.folder == PASSKEY else self.scale.length
+
+    def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
+        """The records of a cell by seed."""
+        key = column.run(row.run)
+        window = f"window={self._length_at(table)(1)}"
+        variant = window if row.variant == "window" else row.variant
+        place = (variant, column.task, self.length(table, column))
+        names = {run_name(key, seed): seed for seed in self._seeds} | {key: None}
+        found = (self._found.get((table.folder, column.quantity, n, *place)) for n in names)
+        return {seed_of(m): m for m in found if m is not None}
+
+    def cell(self, table: Table, row: Row, column: Column) -> Cell:
+        place = (table.name, row.key, column)
+        if place not in self._cells:
+            found = self.measured(table, row, column)
+            unit = 100 if column.percent else 1
+            mechanisms = [mechanism_of(m.run) for m in found.values()]
+            self._cells[place] = Cell(
+                {seed: shown_value(m.record.value, unit) for seed, m in found.items()},
+                {seed: m.source for seed, m in found.items()},
+                next(filter(None, mechanisms), ""),
+            )
+        return self._cells[place]
+
+    def is_missing(self, table: Table, row: Row, column: Column) -> bool:
+        """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
+        wanted = 1
+        if table.folder in (EXTRAPOLATION, PASSKEY) and row.variant in (AS_TRAINED, "window"):
+            wanted = len(run_seeds(self.scale, column.run(row.run), None))
+        return self.cell(table, row, column).n < wanted
+
+    # --- comparisons -----------------------------------------------------------------------------
+
+    def compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
+        place = (table.name, row.key, other.key, column)
+        if place not in self._comparisons:
+            at_training_length = column.quantity == "loss" and column.factor == 1
+            self._comparisons[place] = compare(
+                self.cell(table, row, column).values,
+                self.cell(table, other, column).values,
+                lower_is_better=column.lower_is_better,
+                margin=MARGIN if at_training_length else None,
+            )
+        return self._comparisons[place]
+
+    # --- the paper's own number ------------------------------------------------------------------
+
+    def printed(self, table: Table, row: Row, column: Column) -> float | None:
+        paper = self.paper[table.label]
+        found = paper["rows"].get(row.key)
+        if found is None or column.paper not in paper["columns"] or row.variant == "window":
+            return None
+        return found[paper["columns"].index(column.paper)]
+
+    def tolerance(self, table: Table, column: Column) -> float | None:
+        paper = self.paper[table.label]
+        found = paper["tolerance"]
+        if not isinstance(found, list):
+            return found
+        return found[paper["columns"].index(column.paper)]
+
+    def agreement(self, table: Table, row: Row, column: Column) -> Agreement | None:
+        """How a cell stands to the paper's; None where one of them has no number."""
+        paper, mean = self.printed(table, row, column), self.cell(table, row, column).mean
+        if paper is None or mean is None:
+            return None
+        tolerance = self.tolerance(table, column)
+        if self.scale.name == "paper":
+            return agreement(mean, paper, tolerance)
+        other = baseline(table)
+        base = other and self.printed(table, other, column)
+        if other is None or other is row or base is None:
+            return None
+        return direction(self.compare(table, row, other, column), paper - base, tolerance)
+
+
+LARGEST = 1e12  # what is beyond is no result, and would flatten all others in a figure
+
+
+def shown_value(value: float | None, unit: int) -> float | None:
+    return None if value is None or not abs(value) < LARGEST else unit * value
+
+
+def seed_of(one: Measured) -> int | None:
+    return one.seed if isinstance(one.seed, int) else None
+
+
+def mechanism_of(run: dict) -> str:
+    """The name of its attention, for its colour; nothing where the file does not say."""
+    found = run
+    for key in ("model", "attention", "name"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else ""
+
+
+def baseline(table: Table) -> Row | None:
+    return next((row for row in table.rows if row.key == table.baseline), None)
+
+
+# --- the training runs ---------------------------------------------------------------------------
+
+_NUMBER = (int, float, type(None))
+_FIELDS = {
+    **dict.fromkeys(("commit", "torch", "device", "status"), str),
+    **dict.fromkeys(("seed", "tokens", "seconds", "loss"), _NUMBER),
+    "config": dict,
+}
+
+
+def read_runs(path: Path) -> dict[str, dict]:
+    """The runs of runs.json by name, their fields checked."""
+    try:
+        found = json.loads(read_text(path), parse_constant=lambda _: None)["runs"]
+        for name, run in found.items():
+            for field_name, kinds in _FIELDS.items():
+                value = run[field_name]
+                if not isinstance(value, kinds) or isinstance(value, bool):
+                    raise TypeError(f"{field_name} = {value!r} in the run {name!r}")
+            if not all(isinstance(section, dict) for section in run["config"].values()):
+                raise TypeError(f"a setting without a section in the run {name!r}")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged or is not a list of runs ({error})") from None
+    return found

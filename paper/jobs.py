@@ -1,0 +1,141 @@
+"""Jobs that stand on each other: each is a command, done once, and its failure stops no other.
+
+What a job prints goes to a file of its own; the person who waits sees one line per job. Run again,
+finished jobs are skipped and interrupted ones continue, because every command here does.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from lssar.errors import UserError
+from support.files import writing
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: tuple[str, ...]
+    done: Callable[[], bool]
+    needs: tuple[str, ...] = ()
+    trains: tuple[str, int] | None = None  # key and seed of the run, of a training
+
+
+def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
+    """Every job that is not done, `parallel` at a time; name -> "done" or why not."""
+    jobs = {job.name: job for job in jobs}
+    states = {name: "done" for name, job in jobs.items() if is_done(job)}
+    if states:
+        print(f"{len(states)} of {len(jobs)} jobs are done already")
+    queue = [job for name, job in jobs.items() if name not in states]
+    with Pool(logs, parallel) as pool:
+        while queue or pool.running:
+            for job in list(queue):
+                unfinished = [n for n in job.needs if states.get(n) != "done"]
+                failed = [n for n in unfinished if n in states or n not in jobs]
+                if failed:
+                    states[job.name] = f"not started: it needs '{failed[0]}'"
+                    queue.remove(job)
+                elif not unfinished and len(pool.running) < parallel:
+                    pool.start(job)
+                    queue.remove(job)
+            for job, state in pool.finished():
+                states[job.name] = state
+                print(f"[{len(states)}/{len(jobs)}] {job.name}: {state}", flush=True)
+    return states
+
+
+def is_done(job: Job) -> bool:
+    """A half-written or damaged result is one that is not there: the job's command will say."""
+    try:
+        return job.done()
+    except UserError:
+        return False
+
+
+class Pool:
+    """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save before all ends."""
+
+    def __init__(self, logs: Path, parallel: int):
+        self.logs, self.parallel = logs, parallel
+        self.running: dict[Future, Job] = {}
+        self.processes: set[subprocess.Popen] = set()
+        self.stopping = False
+        self.lock = threading.Lock()  # for the two above: each job has a thread of its own
+
+    def __enter__(self) -> "Pool":
+        with writing(self.logs):
+            self.logs.mkdir(parents=True, exist_ok=True)
+        self.executor = ThreadPoolExecutor(self.parallel)
+        self.previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            if kind is not None:
+                with self.lock:
+                    self.stopping = True
+                    for process in self.processes:
+                        process.send_signal(signal.SIGTERM)
+            self.executor.shutdown(cancel_futures=True)
+        finally:
+            signal.signal(signal.SIGTERM, self.previous)
+
+    def start(self, job: Job) -> None:
+        print(f"      {job.name} ...", flush=True)
+        self.running[self.executor.submit(self._execute, job)] = job
+
+    def _execute(self, job: Job) -> str:
+        log = self.logs / f"{job.name.replace(' ', '-')}.log"
+        threads = max(1, (os.cpu_count() or 1) // self.parallel)
+        began = time.monotonic()
+        with log.open("a") as output:
+            with self.lock:
+                if self.stopping:
+                    return "not started: everything was stopped"
+                # A session of its own: Ctrl-C reaches it once, through __exit__.
+                process = subprocess.Popen(
+                    job.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={"OMP_NUM_THREADS": str(threads)} | os.environ,
+                    start_new_session=True,
+                )
+                self.processes.add(process)
+            code = process.wait()
+            with self.lock:
+                self.processes.discard(process)
+        if code == 0 and is_done(job):
+            print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
+            return "done"
+        return f"failed with exit code {code}: {last_line(log)} (all of it in {log})"
+
+    def finished(self) -> list[tuple[Job, str]]:
+        """Wait for at least one job to end."""
+        ended, _ = wait(self.running, return_when=FIRST_COMPLETED)
+        return [(self.running.pop(future), future.result()) for future in ended]
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it printed nothing"
+
+
+def python(script: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, script, *arguments)
+
+
+def torchrun(processes: int, script: str, *arguments: str) -> tuple[str, ...]:
+    """On one process, plain Python: the same thing without the launcher."""
+    if processes == 1:
+        return python(script, *arguments)
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    return (sys.executable, *launcher, script, *arguments)

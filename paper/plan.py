@@ -1,0 +1,236 @@
+"""Which jobs the tables need, in what order, and what they will take."""
+
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from data.shards import MANIFEST
+from evaluating.checkpoints import open_checkpoints
+from evaluating.results import AS_TRAINED, read_results
+from paper.experiments import PASSKEY, Table
+from paper.jobs import Job, is_done, python, torchrun
+from paper.runs import ALL_FACTORS, ALPHAS, Run, Scale, all_runs, run_name, run_seeds
+from training.checkpoint import find, read_description
+from training.config import Config, load_config
+from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where everything of one scale is, and with what it is made."""
+
+    scale: Scale
+    seeds: tuple[int, ...] | None = None
+    processes: int = 1
+    runs: Path = Path("runs")
+    results: Path = Path("results")
+
+    def run_directory(self, key: str, seed: int) -> Path:
+        return self.runs / self.scale.name / run_name(key, seed)
+
+    def evaluation(self, kind: str, key: str, seed: int) -> Path:
+        return self.folder / kind / f"{run_name(key, seed)}.json"
+
+    @property
+    def folder(self) -> Path:
+        """Of the results of this scale."""
+        return self.results / self.scale.name
+
+    def seeds_of(self, key: str) -> tuple[int, ...]:
+        return run_seeds(self.scale, key, self.seeds)
+
+    def config(self, run: Run, seed: int) -> Config:
+        return load_config(
+            f"configs/{run.config}.toml", self.overrides(run, seed), world_size=self.processes
+        )
+
+    def overrides(self, run: Run, seed: int) -> list[str]:
+        directory = self.run_directory(run.key, seed)
+        weights = [f"--train.init_from={self.run_directory(run.init_from, seed)}"]
+        return [
+            *run.overrides,
+            *(weights if run.init_from else []),
+            f"--train.seed={seed}",
+            f"--log.directory={directory.parent}",
+            f"--log.name={directory.name}",
+        ]
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
+    """Corpora, runs and evaluations, each once, whatever number of tables use it."""
+    found: dict[str, Job] = {}
+    runs = all_runs(space.scale.name)
+    for table in tables:
+        for row in table.rows:
+            for column in table.columns:
+                run = runs[column.run(row.run)]
+                for seed in space.seeds_of(run.key):
+                    evaluate = passkey_job if table.folder == PASSKEY else extrapolation_job
+                    for job in (*training_jobs(run, seed, runs, space), evaluate(run, seed, space)):
+                        found.setdefault(job.name, job)
+    return list(found.values())
+
+
+def training_jobs(run: Run, seed: int, runs: dict[str, Run], space: Workspace) -> list[Job]:
+    """The corpus, the run whose weights it starts from, and the run itself."""
+    config = space.config(run, seed)
+    before = training_jobs(runs[run.init_from], seed, runs, space) if run.init_from else []
+    corpus = corpus_job(config.data.directory, space.scale)
+    job = Job(
+        f"train {run_name(run.key, seed)}",
+        torchrun(
+            *(space.processes, "train.py", f"configs/{run.config}.toml"),
+            *(*space.overrides(run, seed), "--resume"),
+        ),
+        partial(is_trained, config),
+        (corpus.name, *(j.name for j in before)),
+        trains=(run.key, seed),
+    )
+    return [corpus, *before, job]
+
+
+def corpus_job(directory: str, scale: Scale) -> Job:
+    return Job(
+        f"prepare {Path(directory).name}",
+        python("data/prepare.py", *scale.corpora[directory].arguments, "--out", directory),
+        lambda: (Path(directory) / MANIFEST).exists(),
+    )
+
+
+def is_trained(config: Config) -> bool:
+    _, info = read_description(find(config.run_directory))
+    return info.step >= config.train.steps
+
+
+def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
+    scale, directory = space.scale, space.run_directory(run.key, seed)
+    lengths = [scale.length(f) for f in run.factors]
+    variants = [f"window={scale.train_length}"] if run.windows else []
+    extra = ["--window", str(scale.train_length)] if run.windows else []
+    if run.alphas and seed == space.seeds_of(run.key)[0]:
+        variants += [f"alpha={a:g}" for a in ALPHAS]
+        extra += ["--alpha", ",".join(f"{a:g}" for a in ALPHAS)]
+    out = space.evaluation("extrapolation", run.key, seed)
+    command = torchrun(
+        *(space.processes, "eval_extrapolation.py", str(directory)),
+        *("--data", space.config(run, seed).data.directory),
+        *("--lengths", ",".join(map(str, lengths)), "--tokens", str(scale.eval_tokens)),
+        *("--segment", str(scale.length(max(ALL_FACTORS)))),
+        *(["--spread"] if scale.spread else []),
+        *(*extra, "--no-figures", "--out", str(out)),
+    )
+    return evaluation_job("evaluate", run, seed, command, out, directory, variants, lengths)
+
+
+def passkey_job(run: Run, seed: int, space: Workspace) -> Job:
+    directory = space.run_directory(run.key, seed)
+    lengths = [space.scale.passkey_length(f) for f in (1, 1.5, 2, 4, 8)]
+    window = str(space.scale.passkey_length(1))
+    out = space.evaluation("passkey", run.key, seed)
+    command = python(
+        *("passkey.py", str(directory), "--lengths", ",".join(map(str, lengths))),
+        *("--window", window, "--out", str(out)),
+    )
+    return evaluation_job(
+        "passkey", run, seed, command, out, directory, [f"window={window}"], lengths
+    )
+
+
+def evaluation_job(
+    kind: str, run: Run, seed: int, command, out: Path, directory: Path, variants, lengths
+) -> Job:
+    wanted = {(v, n) for v in (AS_TRAINED, *variants) for n in lengths}
+
+    def is_evaluated() -> bool:
+        if not out.exists():
+            return False
+        identity = open_checkpoints([str(directory)])[0].identity
+        found = read_results(out).records
+        return wanted <= {(r.variant, r.length) for r in found if r.run == identity}
+
+    name = run_name(run.key, seed)
+    return Job(f"{kind} {name}", command, is_evaluated, (f"train {name}",))
+
+
+# --- what it will take ---------------------------------------------------------------------------
+
+
+def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
+    """Runs, tokens, hours and disk of what is still to be done, before anything starts."""
+    costs = {
+        run_name(*job.trains): None if is_done(job) else cost_of(*job.trains, space)
+        for job in jobs
+        if job.trains
+    }
+    named = {f"prepare {Path(d).name}": corpus for d, corpus in space.scale.corpora.items()}
+    shards = sum(named[job.name].bytes for job in jobs if job.name in named and not is_done(job))
+    other = [job for job in jobs if job.name not in named and not job.trains]
+    left = sum(not is_done(job) for job in other)
+    return "\n".join(
+        [
+            f"tables      {', '.join(names)}",
+            *training_lines(costs, space.scale.tokens_per_second, space.processes),
+            f"evaluations {len(other)}, of which {left} are still to be made; their time is not "
+            "counted",
+            disk_line(costs, shards),
+        ]
+    )
+
+
+# Of a run that is still to be trained: tokens, hours (of a GPU, or of this CPU), bytes.
+Cost = tuple[int, float, float]
+
+
+def training_lines(
+    costs: dict[str, Cost | None],
+    tokens_per_second: float | None,
+    processes: int,
+    alone: Collection[str] = (),
+) -> list[str]:
+    """What the runs take; None is a run that is done, and those `alone` have one process each."""
+    left = {name: cost for name, cost in costs.items() if cost is not None}
+    tokens, hours = sum(c[0] for c in left.values()), sum(c[1] for c in left.values())
+    elapsed = sum(c[1] / (1 if name in alone else processes) for name, c in left.items())
+    unit = (
+        f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU, {elapsed:,.1f} hours on {processes} GPUs"
+        if tokens_per_second is None
+        else f"hours on this CPU at {tokens_per_second:,.0f} tokens/s"
+    )
+    wide = max(map(len, costs), default=0)
+    return [
+        f"runs        {len(costs)}, of which {len(left)} are still to be trained",
+        *(
+            f"  {name:{wide}s} "
+            + ("done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h")
+            for name, cost in costs.items()
+        ),
+        f"tokens      {tokens:,}",
+        f"time        {hours:,.1f} {unit}",
+    ]
+
+
+def disk_line(costs: dict[str, Cost | None], shards: float) -> str:
+    checkpoints = sum(cost[2] for cost in costs.values() if cost is not None)
+    return (
+        f"disk        {checkpoints / GIB:,.1f} GiB of checkpoints, {shards / GIB:,.2f} GiB of "
+        f"shards; {shutil.disk_usage('.').free / GIB:,.0f} GiB are free"
+    )
+
+
+def cost_of(key: str, seed: int, space: Workspace) -> Cost:
+    config = space.config(all_runs(space.scale.name)[key], seed)
+    return config_cost(config, space.scale.tokens_per_second)
+
+
+def config_cost(config: Config, tokens_per_second: float | None) -> Cost:
+    e = estimate(config, planned_backend(config, "cpu" if tokens_per_second else "cuda"))
+    hours = e.tokens / tokens_per_second / 3600 if tokens_per_second else e.gpu_hours
+    # Weights and AdamW's moments, in the newest checkpoints and the best.
+    return e.tokens, hours, 12.0 * e.parameters * (config.checkpoint.keep + 1)

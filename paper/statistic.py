@@ -1,0 +1,208 @@
+"""The one rule by which numbers are compared: claims, table cells, figures and page all use it.
+
+Two series of runs are paired by seed. The mean of the differences has a 95 % interval by Student's
+t. "Better" needs the whole interval beyond zero; "as good" needs it inside a margin that was fixed
+beforehand; all else is open, and so is whatever rests on a single seed.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+MARGIN = 0.02  # nats at the training length: losses this close are as good as each other
+
+BETTER, WORSE, AS_GOOD, OPEN = "better", "worse", "as good", "open"
+SAME, OPPOSITE = "same direction", "opposite direction"
+REPRODUCED, DIFFERS = "reproduced", "differs"
+HOLDS, FAILS = "holds", "does not hold"
+
+EXPLANATION = (
+    "Runs are paired by seed, and the mean of their differences is given with a 95 % interval by "
+    "Student's t.",
+    "One is better than the other when the whole interval lies beyond zero, and as good as the "
+    f"other when it lies within ±{MARGIN} nats at the training length.",
+    "Everything else is open, in particular whatever rests on one seed, and says what would "
+    "settle it.",
+)
+
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+POWER = 2.8  # 1.96 + 0.84: a difference is found in four of five experiments
+MANY_SEEDS = 50
+
+
+def t_quantile(freedom: int) -> float:
+    if freedom <= len(T):
+        return T[freedom - 1]
+    z = 1.959964  # and the first terms of its expansion in 1 / freedom
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Something minus something else, by seed."""
+
+    differences: tuple[float, ...]
+    lower_is_better: bool = True
+    margin: float | None = None  # of equivalence; None where none was fixed beforehand
+
+    @property
+    def n(self) -> int:
+        return len(self.differences)
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.differences) if self.n else None
+
+    @property
+    def half_width(self) -> float | None:
+        """Of the 95 % interval; None where there is no interval."""
+        if self.n < 2:
+            return None
+        return t_quantile(self.n - 1) * statistics.stdev(self.differences) / math.sqrt(self.n)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        half = self.half_width
+        return None if half is None else (self.mean - half, self.mean + half)
+
+    @property
+    def equivalent(self) -> bool:
+        if self.interval is None or self.margin is None:
+            return False
+        return -self.margin <= self.interval[0] and self.interval[1] <= self.margin
+
+    @property
+    def sign(self) -> int:
+        """+1 where better for certain, -1 where worse for certain, else 0."""
+        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
+            return 0
+        return 1 if (self.mean < 0) == self.lower_is_better else -1
+
+    @property
+    def verdict(self) -> str:
+        if self.sign:
+            return BETTER if self.sign > 0 else WORSE
+        return AS_GOOD if self.equivalent else OPEN
+
+    @property
+    def words(self) -> str:
+        """The verdict; a certain difference inside the margin is said to be a small one."""
+        small = f" by less than {self.margin:g}" if self.sign and self.equivalent else ""
+        return self.verdict + small
+
+    def text(self, decimals: int = 3) -> str:
+        """The mean and its interval."""
+        shown = "not measured" if self.mean is None else signed(self.mean, decimals)
+        if self.interval is None:
+            return shown
+        low, high = (signed(end, decimals) for end in self.interval)
+        return f"{shown} [{low}, {high}]"
+
+    @property
+    def settles(self) -> str:
+        """What would settle an open comparison; nothing for one that is settled."""
+        if self.verdict != OPEN:
+            return ""
+        if self.n == 0:
+            return "not measured"
+        if self.n == 1:
+            return "it rests on one run: at least 3 seeds would show the spread"
+        seeds = self.seeds_needed()
+        if seeds > MANY_SEEDS:
+            return (
+                f"more than {MANY_SEEDS} seeds would be needed: no difference that a few could show"
+            )
+        return f"about {seeds} seeds would settle it, there are {self.n}"
+
+    def seeds_needed(self) -> int:
+        """To find the difference that was seen, or to find it inside the margin."""
+        spread, size = statistics.stdev(self.differences), abs(self.mean)
+        targets = [size, *([self.margin - size] if self.margin and size < self.margin else [])]
+        needed = (POWER * spread / max(targets)) ** 2 + 2 if max(targets) > 0 else math.inf
+        return max(self.n + 1, math.ceil(min(needed, MANY_SEEDS + 1)))
+
+
+def compare(
+    first: dict[int | None, float | None],
+    second: dict[int | None, float | None],
+    *,
+    lower_is_better: bool = True,
+    margin: float | None = None,
+) -> Comparison:
+    """Values by seed; a seed that one of them lacks, or where one overflowed, does not count."""
+    paired = [
+        value - second[seed]
+        for seed, value in first.items()
+        if value is not None and second.get(seed) is not None
+    ]
+    return Comparison(tuple(paired), lower_is_better, margin)
+
+
+# --- against the paper, which has one seed -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agreement:
+    verdict: str
+    reason: str = ""
+
+
+def agreement(measured: float, paper: float, tolerance: float | None) -> Agreement:
+    """At the paper's own scale: the number itself, within a tolerance."""
+    if tolerance is None:
+        return Agreement(OPEN, "no tolerance was fixed")
+    # 3.21 - 3.19 is 0.02 to a reader, whatever binary fractions make of it.
+    if abs(measured - paper) <= tolerance + 1e-9:
+        return Agreement(REPRODUCED)
+    return Agreement(DIFFERS, f"by {signed(measured - paper)}, more than {tolerance:g}")
+
+
+def direction(found: Comparison, paper_gap: float, tolerance: float | None) -> Agreement:
+    """At another scale: whether a row lies on the same side of the baseline as in the paper."""
+    if tolerance is None or abs(paper_gap) <= tolerance + 1e-9:
+        return Agreement(OPEN, "the paper's gap is within its tolerance, and it has one seed")
+    if found.verdict == OPEN:
+        return Agreement(OPEN, found.settles)
+    if found.verdict == AS_GOOD:
+        return Agreement(OPEN, "here they are as good as each other")
+    same = (found.mean < 0) == (paper_gap < 0)
+    return Agreement(SAME if same else OPPOSITE)
+
+
+# --- several comparisons, one claim --------------------------------------------------------------
+
+
+def judge(found: list[tuple[Comparison, str]]) -> str:
+    """Whether each comparison is as a claim wants it: one against it decides, one open delays."""
+    sides = [side(*one) for one in found]
+    return FAILS if FAILS in sides else HOLDS if sides and set(sides) == {HOLDS} else OPEN
+
+
+def side(found: Comparison, wanted: str) -> str:
+    """For "as good", better is good enough."""
+    if wanted == AS_GOOD:
+        good = found.equivalent or found.sign > 0
+        return HOLDS if good else FAILS if found.sign < 0 else OPEN
+    if found.sign == 0:
+        return OPEN
+    return HOLDS if (found.sign > 0) == (wanted == BETTER) else FAILS
+
+
+def settles(found: list[tuple[Comparison, str]]) -> str:
+    """What a claim that is open still needs: what its least settled comparison needs."""
+    open_ones = [comparison for comparison, wanted in found if side(comparison, wanted) == OPEN]
+    if not open_ones or any(c.n == 0 for c in open_ones):
+        return "not measured"
+    least = max(open_ones, key=lambda c: (c.n == 1, c.n > 1 and c.seeds_needed()))
+    return (
+        least.settles or f"as good within {least.margin:g}: a smaller difference needs more seeds"
+    )
+
+
+def signed(value: float, decimals: int = 3) -> str:
+    """+0.034, −0.034: with a minus that is as wide as a plus."""
+    shown = f"{value:+,.{decimals}f}".replace("-", "−")
+    return shown if any(c in "123456789" for c in shown) else f"±{shown[1:]}"

@@ -1,0 +1,193 @@
+"""The figure of every table: by length, bars for one length, by exponent, by column.
+
+Every mechanism has its own colour. In a busy chart four lines have it; all are named at their ends.
+"""
+
+from collections import Counter
+
+from paper.evidence import Cell, Evidence, baseline
+from paper.experiments import PASSKEY, Column
+from paper.runs import SWEEP_STEMS, SWEPT_P
+from paper.tables import Built, Line
+from support import plots
+from support.text import short_number
+
+FIRST = ("lssar", "softmax", "lssa", "ssmax")  # keep their colours where others become grey
+
+
+def draw(built: Built, evidence: Evidence):
+    """The figure of a table; None where nothing was measured."""
+    if not any(e.cell.finite for line in built.lines for e in line.entries):
+        return None
+    kinds = {
+        "lengths": by_length,
+        "gaps": by_length,
+        "bars": bars,
+        "exponents": by_exponent,
+        "columns": by_column,
+    }
+    return kinds[built.table.figure](built, evidence)
+
+
+def quantity(built: Built) -> str:
+    passkey = built.table.folder == PASSKEY
+    return "passkey accuracy (%)" if passkey else f"validation loss ({built.unit})"
+
+
+def styles(lines: list[Line]) -> list[dict]:
+    """A colour per mechanism; the second and third line of one have other dashes."""
+    seen, found = Counter(), []
+    for line in lines:
+        cell = next((e.cell for e in line.entries if e.cell.n), Cell())
+        window = line.row.variant == "window"
+        found.append(plots.style(cell.mechanism, line.row.variant, seen[cell.mechanism, window]))
+        seen[cell.mechanism, window] += 1
+    return plots.coloured(found)
+
+
+def priority(line: Line) -> tuple:
+    mechanism = next((e.cell.mechanism for e in line.entries if e.cell.n), "")
+    place = FIRST.index(mechanism) if mechanism in FIRST else len(FIRST)
+    # p = 15 is the paper's LSSAR; of one mechanism only one line keeps the colour.
+    return line.row.control, line.row.key.endswith("-p3"), place
+
+
+def by_length(built: Built, evidence: Evidence):
+    """One line per row; bars are the spread over seeds.
+
+    Where rows have unlike seeds, "gaps" draws their comparisons with the baseline instead.
+    """
+    gaps = built.table.figure == "gaps"
+    shown = [i for i, (c, _) in enumerate(built.columns) if c.quantity != "context_gain"]
+    lengths = [evidence.length(built.table, built.columns[i][0]) for i in shown]
+    panels = built.table.panels
+    figure, grid = plots.figure(
+        1,
+        len(panels),
+        width=plots.PAGE if len(panels) > 1 or len(built.lines) > 9 else 1.15 * plots.COLUMN,
+        height=max(2.5, 0.8 + 0.14 * len(built.lines) / len(panels)),
+        squeeze=False,
+        sharey=True,
+    )
+    trained = evidence.length(built.table, Column(1))
+    for axes, prefix in zip(grid[0], panels, strict=True):
+        lines = [n for n in built.lines if n.row.key.startswith(prefix)]
+        lines = [n for n in lines if not gaps or (n.entries[0].comparison and not n.row.control)]
+        ends = draw_lines(axes, sorted(lines, key=priority), shown, lengths, gaps)
+        plots.length_axis(axes, lengths, trained)
+        axes.set(xlabel="evaluation length (tokens)")
+        if len(panels) > 1:
+            axes.set_title(lines[0].row.title.partition(",")[0], pad=12)
+        else:
+            plots.label_ends(axes, ends)
+    if len(panels) > 1:
+        plots.legend_below(figure, grid[0, 0], columns=3)
+    label = quantity(built)
+    if gaps:
+        label = f"difference from {baseline(built.table).title}\n({built.unit}; 95 % interval)"
+    grid[0, 0].set_ylabel(label)
+    return figure
+
+
+def draw_lines(axes, lines: list[Line], shown: list[int], lengths: list[int], gaps: bool) -> list:
+    """Draw rows over lengths; (label, height, colour) of every line's end."""
+    ends = []
+    for line, style in zip(lines, styles(lines), strict=True):
+        points = []
+        for x, entry in zip(lengths, (line.entries[i] for i in shown), strict=True):
+            found = entry.comparison
+            y, spread = (found.mean, found.half_width) if gaps else (entry.cell.mean, entry.cell.sd)
+            if y is not None:
+                points.append((x, y, spread or 0))
+        if points:
+            x, y, spread = zip(*points, strict=True)
+            title = line.row.title
+            label = title.partition(", ")[2] or title
+            axes.errorbar(x, y, yerr=spread, elinewidth=0.7, label=label, **style)
+            ends.append((title, y[-1], style["color"]))
+    return ends
+
+
+def bars(built: Built, evidence: Evidence):
+    """One length: how far each row is from the baseline, with the interval that judges it."""
+    base, found = baseline(built.table), []
+    for line in built.lines:
+        entry = line.entries[0]
+        compared = entry.comparison
+        mean = entry.cell.mean if compared is None else compared.mean
+        if mean is not None and line.row is not base:
+            found.append((line, mean, compared and compared.half_width))
+    if not found:
+        return None
+    figure, axes = plots.figure(width=1.2 * plots.COLUMN, height=0.8 + 0.22 * len(found))
+    for height, (line, mean, spread) in enumerate(found):
+        colour = plots.style(line.entries[0].cell.mechanism)["color"]
+        # Pale: one seed, no interval.
+        axes.barh(height, mean, 0.7, color=colour, alpha=1 if spread is not None else 0.45)
+        if spread is not None:
+            axes.errorbar(mean, height, xerr=spread, color=plots.INK, elinewidth=0.9)
+    axes.set_yticks(range(len(found)), [line.row.title for line, *_ in found])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_axisbelow(True)
+    axes.axvline(0, color=plots.INK, linewidth=0.8)
+    label = quantity(built)
+    if base is not None:
+        label = f"difference from {base.title} ({built.unit})\npale: one seed; lines: 95 % interval"
+    axes.set_xlabel(label)
+    return figure
+
+
+def by_exponent(built: Built, evidence: Evidence):
+    """One panel per mechanism, one line per length."""
+    lines = {line.row.key: line for line in built.lines}
+    figure, panels = plots.figure(1, len(SWEEP_STEMS), width=plots.PAGE, height=2.6, sharey=True)
+    for axes, (stem, mechanism) in zip(panels, SWEEP_STEMS.items(), strict=True):
+        ends = []
+        for i, (column, _) in enumerate(built.columns):
+            cells = [(p, lines[f"{stem}-p{p}"].entries[i].cell) for p in SWEPT_P]
+            points = [(p, cell.mean) for p, cell in cells if cell.finite]
+            if points:
+                style = plots.style(mechanism, order=i)
+                axes.plot(*zip(*points, strict=True), **style)
+                length = short_number(evidence.length(built.table, column))
+                ends.append((f"length {length}", points[-1][1], style["color"]))
+        title = {"softmax": "Softmax, re-weighted", "lssar": "LSSAR"}[stem]
+        axes.set(xlabel="exponent p", title=title, xticks=SWEPT_P)
+        plots.label_ends(axes, ends)
+    panels[0].set_ylabel(quantity(built))
+    return figure
+
+
+def by_column(built: Built, evidence: Evidence):
+    """One panel of bars per column, for tables whose columns have units of their own."""
+    lines = [n for n in built.lines if any(e.cell.finite for e in n.entries)]
+    count = len(built.columns)
+    across = min(4, count)
+    down = -(-count // across)
+    figure, grid = plots.figure(
+        down,
+        across,
+        width=plots.PAGE,
+        height=0.5 + down * (0.4 + 0.17 * len(lines)),
+        squeeze=False,
+        sharey=True,
+    )
+    for i, axes in enumerate(grid.flat):
+        if i >= count:
+            axes.set_visible(False)
+            continue
+        for height, line in enumerate(lines):
+            cell = line.entries[i].cell
+            if cell.finite:
+                colour = plots.style(cell.mechanism or line.row.key)["color"]
+                axes.barh(height, cell.mean, 0.7, color=colour)
+                if cell.sd:
+                    axes.errorbar(cell.mean, height, xerr=cell.sd, color=plots.INK, elinewidth=0.9)
+        axes.set_title(built.columns[i][1])
+        axes.grid(False, axis="y")
+        axes.set_axisbelow(True)
+        axes.locator_params(axis="x", nbins=4)
+        axes.set_yticks(range(len(lines)), [line.row.title for line in lines])
+    grid[0, 0].invert_yaxis()
+    return figure

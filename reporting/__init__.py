@@ -1,1 +1,0 @@
-"""The parts of `python report.py`: reading, judging, drawing."""

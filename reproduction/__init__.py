@@ -1,1 +1,0 @@
-"""The jobs, tables and claims behind `python reproduce.py`."""

@@ -1,0 +1,411 @@
+"""Reproducing the paper: a whole registry, jobs that survive each other, tables true to files."""
+
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import report_results as made
+from train_helpers import TINY, make_corpus
+
+import paper.plan
+import reproduce
+from data.shards import describe_set
+from evaluating.results import AS_TRAINED
+from lssar.errors import UserError
+from paper.evidence import Evidence, paper_numbers, read_runs
+from paper.experiments import Column, Row, Table, all_tables
+from paper.jobs import Job, Pool, run_all
+from paper.plan import Workspace, jobs_of
+from paper.run_records import write_runs
+from paper.runs import MECHANISM_OF, SCALES, Corpus, Run, all_runs
+from paper.special import SPECIALS
+from paper.tables import build, script_of, show
+from training.config import load_config
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+
+
+# --- the registry --------------------------------------------------------------------------------
+
+
+def test_the_paper_needs_27_fineweb_8_sweep_3_pi_and_6_edu_runs():
+    runs = all_runs("paper")
+    controls = {"softmax-p15-naive", "no-pi-2x", "no-pi-4x", "no-pi-8x"}
+    kinds = {
+        "fineweb": [k for k in runs if k in MECHANISM_OF],
+        "edu": [k for k in runs if k.startswith("edu-")],
+        "pi": [k for k in runs if k.startswith("pi-")],
+    }
+    assert {kind: len(keys) for kind, keys in kinds.items()} == {"fineweb": 27, "edu": 6, "pi": 3}
+    rest = runs.keys() - controls - {k for keys in kinds.values() for k in keys}
+    assert rest == {f"{s}-p{p}" for s in ("softmax", "lssar") for p in (1, 5, 10, 20)}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    space = Workspace(SCALES[scale], processes=1 if scale == "nano" else 8)
+    for key, run in all_runs(scale).items():
+        config = space.config(run, seed=3)
+        assert config.train.seed == 3
+        assert config.run_directory == Path("runs") / scale / f"{key}-s3"
+        assert config.data.directory in SCALES[scale].corpora
+        if key in MECHANISM_OF:
+            name, p = MECHANISM_OF[key]
+            assert (config.mechanism().name, config.mechanism().p) == (name, p)
+
+
+def test_every_number_of_the_paper_has_a_place_in_a_table():
+    tables = all_tables("paper").values()
+    for label, printed in paper_numbers().items():
+        measured = {row.key for table in tables if table.label == label for row in table.rows}
+        columns = {c.paper for table in tables if table.label == label for c in table.columns}
+        assert printed["rows"].keys() <= measured, label
+        assert set(printed["columns"]) <= columns, label
+        tolerance = printed["tolerance"]
+        assert not isinstance(tolerance, list) or len(tolerance) == len(printed["columns"]), label
+        for values in printed["rows"].values():
+            assert len(values) == len(printed["columns"]), label
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_row_names_a_run_that_exists(scale):
+    runs = all_runs(scale)
+    for table in all_tables(scale).values():
+        for row in table.rows if table.folder in ("extrapolation", "passkey") else ():
+            for column in table.columns:
+                run = runs[column.run(row.run)]
+                assert column.quantity == "accuracy" or column.factor in run.factors
+        assert table.name not in SPECIALS or table.folder == table.name
+        assert table.baseline is None or table.baseline in {row.key for row in table.rows}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_extrapolation_table_has_a_sliding_window_beside_it(scale):
+    for table in all_tables(scale).values():
+        lengths = {column.factor for column in table.columns if column.quantity == "loss"}
+        if 16 in lengths and table.name != "p_sweep":
+            assert any(row.variant == "window" for row in table.rows), table.name
+
+
+@pytest.mark.parametrize("name", all_tables("paper"))
+def test_every_table_has_a_script_that_says_what_it_reproduces(name):
+    script = ROOT / script_of(name)
+    text = script.read_text()
+    assert script.stat().st_mode & 0o100
+    assert "SCALE:-nano" in text
+    if name != "headline":
+        assert all_tables("paper")[name].label in text
+    if name not in ("headline", "symbolic_regression"):
+        called = re.search(r"reproduce\.py (\w+)", text).group(1)
+        assert name in (called, f"{called}_passkey", f"{called}_edu")
+
+
+def test_an_unknown_table_is_named_with_a_suggestion():
+    with pytest.raises(UserError, match="unknown table 'actvations'; did you mean 'activations'"):
+        reproduce.main(["actvations"])
+
+
+@pytest.mark.parametrize(
+    "option", ["--seeds=0,x", "--seeds=", "--jobs=0", "--gpus=-1", "--jobs=two"]
+)
+def test_a_number_that_is_none_is_one_clear_line(option):
+    with pytest.raises(UserError, match=r"is not a whole number|must be at least 1"):
+        reproduce.main(["headline", option])
+
+
+def test_paper_scale_without_gpus_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match="trains on 8 GPUs and 0 are here"):
+        reproduce.main(["decomposition", "--scale", "paper"])
+
+
+def test_the_plan_adds_up_runs_tokens_hours_and_disk(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    reproduce.main(["decomposition", "--scale", "paper", "--plan", "--gpus", "8"])
+    printed = capsys.readouterr().out
+    tokens = 4 * load_config("configs/gpt2-124m-softmax.toml", world_size=8).train.steps * 524288
+    assert f"tokens      {tokens:,}" in printed
+    hours = [float(x) for x in re.findall(r"([\d.]+) h$", printed, re.MULTILINE)]
+    total = float(re.search(r"time\s+([\d.]+) A100-hours", printed).group(1))
+    assert len(hours) == 4
+    assert total == pytest.approx(sum(hours), abs=0.1)
+    assert "GiB of checkpoints" in printed
+
+
+def test_the_seconds_in_the_comments_of_the_configs_are_the_recorded_ones():
+    recorded = json.loads((ROOT / "results/nano/runs.json").read_text())["runs"]
+    keys = {run.config: run.key for run in reversed(all_runs("nano").values())}
+    keys |= {"nano-softmax": "softmax", "nano-lssar": "lssar-p15"}
+    keys["nano-passkey-softmax"] = "passkey-softmax"
+    for config, key in keys.items():
+        text = (ROOT / f"configs/{config}.toml").read_text(encoding="utf-8")
+        (said,) = re.findall(r"one thread of two CPU cores, recorded ([\d,]+) seconds", text)
+        assert int(said.replace(",", "")) == round(recorded[f"{key}-s0"]["seconds"]), config
+    assert len(keys) == 10
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def shell_job(name: str, code: str, made: Path, *needs: str) -> Job:
+    return Job(name, (PYTHON, "-c", code), made.exists, needs)
+
+
+def test_a_failed_job_stops_only_those_that_need_it(tmp_path):
+    touch = "import sys, pathlib; pathlib.Path({!r}).touch()"
+    a, b, c = (tmp_path / name for name in "abc")
+    jobs = [
+        shell_job("a", "import sys; sys.exit('disk on fire')", a),
+        shell_job("after a", touch.format(str(b)), b, "a"),
+        shell_job("c", touch.format(str(c)), c),
+        shell_job("after that", touch.format(str(b)), b, "after a"),
+    ]
+    states = run_all(jobs, tmp_path / "logs", parallel=2)
+    assert "exit code 1: disk on fire" in states["a"]
+    assert states["after a"] == "not started: it needs 'a'"
+    assert states["after that"] == "not started: it needs 'after a'"
+    assert states["c"] == "done"
+    assert not b.exists()
+
+
+def test_a_job_that_ends_well_without_its_result_has_failed(tmp_path):
+    states = run_all([shell_job("idle", "pass", tmp_path / "x")], tmp_path / "logs", parallel=1)
+    assert states["idle"].startswith("failed with exit code 0")
+
+
+def test_what_is_done_is_not_done_again(tmp_path, capsys):
+    made = tmp_path / "made"
+    code = f"open({str(made)!r}, 'a').write('x')"
+    for _ in range(2):
+        assert run_all([shell_job("once", code, made)], tmp_path / "logs", 1) == {"once": "done"}
+    assert made.read_text() == "x"
+    assert "1 of 1 jobs are done already" in capsys.readouterr().out
+
+
+def test_sigterm_reaches_the_jobs_and_gives_them_time_to_save(tmp_path):
+    started, saved = tmp_path / "started", tmp_path / "saved"
+    child = (
+        "import signal, sys, time, pathlib\n"
+        f"def stop(*_): pathlib.Path({str(saved)!r}).touch(); sys.exit(75)\n"
+        f"signal.signal(signal.SIGTERM, stop); pathlib.Path({str(started)!r}).touch()\n"
+        "time.sleep(60)"
+    )
+    parent = (
+        "from pathlib import Path; from paper.jobs import Job, run_all\n"
+        f"run_all([Job('slow', ({PYTHON!r}, '-c', {child!r}), lambda: False)], "
+        f"Path({str(tmp_path / 'logs')!r}), 1)"
+    )
+    process = subprocess.Popen([PYTHON, "-c", parent], cwd=ROOT, stderr=subprocess.PIPE)
+    while not started.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    assert saved.exists()
+    assert process.returncode != 0
+
+
+@pytest.fixture
+def slow_signals(monkeypatch):
+    """Time for the threads to do their worst while the pool walks over its processes."""
+    send = subprocess.Popen.send_signal
+
+    def slowly(process, number):
+        send(process, number)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", slowly)
+
+
+def test_an_interrupt_among_many_quick_jobs_is_only_that(tmp_path, slow_signals):
+    """It walked over a set of processes that their threads were changing."""
+    handler = signal.getsignal(signal.SIGTERM)
+    for round_ in range(3):
+        jobs = [Job(f"{round_} {i}", ("sleep", f"0.0{i % 10}"), lambda: True) for i in range(40)]
+        with pytest.raises(KeyboardInterrupt), Pool(tmp_path, 20) as pool:
+            for job in jobs:
+                pool.start(job)
+            pool.finished()
+            raise KeyboardInterrupt
+        assert not pool.processes
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_no_job_starts_after_the_others_were_told_to_stop(tmp_path, slow_signals):
+    started = tmp_path / "started"
+    command = ("sh", "-c", f"echo x >> '{started}'; exec sleep 5")
+    with pytest.raises(KeyboardInterrupt), Pool(tmp_path, 2) as pool:
+        for i in range(6):
+            pool.start(Job(str(i), command, lambda: True))
+        while not started.exists() or len(started.read_text().split()) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert len(started.read_text().split()) == 2
+
+
+def test_many_quick_jobs_all_end(tmp_path):
+    made = [tmp_path / str(i) for i in range(200)]
+    jobs = [Job(path.name, ("touch", str(path)), path.exists) for path in made]
+    assert run_all(jobs, tmp_path / "logs", 16) == {path.name: "done" for path in made}
+
+
+# --- tables and claims ---------------------------------------------------------------------------
+
+
+def write_results(path: Path, losses: dict[tuple[str, int], float | None]) -> None:
+    rows = [
+        {"checkpoint": "c", "variant": v, "length": n, "loss": x, "context_gain": {"gain": 0.5}}
+        for (v, n), x in losses.items()
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"kind": "extrapolation", "settings": {}, "about": {}, "checkpoints": {"c": {}}}
+    path.write_text(json.dumps(content | {"rows": rows}))
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def space(tmp_path, monkeypatch) -> Workspace:
+    monkeypatch.chdir(ROOT)
+    return Workspace(SCALES["nano"], runs=tmp_path / "runs", results=tmp_path / "results")
+
+
+def built(space: Workspace, label: str, row: Row, column: Column, baseline: str | None = None):
+    table = Table("x", label, (column,), (row,), baseline)
+    return build(Evidence("nano", space.folder), table)
+
+
+FIRST = Column(1, paper="1K")
+LSSA, EXP = Row("lssa", "LSSA", "lssa"), Row("exp", "II", "exp")
+
+
+def test_a_cell_is_the_mean_and_spread_over_the_seeds_that_are_there(space):
+    for seed, loss in ((0, 1.5), (2, 1.75)):
+        made.losses(space.folder, "lssa", seed, {(AS_TRAINED, 128): loss})
+    found = built(space, "tab:softmaxfreeatt", LSSA, FIRST)
+    line = found.lines[0]
+    cell = line.entries[0].cell
+    assert (cell.mean, cell.n, cell.values) == (1.625, 2, {0: 1.5, 2: 1.75})
+    assert cell.sd == pytest.approx(statistics.stdev([1.5, 1.75]))
+    assert [path.name for path in cell.sources.values()] == ["lssa-s0.json", "lssa-s2.json"]
+    assert cell.mechanism == "lssa"
+    assert line.entries[0].paper == 3.1905
+    assert line.missing  # seed 1
+    assert "1.625 ±0.177" in show(found)
+
+
+def test_a_seed_is_what_the_file_says_and_not_what_it_is_called(space):
+    path = made.losses(space.folder, "lssa", 1, {(AS_TRAINED, 128): 1.5})
+    path.rename(path.with_name("anything.json"))
+    foreign = made.record("loss", 9.0, length=128)
+    made.results(space.folder / "extrapolation/lssa-s0.json", "other-s0", 0, [foreign])
+    cell = built(space, "tab:softmaxfreeatt", LSSA, FIRST).lines[0].entries[0].cell
+    assert cell.values == {1: 1.5}
+
+
+def test_a_run_that_was_trained_again_counts_as_it_is_now(space):
+    path = made.losses(space.folder, "exp", 0, {(AS_TRAINED, 128): 1.5})
+    found = json.loads(path.read_text())
+    found["records"].append(found["records"][0] | {"run": "again", "value": 1.25})
+    found["runs"]["again"] = found["runs"]["id"]
+    made.write(path, found)
+    cell = built(space, "tab:decomsoft", EXP, FIRST).lines[0].entries[0].cell
+    assert cell.values == {0: 1.25}
+
+
+def test_an_overflow_is_a_finished_row_without_a_number(space):
+    made.losses(space.folder, "exp", 0, {(AS_TRAINED, 128): None})
+    found = built(space, "tab:decomsoft", EXP, FIRST)
+    line = found.lines[0]
+    assert (line.entries[0].cell.mean, line.entries[0].cell.n) == (None, 1)
+    assert "overflow" in show(found)
+    assert not line.missing
+
+
+def test_a_row_that_was_not_measured_is_missing(space):
+    space.folder.mkdir(parents=True)
+    found = built(space, "tab:decomsoft", EXP, FIRST)
+    assert found.lines[0].missing
+    assert not found.measured
+    assert "missing" in show(found)
+
+
+def test_a_window_row_reads_the_window_of_the_training_length(space):
+    found = {(AS_TRAINED, 256): 2.0, ("window=128", 256): 1.5, ("window=64", 256): 1.0}
+    made.losses(space.folder, "softmax", 0, found)
+    row = Row("w", "window", "softmax", "window", control=True)
+    entry = built(space, "tab:softmaxfreeatt", row, Column(2, paper="2K")).lines[0].entries[0]
+    assert entry.cell.mean == 1.5
+    assert entry.paper is None
+
+
+def test_runs_that_are_no_longer_here_stay_in_the_list_of_runs(space):
+    path = made.write(space.folder / "runs.json", {"runs": {"softmax-s0": made.run(0)}})
+    write_runs(space)
+    assert read_runs(path) == {"softmax-s0": made.run(0)}
+
+
+def test_nothing_is_read_from_a_file_that_is_damaged_and_it_is_named(space, capsys):
+    made.losses(space.folder, "exp", 0, {(AS_TRAINED, 128): 1.5})
+    (space.folder / "half.json").write_text('{"kind": ')
+    reproduce.show_all([all_tables("nano")["decomposition"]], space)
+    printed = capsys.readouterr().out
+    assert "1.500" in printed
+    assert re.search(r"not read: .*half\.json", printed)
+    assert "the paper's claims" in printed
+    assert not list(space.folder.glob("decomposition.json")), "tables are not stored"
+
+
+# --- all of it, for real -------------------------------------------------------------------------
+
+
+def test_a_table_is_trained_evaluated_and_drawn_although_one_run_fails(
+    tmp_path, monkeypatch, capsys
+):
+    corpus = make_corpus(tmp_path)
+    small = (*TINY, f"--data.directory={corpus}")
+    runs = {
+        "softmax": Run("softmax", "nano-softmax", small),
+        "exp": Run("exp", "nano-softmax", (*small, "--train.lr=1e30", "--attention.name=exp")),
+    }
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(paper.plan, "all_runs", lambda scale: runs)
+    monkeypatch.setattr("paper.run_records.all_runs", lambda scale: runs)
+    scale = replace(
+        SCALES["nano"],
+        train_length=32,
+        eval_tokens=1024,
+        seeds=(0,),
+        corpora={str(corpus): Corpus(("none",), 1)},
+    )
+    space = Workspace(scale, runs=tmp_path / "runs", results=tmp_path / "results")
+    rows = (Row("softmax", "Softmax", "softmax"), Row("exp", "II", "exp"))
+    table = Table("decomposition", "tab:decomsoft", (FIRST,), rows, None, "bars")
+    states = run_all(jobs_of([table], space), tmp_path / "logs", parallel=2)
+    monkeypatch.setitem(SCALES, "nano", scale)
+    reproduce.show_all([table], space)
+    assert states["evaluate softmax-s0"] == "done"
+    assert states["evaluate exp-s0"] == "not started: it needs 'train exp-s0'"
+    printed = capsys.readouterr().out
+    assert re.search(r"Softmax +\d\.\d{3} +1", printed)
+    assert re.search(r"II +missing", printed)
+    assert (space.folder / "decomposition.png").stat().st_size > 1000
+    record = read_runs(space.folder / "runs.json")["softmax-s0"]
+    corpora = json.loads((space.folder / "runs.json").read_text())["corpora"]
+    assert corpora == {str(corpus): describe_set(corpus)}
+    assert record["tokens"] == 24 * 256
+    assert record["status"] == "done"
+    capsys.readouterr()
+    again = run_all(jobs_of([table], space)[:3], tmp_path / "logs", parallel=1)
+    assert set(again.values()) == {"done"}
+    assert "3 of 3 jobs are done already" in capsys.readouterr().out

@@ -1,0 +1,157 @@
+"""The one rule of comparison: paired by seed, Student's t, and open wherever that says nothing."""
+
+import math
+
+import pytest
+
+from paper.statistic import (
+    AS_GOOD,
+    BETTER,
+    FAILS,
+    HOLDS,
+    MARGIN,
+    OPEN,
+    WORSE,
+    Comparison,
+    agreement,
+    compare,
+    direction,
+    judge,
+    settles,
+    signed,
+    t_quantile,
+)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [(1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228), (11, 2.201), (30, 2.042), (1000, 1.962)],
+)
+def test_quantiles_of_student_are_those_of_the_tables(freedom, expected):
+    assert t_quantile(freedom) == pytest.approx(expected, abs=6e-4)
+
+
+def test_an_interval_is_that_of_the_differences_and_not_of_the_two_means():
+    first, second = {0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.1, 1: 2.2, 2: 3.3}
+    found = compare(first, second)
+    assert found.mean == pytest.approx(-0.2)
+    assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+    assert found.verdict == OPEN, "0.2 +- 0.25, though all three are below"
+    assert compare(first, {0: 1.1, 1: 2.1, 2: 3.1}).verdict == BETTER
+
+
+def test_seeds_are_paired_by_their_number_and_others_do_not_count():
+    found = compare({0: 1.0, 1: None, 2: 3.0, 7: 0.0}, {2: 2.0, 1: 5.0, 0: 1.5})
+    assert found.differences == (-0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("differences", "lower", "expected"),
+    [
+        ((-0.5, -0.6, -0.4), True, BETTER),
+        ((-0.5, -0.6, -0.4), False, WORSE),
+        ((0.5, 0.6, 0.4), True, WORSE),
+        ((0.5, -0.6, 0.4), True, OPEN),
+        ((0.001, -0.001, 0.002), True, AS_GOOD),
+        ((-5.0,), True, OPEN),
+        ((), True, OPEN),
+    ],
+)
+def test_a_verdict_needs_the_whole_interval(differences, lower, expected):
+    assert Comparison(differences, lower, MARGIN).verdict == expected
+
+
+def test_without_a_margin_fixed_beforehand_nothing_is_as_good():
+    assert Comparison((0.001, -0.001, 0.002)).verdict == OPEN
+
+
+def test_a_small_but_certain_difference_is_said_to_be_small():
+    found = Comparison((-0.010, -0.011, -0.012), margin=MARGIN)
+    assert found.words == "better by less than 0.02"
+    assert Comparison((-0.10, -0.11, -0.12), margin=MARGIN).words == "better"
+
+
+def test_an_open_comparison_says_what_would_settle_it():
+    assert Comparison(()).settles == "not measured"
+    assert "one run: at least 3 seeds" in Comparison((-0.4,)).settles
+    # sd 0.1, mean 0.1: (2.8)^2 + 2 = 9.84
+    assert Comparison((0.0, 0.1, 0.2)).settles == "about 10 seeds would settle it, there are 3"
+    assert "more than 50 seeds" in Comparison((0.1, -0.1, 0.001)).settles
+    assert Comparison((-0.5, -0.6, -0.4)).settles == ""
+
+
+def test_equivalence_may_be_nearer_than_a_difference():
+    # sd 0.01, mean 0.001: (2.8 * 0.01 / 0.019)^2 + 2 = 4.2 for the margin, 786 for the difference
+    found = Comparison((-0.009, 0.001, 0.011), margin=MARGIN)
+    assert found.verdict == OPEN
+    assert "about 5 seeds" in found.settles
+
+
+@pytest.mark.parametrize(
+    ("measured", "tolerance", "expected"),
+    [
+        (3.2111, 0.02, "reproduced"),  # 0.02 exactly, which binary fractions overshoot
+        (3.1711, 0.02, "reproduced"),
+        (3.2112, 0.02, "differs"),
+        (3.2251, None, OPEN),
+    ],
+)
+def test_at_the_papers_scale_its_number_is_compared_within_a_tolerance(
+    measured, tolerance, expected
+):
+    assert agreement(measured, 3.1911, tolerance).verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("differences", "paper_gap", "expected"),
+    [
+        ((-0.3, -0.31, -0.29), -2.9, "same direction"),
+        ((0.3, 0.31, 0.29), 2.9, "same direction"),
+        ((0.3, 0.31, 0.29), -2.9, "opposite direction"),
+        ((-0.3, -0.31, -0.29), -0.02, OPEN),  # the paper's own gap is within its tolerance
+        ((-0.3,), -2.9, OPEN),
+        ((-0.3, 0.31, 0.0), -2.9, OPEN),
+        ((0.001, -0.001, 0.002), -2.9, OPEN),
+    ],
+)
+def test_at_another_scale_the_side_of_the_baseline_is_compared(differences, paper_gap, expected):
+    found = direction(Comparison(differences, margin=MARGIN), paper_gap, 0.02)
+    assert found.verdict == expected
+    assert bool(found.reason) == (expected == OPEN)
+
+
+BELOW, EQUAL, ABOVE = (-0.3, -0.31, -0.29), (0.001, -0.001, 0.002), (0.3, 0.31, 0.29)
+NEARLY, ONE = (-0.010, -0.011, -0.012), (-0.3,)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "expected"),
+    [
+        ([BELOW], BETTER, HOLDS),
+        ([BELOW], WORSE, FAILS),
+        ([ABOVE], BETTER, FAILS),
+        ([EQUAL], BETTER, OPEN),
+        ([NEARLY], BETTER, HOLDS),
+        ([EQUAL], AS_GOOD, HOLDS),
+        ([NEARLY], AS_GOOD, HOLDS),
+        ([BELOW], AS_GOOD, HOLDS),
+        ([ABOVE], AS_GOOD, FAILS),
+        ([ONE], BETTER, OPEN),
+        ([ONE], AS_GOOD, OPEN),
+        ([BELOW, ONE], BETTER, OPEN),
+        ([BELOW, ONE, ABOVE], BETTER, FAILS),
+        ([], BETTER, OPEN),
+    ],
+)
+def test_a_claim_of_several_comparisons_holds_only_with_all_of_them(found, wanted, expected):
+    pairs = [(Comparison(d, margin=MARGIN), wanted) for d in found]
+    assert judge(pairs) == expected
+    if expected == OPEN:
+        assert settles(pairs)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.0341, "+0.034"), (-0.0341, "−0.034"), (-0.0001, "±0.000")]
+)
+def test_differences_carry_their_sign_and_zero_has_none(value, expected):
+    assert signed(value) == expected
