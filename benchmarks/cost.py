@@ -1,4 +1,4 @@
-"""python benchmark.py attention --table cost --out results/cost.json: the paper's table of costs.
+"""The paper's table of costs: `python benchmark.py attention --table cost --out results/cost.json`.
 
 A GPT-2 of 124M at batch 4 and length 1024: a training step (forward, backward, clip, AdamW) and a
 forward pass to the loss without gradients, in milliseconds and peak megabytes, for the eager forms
@@ -15,14 +15,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import plots
-from attention import BACKENDS, Call, Mechanism, choose_backend, get_mechanism
 from benchmarks import measure
 from benchmarks.measure import Step
-from errors import Parser, UserError, number, positive, process_count
-from evaluation import mechanism_label, table
-from files import finite, write_json
+from evaluating.checkpoints import mechanism_label
+from evaluating.results import Record
+from lssar.backends import BACKENDS, Call, choose_backend
+from lssar.errors import UserError
+from lssar.mechanisms import Mechanism, get_mechanism
 from model import GPT, PRESETS, preset
+from support import plots
+from support.files import read_text
+from support.text import table
+from training.distributed import autocast
 
 PAPER_TABLE = "tab:comp_analysis"
 COLUMNS = ("train_ms", "train_MB", "eval_ms", "eval_MB")
@@ -41,46 +45,51 @@ class Entry:
         return f"{mechanism_label(self.mechanism)}, {self.backend}"
 
 
+Measured = dict[Entry, dict[str, float]]  # COLUMNS of each line
+
+
 def paper_table(label: str) -> dict:
     """One table of the paper, as numbers."""
-    path = Path(__file__).parent.parent / "paper.json"
-    return json.loads(path.read_text(encoding="utf-8"))[label]
+    path = Path(__file__).parent.parent / "paper/paper.json"
+    return json.loads(read_text(path))[label]
 
 
-def main(argv: list[str]) -> int:
+def main(options: Namespace) -> int:
     paper = paper_table(PAPER_TABLE)
     setting = paper["setting"]
-    parser = Parser(__doc__)
-    parser.add_argument("--preset", default=setting["preset"], choices=tuple(PRESETS))
-    parser.add_argument("--batch", type=positive, default=setting["batch"])
-    parser.add_argument("--length", type=positive, default=setting["length"])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=measure.best_device())
-    parser.add_argument("--threads", type=process_count, help="of the CPU; default all")
-    parser.add_argument("--rounds", type=positive, default=10)
-    parser.add_argument("--budget", type=number(), default=60, help="most seconds for one number")
-    parser.add_argument("--out", type=Path, default=Path("results/cost.json"))
-    options = parser.parse_args(argv)
-    measure.check_writable(options.out)
-    with measure.threads(options.threads):
-        entries = table_entries(options, setting["p"])
-        memory, skipped = measure_memory(entries, options)
-        rows = measure_times(memory, options, paper)
-        machine = measure.machine(options.device)
-    result = finite(
-        {
-            "kind": "cost",
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-            "machine": machine,
-            "rows": rows,
-            "paper": paper,
-            "skipped": skipped,
-        }
-    )
-    print(text(result))
-    write_json(options.out, result)
-    for path in (options.out, *draw(result, options.out)):
-        print(f"written: {path}")
+    for key in ("preset", "batch", "length"):
+        vars(options)[key] = getattr(options, key) or setting[key]
+    options.device = options.device or measure.best_device()
+    preset(options.preset)  # raises for an unknown one
+    results = measure.open_results(options)
+    entries = table_entries(options, setting["p"])
+    memory, left_out = measure_memory(entries, options)
+    measured = measure_times(memory, options)
+    print(text(measured, left_out, options, paper))
+    if results is not None:
+        results.about["left_out"] = left_out
+        measure.write(results, *as_records(measured, options))
+        for path in (options.out, *draw(measured, paper, options.out)):
+            print(f"written: {path}")
     return 0
+
+
+def as_records(measured: Measured, options: Namespace) -> tuple[dict[str, dict], list[Record]]:
+    """A run per mechanism, a variant per backend."""
+    runs, records = {}, []
+    for entry, values in measured.items():
+        mechanism = entry.mechanism
+        model = {"preset": options.preset, "attention": {"name": mechanism.name}}
+        if mechanism.sharpened:
+            model["attention"]["p"] = mechanism.p
+        runs[mechanism.name] = {"run": mechanism.name, "model": model}
+        place = {"variant": entry.backend, "length": options.length}
+        tokens, details = options.batch * options.length, {"numerics": mechanism.numerics}
+        records += [
+            Record(quantity, mechanism.name, value, tokens=tokens, details=details, **place)
+            for quantity, value in values.items()
+        ]
+    return runs, records
 
 
 def table_entries(options: Namespace, p: float) -> list[Entry]:
@@ -100,8 +109,8 @@ def table_entries(options: Namespace, p: float) -> list[Entry]:
     return entries
 
 
-def measure_memory(entries: list[Entry], options: Namespace) -> tuple[dict, list[dict]]:
-    memory, skipped = {}, []
+def measure_memory(entries: list[Entry], options: Namespace) -> tuple[dict, list[str]]:
+    memory, left_out = {}, []
     for entry in tqdm(entries, desc="memory", leave=False, disable=None):
         try:
             (evaluation,) = measure.peak_megabytes(
@@ -112,15 +121,15 @@ def measure_memory(entries: list[Entry], options: Namespace) -> tuple[dict, list
             )
             memory[entry] = {"train": training, "eval": evaluation}
         except (measure.Crashed, torch.OutOfMemoryError) as error:
-            skipped.append({"name": str(entry), "reason": str(error).splitlines()[0]})
+            left_out.append(f"{entry}: {str(error).splitlines()[0]}")
     if not memory:
         raise UserError(
             f"nothing fits at --batch {options.batch} --length {options.length}; make them smaller"
         )
-    return memory, skipped
+    return memory, left_out
 
 
-def measure_times(memory: dict, options: Namespace, paper: dict) -> list[dict]:
+def measure_times(memory: dict, options: Namespace) -> Measured:
     model_and_step = Workbench(options)
     steps = {
         (entry, phase): model_and_step.step(entry, phase)
@@ -130,25 +139,15 @@ def measure_times(memory: dict, options: Namespace, paper: dict) -> list[dict]:
     seconds = measure.median_seconds(
         steps, device=options.device, rounds=options.rounds, budget=options.budget
     )
-    rows = []
-    for entry, megabytes in memory.items():
-        values = {
+    return {
+        entry: {
             "train_ms": 1000 * seconds[entry, "train"],
             "train_MB": megabytes["train"],
             "eval_ms": 1000 * seconds[entry, "eval"],
             "eval_MB": megabytes["eval"],
         }
-        published = paper["rows"][entry.mechanism.name] if entry.in_paper else None
-        rows.append(
-            {
-                "name": str(entry),
-                "mechanism": entry.mechanism.name,
-                "backend": entry.backend,
-                **values,
-                "paper": published and dict(zip(paper["columns"], published, strict=True)),
-            }
-        )
-    return rows
+        for entry, megabytes in memory.items()
+    }
 
 
 def make_steps(entry: Entry, options: Namespace, phases: tuple[str, ...]) -> list[Step]:
@@ -175,7 +174,7 @@ class Workbench:
     def step(self, entry: Entry, phase: str) -> Step:
         def loss() -> torch.Tensor:
             self.model.configure(attention=entry.mechanism).use_backend(entry.backend)
-            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            with autocast(torch.device(self.device), "auto"):
                 return self.model(self.inputs, self.targets)
 
         def evaluate() -> None:
@@ -191,47 +190,60 @@ class Workbench:
         return {"train": train, "eval": evaluate}[phase]
 
 
-def text(result: dict) -> str:
+def published(entry: Entry, paper: dict) -> dict[str, float] | None:
+    if not entry.in_paper:
+        return None
+    return dict(zip(paper["columns"], paper["rows"][entry.mechanism.name], strict=True))
+
+
+def text(measured: Measured, left_out: list[str], options: Namespace, paper: dict) -> str:
     """The paper's layout; time and memory also relative to the first line, eager softmax."""
-    settings, machine, paper = result["settings"], result["machine"], result["paper"]["setting"]
-    first = result["rows"][0]
-    header = ["", *HEADER, *(f"paper: {name}" for name in HEADER)]
-    lines, published_first = [], first["paper"]
-    for row in result["rows"]:
-        cells = [f"{row[c]:.2f} ({row[c] / first[c]:.2f}x)" for c in COLUMNS]
-        published = row["paper"]
-        cells += [
-            f"{published[c]:.2f} ({published[c] / published_first[c]:.2f}x)" if published else ""
-            for c in COLUMNS
+    machine, setting = measure.machine(options.device), paper["setting"]
+    first = next(iter(measured))
+
+    def cells(values: dict | None, base: dict) -> list[str]:
+        if values is None:
+            return [""] * len(COLUMNS)
+        return [f"{values[c]:.2f} ({values[c] / base[c]:.2f}x)" for c in COLUMNS]
+
+    lines = [
+        [
+            str(entry),
+            *cells(values, measured[first]),
+            *cells(published(entry, paper), published(first, paper)),
         ]
-        lines.append([row["name"], *cells])
+        for entry, values in measured.items()
+    ]
     title = (
-        f"GPT-2 {settings['preset']}, batch {settings['batch']} x {settings['length']}, "
+        f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, "
         f"{machine['name']}, {machine['threads']} threads, "
         f"{'bf16 autocast' if machine['device'] == 'cuda' else 'fp32'}; paper: "
-        f"{paper['device']}, batch {paper['batch']} x {paper['length']}, {paper['dtype']}; "
-        "in brackets relative to the first line"
+        f"{setting['device']}, batch {setting['batch']} x {setting['length']}, "
+        f"{setting['dtype']}; in brackets relative to the first line"
     )
-    notes = [f"left out: {s['name']}: {s['reason']}" for s in result["skipped"]]
-    return "\n".join([title, table(header, lines), *notes])
+    header = ["", *HEADER, *(f"paper: {name}" for name in HEADER)]
+    return "\n".join([title, table(header, lines), *(f"left out: {line}" for line in left_out)])
 
 
-def draw(result: dict, out: Path) -> list[Path]:
-    """A bar a line of the table, eager softmax as the unit; a dot where the paper has a number."""
-    rows, first = result["rows"], result["rows"][0]
+def draw(measured: Measured, paper: dict, out: Path) -> list[Path]:
+    """One bar per line, eager softmax as the unit; a dot where the paper has a number."""
+    entries = list(measured)
     figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)
     for axes, column, title in zip(panels, COLUMNS, HEADER, strict=True):
-        colours = [plots.COLOURS[0 if row["backend"] == "eager" else 1] for row in rows]
-        axes.barh(range(len(rows)), [row[column] / first[column] for row in rows], color=colours)
-        published = [(i, row["paper"]) for i, row in enumerate(rows) if row["paper"]]
+        unit, unit_of_paper = measured[entries[0]], published(entries[0], paper)
+        for place, entry in enumerate(entries):
+            colour = plots.style(entry.mechanism.name)["color"]
+            alpha = 0.55 if entry.backend == "eager" else 1
+            axes.barh(place, measured[entry][column] / unit[column], color=colour, alpha=alpha)
+        numbers = [(i, published(e, paper)) for i, e in enumerate(entries) if e.in_paper]
         axes.plot(
-            [paper[column] / published[0][1][column] for _, paper in published],
-            [i for i, _ in published],
-            **plots.line(6) | {"linestyle": "none", "markersize": 4},
+            [values[column] / unit_of_paper[column] for _, values in numbers],
+            [i for i, _ in numbers],
+            **{"color": plots.INK, "marker": "X", "linestyle": "none", "markersize": 4},
             label="the paper",
         )
         axes.set(title=f"{title} / eager softmax", xlim=(0, None))
-    panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
+    panels[0].set_yticks(range(len(entries)), map(str, entries))
     panels[0].invert_yaxis()
     panels[-1].legend(loc="lower right")
     return plots.save(figure, out.with_suffix(".png"))

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Call, attend, get_mechanism
 from benchmarks.measure import DTYPES
+from lssar.backends import BACKENDS, Call, attend
+from lssar.mechanisms import get_mechanism
 
 PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
 # Beyond twice eager: a few roundings of float32, which is all that sums in another order cost.

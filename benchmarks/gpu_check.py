@@ -1,12 +1,12 @@
-"""python benchmark.py gpu-check --out results/gpu_check.json: does everything work on this device?
+"""Does everything work on this device? `python benchmark.py gpu-check --out results/gpu_check.json`
 
 For the first time on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
 compiled and not, at odd and decode shapes, output and gradients; the model compiled, under autocast
 and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); the
 attention benchmark. Prints a table of pass, fail and skipped with reasons, writes it all into one
-JSON as it goes, and exits with 1 if anything failed. Each group runs in a process of its own, so
-that one that dies does not take the others with it. `--device cpu` rehearses it on a CPU, in ten
-minutes or, with --quick, in two.
+JSON as it goes if --out names one, and exits with 1 if anything failed. Each group runs in its own
+process, so that one that dies does not take the others with it. `--device cpu` rehearses it on a
+CPU, in ten minutes or, with --quick, in two.
 """
 
 import json
@@ -16,19 +16,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from attention import BACKENDS
-from benchmarks import attention as attention_benchmark
+import benchmark
+from attention import KVCache
 from benchmarks import device_accuracy, measure
 from benchmarks.device_accuracy import FAIL, PASS, SKIPPED, first_line, row, say
-from errors import Parser, UserError
-from files import finite, write_json
-from model import GPT, KVCache, preset
-from run_log import git_revision
+from lssar.backends import BACKENDS
+from lssar.errors import UserError
+from model import GPT, preset
+from support.command import revision
+from support.files import finite, write_json
 
 ROOT = Path(__file__).parent.parent
 LOSS_TOLERANCE = {"cpu": 2e-3, "cuda": 2e-2}  # of losses about 5, fp32 and bf16
@@ -39,16 +41,12 @@ TINY_RUN = (
 )
 
 
-def main(argv: list[str]) -> int:
-    parser = Parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a sample of each kind of check")
-    parser.add_argument("--out", type=Path, default=Path("results/gpu_check.json"))
-    options = parser.parse_args(argv)
+def main(options: Namespace) -> int:
+    options.device = options.device or "cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "no GPU was found: see nvidia-smi, and whether the torch that is installed "
-            f"({torch.__version__}) was built for it; --device cpu rehearses the check without one"
+            f"({torch.__version__}) was built for it; --device cpu rehearses the checks on a CPU"
         )
     report = Report(options.out, options.device)
     for backend in BACKENDS:
@@ -57,21 +55,23 @@ def main(argv: list[str]) -> int:
     report.group("torchrun:", check_torchrun, options.device)
     report.group("benchmark:", check_benchmark, options.device, options.quick, options.out)
     print(report.text())
-    print(f"written: {options.out}")
+    if options.out:
+        print(f"written: {options.out}")
     return 1 if report.count(FAIL) else 0
 
 
 class Report:
-    """Results as they come, on disk after every group."""
+    """Results as they come, on disk after every group if there is a path."""
 
-    def __init__(self, path: Path, device: str):
+    def __init__(self, path: Path | None, device: str):
         self.path, self.rows = path, []
         self.head = {
             "kind": "gpu check",
             "machine": measure.machine(device) | {"cuda": torch.version.cuda},
-            "revision": git_revision(),
+            "revision": revision(),
         }
-        measure.check_writable(path)
+        if path:
+            measure.check_writable(path)
 
     def group(self, name: str, check: Callable[..., list[dict]], *arguments) -> None:
         """Run one group of checks; whatever it raises is a failure of that group."""
@@ -86,7 +86,8 @@ class Report:
         self.rows += found
         print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
         counts = {status: self.count(status) for status in (PASS, FAIL, SKIPPED)}
-        write_json(self.path, finite(self.head | {"counts": counts, "checks": self.rows}))
+        if self.path:
+            write_json(self.path, finite(self.head | {"counts": counts, "checks": self.rows}))
 
     def count(self, status: str) -> int:
         return sum(r["status"] == status for r in self.rows)
@@ -97,9 +98,6 @@ class Report:
         counts = ", ".join(f"{self.count(s)} {s}" for s in (PASS, FAIL, SKIPPED))
         machine = self.head["machine"]
         return "\n".join([*lines, f"\n{machine['name']}, torch {machine['torch']}: {counts}"])
-
-
-# --- the model -----------------------------------------------------------------------------------
 
 
 def check_model(device: str, quick: bool) -> list[dict]:
@@ -145,9 +143,6 @@ def _compare(name: str, got: torch.Tensor, expected: torch.Tensor, limit: float)
     error = ((got - expected).norm() / expected.norm()).item()
     good = error <= limit  # NaN fails
     return row(name, PASS if good else FAIL, f"error {error:.1e}, limit {limit:.0e}")
-
-
-# --- training ------------------------------------------------------------------------------------
 
 
 def check_torchrun(device: str) -> list[dict]:
@@ -200,17 +195,18 @@ def _range(losses: list[float]) -> str:
     return f"{losses[0]:.4f} to {losses[-1]:.4f}"
 
 
-# --- speed ---------------------------------------------------------------------------------------
-
-
-def check_benchmark(device: str, quick: bool, out: Path) -> list[dict]:
-    """The attention benchmark, beside the report; its numbers go into it."""
-    path = out.with_name(f"{out.stem}_attention.json")
-    arguments = ["--device", device, "--out", str(path)]
+def check_benchmark(device: str, quick: bool, out: Path | None) -> list[dict]:
+    """The attention benchmark, beside the report; its numbers also go into it."""
+    arguments = ["attention", "--device", device]
     if quick:
         arguments += ["--lengths", "64,128", "--mechanisms", "lssar", "--rounds", "2"]
     elif device == "cuda":
         arguments += ["--lengths", "1024,2048,4096,8192,16384", "--batch", "4"]
-    attention_benchmark.main(arguments)
+    if not out:
+        benchmark.main(arguments)
+        return [row("attention", PASS, "its table is above")]
+    path = out.with_name(f"{out.stem}_attention.json")
+    path.unlink(missing_ok=True)  # like the report: of this check, not of an earlier one
+    benchmark.main([*arguments, "--out", str(path)])
     result = json.loads(path.read_text())
-    return [row("attention", PASS, f"{len(result['rows'])} rows in {path}", result=result)]
+    return [row("attention", PASS, f"{len(result['records'])} numbers in {path}", result=result)]

@@ -10,6 +10,7 @@ import platform
 import resource
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from files import temporary_of, writing
+from evaluating.results import Record, Results
+from support.files import temporary_of, writing
 
 Step = Callable[[], object]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,13 +68,32 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# --- time ----------------------------------------------------------------------------------------
+def open_results(options: Namespace) -> Results | None:
+    """Where --out says, checked before anything is measured; None, to write nowhere, without it."""
+    if options.out is None:
+        return None
+    check_writable(options.out)
+    kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
+    return Results(options.out, options.benchmark, settings, machine(options.device))
 
 
-def median_seconds(
+def write(results: Results, runs: dict[str, dict], records: list[Record]) -> None:
+    """These numbers, in the place of those of an earlier measurement with the same settings."""
+    results.runs, results.records = runs, []
+    results.add(*records)
+
+
+def median_seconds(steps: dict[Hashable, Step], **options) -> dict[Hashable, float]:
+    """The median of what `round_seconds` gives."""
+    found = round_seconds(steps, **options)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def round_seconds(
     steps: dict[Hashable, Step], *, device: str, rounds: int, budget: float = float("inf")
-) -> dict[Hashable, float]:
-    """The median time of each step. One that has used up `budget` seconds takes no further turn."""
+) -> dict[Hashable, list[float]]:
+    """The times of each step. One that has used up `budget` seconds takes no further turn."""
     for step in tqdm(steps.values(), desc="warm-up", leave=False, disable=None):
         step()  # compilation, autotuning, caches, optimiser state
     seconds: dict[Hashable, list[float]] = {name: [] for name in steps}
@@ -80,7 +101,7 @@ def median_seconds(
         for name, step in steps.items():
             if number < LEAST_ROUNDS or sum(seconds[name]) < budget:
                 seconds[name].append(seconds_of(step, device))
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
 def seconds_of(step: Step, device: str) -> float:
@@ -98,9 +119,6 @@ def seconds_of(step: Step, device: str) -> float:
     return time.perf_counter() - began
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 class Crashed(RuntimeError):
     """The process of one contestant ended without an answer."""
 
@@ -109,7 +127,9 @@ def in_new_process(function: Callable, *arguments):
     """`function(*arguments)` in a fresh process with as many threads as this one."""
     # Forked from a server that has only imported things: no thread, no GPU, no tensor in it yet.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__, "benchmarks.attention", "benchmarks.cost"])
+    context.set_forkserver_preload(
+        [function.__module__, "benchmarks.attention_study", "benchmarks.cost"]
+    )
     with ProcessPoolExecutor(1, context, torch.set_num_threads, (torch.get_num_threads(),)) as pool:
         try:
             return pool.submit(function, *arguments).result()

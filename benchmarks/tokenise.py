@@ -1,4 +1,4 @@
-"""python benchmark.py tokenise: tokens per CPU-second, ours against the llm.c / nanoGPT way.
+"""Tokens per CPU-second, ours against the llm.c / nanoGPT way: `python benchmark.py tokenise`.
 
 The same documents (the standard library's sources in pieces of a web page's size) go through
 each: a process pool with `encode_ordinary` and Python lists a document at a time, our pipeline
@@ -13,6 +13,7 @@ import multiprocessing
 import resource
 import sysconfig
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from data.pipeline import Chunk, chunks, encoded
 from data.tokeniser import get_tokeniser
-from errors import Parser, UserError, number, process_count
+from lssar.errors import UserError
 
 DOCUMENT_CHARS = 3_000
 
@@ -91,12 +92,8 @@ def measure(run: Callable[[], Iterator[np.ndarray]]) -> tuple[int, float, float,
     return count, cpu_seconds() - cpu, time.perf_counter() - wall, digest.hexdigest()
 
 
-def main(argv: list[str]) -> int | None:
-    parser = Parser(__doc__, prog="benchmark.py tokenise")
-    parser.add_argument("--megabytes", type=number(most=1e6), default=30.0)
-    parser.add_argument("--workers", type=process_count, default=2)
-    arguments = parser.parse_args(argv)
-    texts, workers = documents(arguments.megabytes), arguments.workers
+def main(options: Namespace) -> int:
+    texts, workers = documents(options.megabytes), options.workers
     get_tokeniser("gpt2")
     ways = {
         "llm.c / nanoGPT way": lambda: usual_way(texts, workers),

@@ -1,0 +1,218 @@
+"""benchmark.py gpu-check on the CPU: all of it in small, and that a fault in a backend is found."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmark
+from benchmarks import gpu_check
+from benchmarks.device_accuracy import (
+    COMPILED_MECHANISMS,
+    FAIL,
+    MECHANISMS,
+    PASS,
+    SKIPPED,
+    Case,
+    cases,
+    judge,
+)
+from benchmarks.measure import DTYPES
+from lssar.backends import BACKENDS, Backend
+from lssar.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("check") / "check.json"
+    command = ["benchmark.py", "gpu-check", "--device", "cpu", "--quick", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert out.exists(), done.stderr
+    return done, json.loads(out.read_text())
+
+
+@pytest.fixture
+def report(rehearsed):
+    return rehearsed[0].returncode, rehearsed[1]
+
+
+def test_without_a_gpu_it_says_so_at_once_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"no GPU was found.*--device cpu") as caught:
+        benchmark.main(["gpu-check", "--out", str(tmp_path / "check.json")])
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_check_is_on_screen_while_the_others_are_still_to_come(rehearsed):
+    done, result = rehearsed
+    groups = re.split(r"^== ", done.stdout.partition("\nwritten:")[0], flags=re.MULTILINE)[1:]
+    for group in groups[:-2]:  # the last is followed by the table; training has two long checks
+        title, _, said = group.partition("\n")
+        found = [c for c in result["checks"] if c["name"].startswith(f"{title}: ")]
+        for check in found:
+            if check["status"] != SKIPPED:
+                assert f"{check['status']:7}  {check['name'].removeprefix(f'{title}: ')}\n" in said
+    assert len(groups) > 5
+
+
+def test_everything_passes_on_the_cpu(report):
+    code, result = report
+    failed = [c for c in result["checks"] if c["status"] == FAIL]
+    assert not failed
+    assert code == 0
+    assert result["counts"][PASS] == sum(c["status"] == PASS for c in result["checks"])
+
+
+def test_every_part_was_checked_or_skipped_with_a_reason(report):
+    checks = {c["name"]: c for c in report[1]["checks"]}
+    for backend in BACKENDS:
+        assert any(name.startswith(f"{backend}: ") for name in checks)
+    assert all(c["detail"] for c in checks.values())
+    assert "GPU" in checks["triton: lssar"]["detail"]
+    for dtype in ("fp32", "bf16", "fp16"):
+        assert checks[f"rowblock: lssar {dtype}"]["status"] == PASS
+    for part in ("bf16 autocast", "decoding", "compiled"):
+        assert checks[f"model: lssar, {part}"]["status"] == PASS
+
+
+def test_ddp_over_gloo_gives_the_losses_of_one_process(report):
+    checks = {c["name"]: c for c in report[1]["checks"]}
+    alone = checks["torchrun: train.py on one device"]["losses"]
+    both = checks["torchrun: DDP on two over gloo"]["losses"]
+    assert len(alone) == len(both) == 6
+    assert both == pytest.approx(alone, abs=1e-4)
+    assert alone[-1] < alone[0]
+
+
+def test_the_benchmarks_numbers_are_in_the_report(report):
+    (entry,) = (c for c in report[1]["checks"] if c["name"] == "benchmark: attention")
+    assert {r["length"] for r in entry["result"]["records"]} == {64, 128}
+
+
+def test_full_check_covers_types_shapes_and_compilation_of_every_backend():
+    for backend in BACKENDS:
+        found = list(cases(backend, "cuda", quick=False))
+        assert {(c.dtype, c.compiled) for c in found} == {
+            (dtype, compiled) for dtype in ("fp32", "bf16", "fp16") for compiled in (False, True)
+        }
+        plain = next(c for c in found if not c.compiled)
+        assert {"odd", "one token", "few tokens", "wide heads"} <= set(plain.shapes(quick=False))
+
+
+# --- faults are found ----------------------------------------------------------------------------
+
+
+CASE = Case("rowblock", "lssar", "fp32", compiled=False, device="cpu")
+
+
+def slightly_wrong(q, k, v, m, params):
+    return 1.0001 * BACKENDS["eager"].run(q, k, v, m, params)
+
+
+def wrong_gradient(q, k, v, m, params):
+    return BACKENDS["eager"].run(q, k.detach() + 0 * k, v, m, params)
+
+
+def not_a_number(q, k, v, m, params):
+    return BACKENDS["eager"].run(q, k, v, m, params) * torch.nan
+
+
+def raises(q, k, v, m, params):
+    raise RuntimeError("an illegal memory access\nand more")
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (slightly_wrong, "allowed"),
+        (wrong_gradient, "dk at odd"),
+        (not_a_number, "nan"),
+        (raises, "RuntimeError: an illegal memory access"),
+    ],
+)
+def test_a_wrong_backend_fails(monkeypatch, fault, said):
+    assert judge(CASE, ("odd",))["status"] == PASS
+    monkeypatch.setitem(BACKENDS, "rowblock", Backend(fault))
+    found = judge(CASE, ("odd",))
+    assert found["status"] == FAIL
+    assert said in found["detail"]
+    assert "\n" not in found["detail"]
+
+
+@pytest.mark.parametrize("dtype, unit", [("bf16", 2**-7), ("fp16", 2**-10)])
+def test_a_fault_of_one_unit_of_a_16_bit_type_fails(monkeypatch, dtype, unit):
+    def off(q, k, v, m, params):
+        exact = BACKENDS["eager"].run(q.float(), k.float(), v.float(), m, params)
+        return ((1 + unit) * exact).to(q.dtype)
+
+    monkeypatch.setitem(BACKENDS, "rowblock", Backend(off))
+    assert judge(Case("rowblock", "lssar", dtype, False, "cpu"), ("odd",))["status"] == FAIL
+
+
+def crash():
+    os._exit(9)
+
+
+def fine():
+    return [gpu_check.row("x", PASS, "fine"), gpu_check.row("y", SKIPPED, "no need")]
+
+
+def test_a_group_that_dies_is_a_failure_and_the_next_one_still_runs(tmp_path, capsys):
+    report = gpu_check.Report(tmp_path / "new" / "x.json", "cpu")
+    report.group("first:", crash)
+    report.group("second:", fine)
+    saved = json.loads(report.path.read_text())
+    assert [c["status"] for c in saved["checks"]] == [FAIL, PASS, SKIPPED]
+    assert saved["counts"] == {PASS: 1, FAIL: 1, SKIPPED: 1}
+    assert "killed" in saved["checks"][0]["detail"]
+    assert "1 pass, 1 FAIL, 1 skipped" in report.text()
+
+
+def interpreted(code):
+    """Run it where TRITON_INTERPRET was set before triton was imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from benchmarks.device_accuracy import *\n" + code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_triton_kernel_passes_in_the_interpreter():
+    interpreted(
+        "for dtype in ('fp32', 'bf16', 'fp16'):\n"
+        "    case = Case('triton', 'lssar', dtype, False, 'cpu')\n"
+        "    found = judge(case, ('a chunk',))\n"
+        "    assert case.refuses() is None and found['status'] == PASS, found\n"
+    )
+
+
+TRITON_MECHANISMS = [name for name in MECHANISMS if name.startswith("lssa")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mechanism", TRITON_MECHANISMS)
+def test_every_check_of_the_triton_kernel_passes_in_the_interpreter(mechanism, dtype):
+    """In parts of a minute or two each, as the interpreter is slow; compiled by Inductor too."""
+    interpreted(
+        "taken = [c for c in cases('triton', 'cpu', quick=False) if c.refuses() is None]\n"
+        f"assert {{c.mechanism for c in taken}} == set({TRITON_MECHANISMS})\n"
+        f"mine = [c for c in taken if (c.mechanism, c.dtype) == ({mechanism!r}, {dtype!r})]\n"
+        f"ways = {[False, True] if mechanism in COMPILED_MECHANISMS else [False]}\n"
+        "assert [c.compiled for c in mine] == ways\n"
+        "found = [judge(c, c.shapes(quick=False)) for c in mine]\n"
+        "assert all(r['status'] == PASS for r in found), found\n"
+    )
