@@ -9,4 +9,4 @@ cd "$(dirname "$0")/.."
 source scripts/env.sh requirements.txt requirements-test.txt
 
 if command -v nvidia-smi >/dev/null; then nvidia-smi -L || true; fi
-exec python benchmark.py gpu-check "$@"
+exec python benchmark.py gpu-check --out results/gpu_check.json "$@"

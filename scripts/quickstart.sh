@@ -34,7 +34,7 @@ python generate.py runs/nano-lssar --prompt $'def ' --tokens 200
 cat <<TXT
 
 == Summary: trained at 128 bytes, evaluated at 1x to 16x that length
-$(python extrapolation_report.py "$results/extrapolation.json")
+$(python report.py "$results/extrapolation.json")
 
 Softmax's loss climbs beyond the training length, LSSAR's much less. A sliding window of the training
 length keeps softmax flat too: a flat curve alone does not show that far context is used, the context

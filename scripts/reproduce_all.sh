@@ -3,7 +3,7 @@
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Runs that several tables use are trained once. Interrupted, it continues; a failed run stops no other.
 # Hours: nano about 4 on two CPU cores; paper 126 on 8 x A100 80GB at 40 % MFU, physics and evaluation not counted.
-# The paper's numbers stand in paper.json and beside ours in results/SCALE/ and site/index.html.
+# The paper's numbers are in paper/paper.json, and beside ours in the printed tables and in site/index.html.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh requirements.txt requirements-downstream.txt requirements-physics.txt

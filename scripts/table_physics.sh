@@ -12,8 +12,9 @@
 #
 # --plan prints runs, tokens, hours and disk and starts nothing; --gpus N trains on N.
 # Results: results/$SCALE/physics.json and physics*.png, results/$SCALE/symbolic_regression.json.
+# Results: results/$SCALE/physics.json and physics*.png; `python report.py` makes the table.
 # Run again after an interruption, it continues; what is done is not done again. SEEDS="0 1 2" pre-trains
-# one run of each mechanism per seed; the table then has means and spreads over them.
+# one run of each mechanism per seed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SCALE=${SCALE:-nano}
@@ -53,7 +54,9 @@ esac
 source scripts/env.sh requirements.txt requirements-physics.txt
 
 if [ "$plan" ]; then
-  exec python physics/plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" --gpus "$gpus"
+  # shellcheck disable=SC2086
+  exec python physics/physics_plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" \
+    --seeds ${SEEDS:-0} --gpus "$gpus"
 fi
 
 echo "== 1/4 simulation"
@@ -78,7 +81,7 @@ for run in "${runs[@]}"; do
   done
 done
 
-echo "== 4/4 symbolic regression, table, figures"
+echo "== 4/4 symbolic regression, figures"
 python physics/discover.py "${runs[@]}" "${search[@]}" \
   --forces "$data/forces" --planets "$data/planets" \
-  --out "results/$SCALE/physics.json" --table "results/$SCALE/symbolic_regression.json"
+  --out "results/$SCALE/physics.json"

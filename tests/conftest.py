@@ -1,12 +1,22 @@
 """Every test starts from the same seeds, on one thread: two workers share two cores."""
 
+import os
+
+# Some virtual machines announce AMX and do not have it: the first bf16 product would be the end of
+# the process. oneDNN reads this at its first use, so it stands before torch is imported; commands
+# find out by themselves (training.distributed.autocast).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 import random
 
 import numpy as np
 import pytest
 import torch
 
+from lssar.cache import ensure_hub_cache
+
 torch.set_num_threads(1)
+ensure_hub_cache()  # before a test module imports what reads it
 
 
 def pytest_terminal_summary(terminalreporter):

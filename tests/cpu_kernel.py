@@ -2,7 +2,8 @@
 
 import torch
 
-from attention import attend, get_mechanism
+from lssar.backends import attend
+from lssar.mechanisms import get_mechanism
 
 
 def mechanism(p, alpha=0.0, train_length=1024):

@@ -1,11 +1,15 @@
 """What the data tests share: a set of shards written by an independent writer, and a runner."""
 
+import gzip
+import json
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -49,3 +53,17 @@ def run_prepare(*arguments, before="", **options):
         [*command, *map(str, arguments)],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
+
+
+def text_corpus(folder, documents=400):
+    """Parquet, JSON lines and plain text, each long enough for several chunks and shards."""
+    folder.mkdir()
+    texts = [f"{i} Zürich 中文 don't  stop\n" * (1 + i % 37) for i in range(documents)]
+    texts[5] = "a document longer than a shard " * 1500
+    for part in range(2):
+        table = pyarrow.table({"text": texts[part::2]})
+        pyarrow.parquet.write_table(table, folder / f"{part}.parquet", row_group_size=31)
+    with gzip.open(folder / "2.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "3.txt").write_text("".join(texts))
+    return folder

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attention import get_mechanism
-from checkpoint import CheckpointInfo, save_model
 from data.shards import header_bytes
+from lssar.mechanisms import get_mechanism
 from model import GPT, preset
+from training.checkpoint import CheckpointInfo, save_model
 
 
 def tiny_model(attention: str = "softmax", train_length: int = 16, seed: int = 0, **changes) -> GPT:
@@ -41,3 +41,14 @@ def write_tokens(directory: Path, count: int, vocab_size: int = 257, seed: int =
         file = directory / f"set_val_{index:06d}.bin"
         file.write_bytes(header_bytes(len(part)) + part.tobytes())
     return directory
+
+
+def small_gpt(attention="lssar", **changes):
+    """Two layers with weights large enough that attention is far from uniform."""
+    sizes = {"layers": 2, "heads": 2, "width": 40, "vocab_size": 61, "vocab_rows": 64} | changes
+    model = GPT(preset("nano", attention, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(8)
+    return model

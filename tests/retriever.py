@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from attention import get_mechanism
+from lssar.mechanisms import get_mechanism
 from model import GPT, preset
 
 HEADS, HEAD_DIM, CONTEXT = 5, 128, 5

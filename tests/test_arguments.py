@@ -1,7 +1,6 @@
 """No number on a command line is a traceback or a hang: one line that names it, exit code 2."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -12,15 +11,17 @@ from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
 import attention_maps
 import benchmark
-import errors
 import eval_extrapolation
-import extrapolation_report
 import generate
 import passkey
 import reproduce
 from data.prepare import main as prepare
-from errors import UserError, number, whole
+from evaluating import extrapolation_report
+from evaluating.results import Record, Results, read_results
+from lssar.errors import UserError
 from physics.simulate import main as simulate
+from support import command as errors
+from support.command import number, whole
 
 ROOT = Path(__file__).parents[1]
 NONSENSE = ("", " ", "x", "nan", "inf", "-inf", "1e999", "-1", "-2048", ",", "1,,2", "0x10")
@@ -83,12 +84,20 @@ def accepts(kind, text: str) -> bool:
 
 def test_every_command_is_walked():
     assert {"train", "generate", "data.prepare", "physics.simulate"} <= set(commands())
-    assert len(commands()) > 20
+    assert len(commands()) > 12
 
 
-@pytest.mark.parametrize("name", commands())
+@pytest.mark.parametrize("name", sorted({*commands()} - {"benchmark"}))
 def test_no_option_takes_a_number_that_it_cannot_use(name, monkeypatch):
-    parser = parser_of(pytest.importorskip(name).main, monkeypatch)
+    refuse_nonsense(parser_of(pytest.importorskip(name).main, monkeypatch))
+
+
+@pytest.mark.parametrize("name", benchmark.BENCHMARKS)
+def test_no_benchmark_takes_a_number_that_it_cannot_use(name):
+    refuse_nonsense(benchmark.make_parser(name))
+
+
+def refuse_nonsense(parser: argparse.ArgumentParser) -> None:
     for action in options(parser):
         if action.choices or not (accepts(action.type, "7") and is_number(action.type("7"))):
             continue
@@ -158,7 +167,7 @@ ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
         ((benchmark.main, "train", "--batch", "0"), "--batch: '0' must be at least 1"),
         ((benchmark.main, "train", "--batch", HUGE, "--length", HUGE), "not fit into memory"),
         ((benchmark.main, "attention", "--p", "0.5"), "must be a number >= 1"),
-        ((benchmark.main, "zero-blocks", "--lengths", "127"), "use at least 128"),
+        ((benchmark.main, "zero-blocks", "--lengths", "127"), "give at least 128"),
         ((benchmark.main, "threads", "--threads", HUGE), "must be at most 1024"),
         ((benchmark.main, "tokenise", "--workers", "0"), "--workers: '0' must be at least 1"),
         ((reproduce.main, "headline", "--plan", "--seeds", "0,-1"), "'-1' must be at least 0"),
@@ -205,24 +214,19 @@ def test_a_table_of_series_with_unequal_lengths_has_empty_cells(tmp_path, capsys
     capsys.readouterr()
     extrapolation_report.main([str(out)])
     header, _, first, second = capsys.readouterr().out.splitlines()
-    rows = json.loads(out.read_text())["rows"]
-    (at_16,) = (f"{row['loss']:.3f}" for row in rows if row["length"] == 16)
+    (at_16,) = (f"{r.value:.3f}" for r in read_results(out).select(quantity="loss", length=16))
     ends = header.index(" 16") + 3
     assert second[:ends].endswith(at_16)
     assert first[ends - 5 : ends].strip() == ""
 
 
 def test_an_overflowed_context_gain_and_another_kind_are_shown_as_such(tmp_path, capsys):
-    checkpoint = {"run": "a", "step": 1, "path": "a", "model": tiny_model().config.to_dict()}
-    row = {"checkpoint": "i", "variant": "as trained", "length": 8, "loss": None}
-    found = {
-        **{"kind": "extrapolation", "settings": {}, "checkpoints": {"i": checkpoint}},
-        "rows": [row | {"context_gain": {"gain": None}}],
-    }
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(found))
-    extrapolation_report.main([str(path)])
+    for kind in ("extrapolation", "passkey"):
+        results = Results(tmp_path / f"{kind}.json", kind, {}, about={})
+        model = tiny_model().config.to_dict()
+        results.runs["i"] = {"run": "a", "step": 1, "path": "a", "model": model}
+        results.add(*(Record(q, "i", None, length=8) for q in ("loss", "context_gain")))
+    extrapolation_report.main([str(tmp_path / "extrapolation.json")])
     assert capsys.readouterr().out.count("overflow") == 3
-    path.write_text(json.dumps(found | {"kind": "passkey"}))
     with pytest.raises(UserError, match="results of 'passkey'"):
-        extrapolation_report.main([str(path)])
+        extrapolation_report.main([str(tmp_path / "passkey.json")])

@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-import training
+import train_helpers as training
 from drill.__main__ import Drill, main, revision
 from drill.attack import ATTACKS, Outcome
 from drill.children import Child
 from drill.report import write_table
 from tqdm import tqdm
-from training import ROOT
+from train_helpers import ROOT
 
-from errors import UserError
+from lssar.errors import UserError
 
 
 def drill(out, *arguments):

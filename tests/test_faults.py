@@ -10,38 +10,42 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from drill.children import refused
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
-from training import arguments, make_corpus, train_here
+from test_command_line import COMMANDS
+from train_helpers import arguments, make_corpus, train_here
 
 import attention_maps
 import benchmark
 import eval_extrapolation
 import generate
 import passkey
-from attention import attend, attention_weights, get_mechanism
-from checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
-from config import load_config
 from data.passkey_text import make_prompt
 from data.pipeline import deaf_children
 from data.records import describe
 from data.shards import open_split
 from data.tokeniser import get_tokeniser
 from data.writer import read_progress
-from errors import UserError
-from files import checked_line, read_line, read_text, seal, unseal, write_json
-from kernels import cpu
+from evaluating.results import Record, Results, read_results
+from lssar import cpu
+from lssar.backends import attend
+from lssar.errors import UserError
+from lssar.mechanisms import get_mechanism
+from lssar.reference import attention_weights
 from model import MEANING
 from physics.simulate import in_processes
-from results_io import Results, read_results
-from run_log import read_metrics
+from support.files import checked_line, read_line, read_text, seal, unseal, write_json
+from training.checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
+from training.config import load_config
+from training.run_log import read_metrics
 
 ROOT = Path(__file__).parents[1]
-KEY = {"checkpoint": "a", "variant": "as trained", "length": 8}
+LOSS = Record("loss", "a", 3.25, length=8)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +86,8 @@ def test_a_flipped_bit_in_a_checkpoint_is_named_before_anything_is_computed(tmp_
 
 def test_a_flipped_digit_in_a_results_file_is_not_published(tmp_path):
     results = Results(tmp_path / "x.json", "kind", {}, about={})
-    results.checkpoints["a"] = {"run": "a"}
-    results.add(KEY | {"loss": 3.25})
+    results.runs["a"] = {"run": "a"}
+    results.add(LOSS)
     text = (tmp_path / "x.json").read_text()
     (tmp_path / "x.json").write_text(text.replace("3.25", "3.26"))
     with pytest.raises(UserError, match=r"x\.json is damaged"):
@@ -163,7 +167,7 @@ def test_a_checkpoint_half_removed_by_a_kill_is_tidied_up(tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoint.shutil.rmtree", killed)
+        patch.setattr("training.checkpoint.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             store.save(model, CheckpointInfo("run", 3, 16), {}, keep=2, best=False)
     assert [p.name for p in store.candidates()] == ["step-00000003", "step-00000002"]
@@ -176,7 +180,7 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
     """Both wrote through the same temporary file, and the last to finish won."""
     path = tmp_path / "x.json"
     first = Results(path, "kind", {}, about={})
-    first.checkpoints["a"] = {"run": "a"}
+    first.runs["a"] = {"run": "a"}
     first.save()
 
     def second(argv):
@@ -185,12 +189,12 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
     line = refused(second, [str(path)], tmp_path / "log")
     (tmp_path / "log").unlink()
     assert f"{path} is being written by another process" in line
-    first.add(KEY | {"loss": 1.5})
+    first.add(LOSS)
     late = Results(path, "kind", {}, about={})
-    first.add(KEY | {"length": 9, "loss": 2.5})
+    first.add(replace(LOSS, length=9))
     with pytest.raises(UserError, match="another process has added"):
         late.save()
-    assert len(read_results(path)["rows"]) == 2
+    assert len(read_results(path).records) == 2
     del first, late
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
@@ -315,21 +319,16 @@ try:
 except BaseException:
     raise ImportError("swallowed") from None
 """
-LIGHT = {"benchmark.py", "report.py"}  # import nothing that takes time
-SCRIPTS = [
-    path.relative_to(ROOT).as_posix()
-    for folder in (".", "data", "physics", "kernels", "integrations", "reproduction", "reporting")
-    for path in sorted((ROOT / folder).glob("*.py"))
-    if "run(main)" in path.read_text(encoding="utf-8")
-]
+LIGHT = ("benchmark.py", "report.py")  # what takes time is imported by what they do
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, script):
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(LIGHT)])
+def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, command):
     for name in ("numpy", "torch", "tqdm"):
         (tmp_path / f"{name}.py").write_text(INTERRUPTED)
     result = subprocess.run(
-        [sys.executable, str(ROOT / script), "--help"],
+        [sys.executable, *command.split(), *COMMANDS[command]],
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         # A shell that started the tests in the background has it ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -337,14 +336,14 @@ def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, scr
         text=True,
         timeout=50,
     )
-    expected = (0, "") if script in LIGHT else (130, "interrupted\n")
-    assert (result.returncode, result.stderr) == expected
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
 
 
 def test_an_ignored_interrupt_stays_ignored():
     code = (
-        "import errors, os, signal; errors.quiet_imports(); os.kill(os.getpid(), signal.SIGINT);"
-        "errors.run(lambda argv: os.kill(os.getpid(), signal.SIGINT))"
+        "import os, signal; from support.command import answer_early, run;"
+        "interrupt = lambda argv: os.kill(os.getpid(), signal.SIGINT);"
+        "answer_early(interrupt); interrupt([]); run(interrupt)"
     )
     ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), "cwd": ROOT}
     assert subprocess.run([sys.executable, "-c", code], **ignoring).returncode == 0

@@ -6,23 +6,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from eval_helpers import small_gpt
 
-from attention import MECHANISMS, get_mechanism
-from errors import UserError
-from model import GPT, PRESETS, KVCache, ModelConfig, preset, rope_tables, rotate
+from attention import KVCache, rope_tables, rotate
+from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS, get_mechanism
+from model import GPT, PRESETS, ModelConfig, preset
 
 NAMES = tuple(MECHANISMS)
-
-
-def small_gpt(attention="lssar", **changes):
-    """Two layers with weights large enough that attention is far from uniform."""
-    sizes = {"layers": 2, "heads": 2, "width": 40, "vocab_size": 61, "vocab_rows": 64} | changes
-    model = GPT(preset("nano", attention, **sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(8)
-    return model
 
 
 @pytest.fixture

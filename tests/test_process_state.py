@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
 import attention_maps
@@ -16,7 +17,7 @@ import benchmark
 import eval_extrapolation
 import generate
 import passkey
-from evaluation import arithmetic
+from evaluating.protocol import arithmetic
 
 SHORT = ("--rounds", "1", "--threads", "2", "--out", "b.json")
 COMMANDS = {

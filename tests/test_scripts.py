@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from training import arguments, make_corpus
+from train_helpers import arguments, make_corpus
 
-import physics.plan
+import physics.physics_plan
 import reproduce
-from errors import UserError
+from lssar.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -62,7 +62,7 @@ def test_ci_tests_a_clone_under_a_deep_path_with_spaces_and_removes_it(tmp_path,
     "selection, notes", [("sorts_up or missing_folder", 1), ("missing_folder", 0)]
 )
 def test_skipped_browser_tests_are_said_once_at_the_end(tmp_path, selection, notes):
-    files = ("tests/test_report_browser.py", "tests/test_report.py")
+    files = ("tests/paper/test_report_browser.py", "tests/paper/test_report.py")
     done = subprocess.run(
         [
             sys.executable,
@@ -268,7 +268,7 @@ def planners(script, scale, *arguments):
     name = "all" if script == "reproduce_all" else script.removeprefix("table_")
     name = name if script == "scaling_edu" else name.removeprefix("figure_")
     size, data = {"nano": ("nano", "physics-nano"), "paper": ("109m", "physics")}[scale]
-    physics = f"python physics/plan.py {size} --data corpora/{data} --points"
+    physics = f"python physics/physics_plan.py {size} --data corpora/{data} --points"
     tables = f"python reproduce.py {name} --scale {scale} {' '.join(arguments)}"
     return {"table_physics": [physics], "reproduce_all": [tables, physics]}.get(script, [tables])
 
@@ -321,11 +321,13 @@ def test_physics_is_told_the_number_of_gpus_and_left_out_of_tables_alone(started
 def test_the_plan_of_physics_adds_up(monkeypatch, tmp_path, capsys, size, tokens):
     monkeypatch.chdir(ROOT)
     arguments = ["--data", str(tmp_path), "--points", "1000", "--sequences", str(2**28)]
-    physics.plan.main([size, *arguments])
+    physics.physics_plan.main([size, *arguments])
     printed = capsys.readouterr().out
     assert f"tokens      {tokens:,}\n" in printed
     assert "1,000.00 GiB of shards" in printed
     assert "orbits, forces, planets to be made" in printed
+    physics.physics_plan.main([size, *arguments, "--seeds", "0", "1", "2"])
+    assert f"tokens      {3 * tokens:,}\n" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -420,5 +422,5 @@ def test_torch_is_pinned_and_everything_else_bounded_below():
     assert "torch==2.13.0" in lines
     assert all(">=" in line for line in lines if not line.startswith("torch=="))
     names = {line.split(">=")[0].split("==")[0] for line in lines}
-    core = {"torch", "tiktoken", "numpy", "datasets", "wandb", "tqdm", "safetensors", "matplotlib"}
-    assert names == core
+    core = {"torch", "tiktoken", "numpy", "datasets", "wandb", "tqdm", "safetensors"}
+    assert names == core | {"matplotlib", "jinja2"}

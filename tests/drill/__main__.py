@@ -28,11 +28,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-import training
+import train_helpers as training
 
-from errors import Parser, UserError, did_you_mean, run
-from files import write_json
-from run_log import git_revision
+from lssar.errors import UserError, did_you_mean
+from support.command import Parser, run
+from support.command import revision as git_revision
+from support.files import write_json
 
 from . import crashes, fuzzing, load, numbers, rot, security, storage, strangers  # noqa: F401
 from .attack import ATTACKS, GROUPS, Attack

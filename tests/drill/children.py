@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from errors import UserError
+from lssar.errors import UserError
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 PATIENCE = 300.0  # seconds until a child counts as hanging

@@ -8,13 +8,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import training
+import train_helpers as training
 from data_sets import contents
 
 import data.prepare
 import train
-from checkpoint import Store, read_trainer
-from evaluation import open_checkpoints
+from evaluating.checkpoints import open_checkpoints
+from training.checkpoint import Store, read_trainer
 
 from .attack import Told, attack
 from .children import PATIENCE, Child, killed_until_done, leftovers
@@ -133,7 +133,7 @@ def evaluation(times: int, folder: Path) -> Told:
         subject.assert_same(place / "x.json")
         assert not leftovers(place), leftovers(place)
     return Told(
-        f"every start kept the finished rows; {number} results files ended with the numbers of the "
+        f"every start kept what was finished; {number} results files ended with the numbers of the "
         "undisturbed ones, bit for bit; no temporary file left",
         times=kills,
         kills=kills,

@@ -21,14 +21,14 @@ import eval_extrapolation
 import generate
 import passkey
 import train
-from checkpoint import load_model, read_trainer
-from config import load_config
 from data.passkey_text import ANSWER_TOKENS, make_prompt
 from data.pipeline import ChunkEncoder
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
-from errors import UserError
+from lssar.errors import UserError
 from model import GPT
+from training.checkpoint import load_model, read_trainer
+from training.config import load_config
 
 from .attack import Told, attack
 
@@ -108,7 +108,7 @@ def words() -> st.SearchStrategy[str]:
 
 
 def option_keys() -> list[str]:
-    from config import _SECTIONS
+    from training.config import _SECTIONS
 
     return [f"{s}.{k}" for s, kind in _SECTIONS.items() for k in kind.__dataclass_fields__]
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-import training
+import train_helpers as training
 from data_sets import write_shard
 
 import train

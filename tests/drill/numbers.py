@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 import train
-from attention import BACKENDS, MECHANISMS, attend, attention_weights, get_mechanism
-from checkpoint import Store, load_model
+from lssar.backends import BACKENDS, attend
+from lssar.mechanisms import MECHANISMS, get_mechanism
+from lssar.reference import attention_weights
 from train import EXIT_DIVERGED, Run
+from training.checkpoint import Store, load_model
 
 from .attack import Told, attack
 from .children import Child, finish
@@ -203,7 +205,7 @@ def exponents(times: int, folder: Path) -> Told:
 
 
 def refuse_exponent(p) -> None:
-    from errors import UserError
+    from lssar.errors import UserError
 
     try:
         get_mechanism("lssar", p=p)

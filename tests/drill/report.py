@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from files import write_text
+from support.files import write_text
 
 from .attack import GROUPS
 

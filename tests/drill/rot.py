@@ -5,21 +5,22 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from eval_helpers import tiny_model, write_checkpoint
 
 import train
-from checkpoint import Store, load_model, read_description, read_trainer
-from config import load_config
 from data.shards import open_split, read_manifest, verify
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, read_progress
-from errors import UserError
-from files import checked_line
+from evaluating.results import Record, Results, read_results
+from lssar.errors import UserError
 from passkey import Answers
-from results_io import Results, read_results
-from run_log import read_metrics
+from support.files import checked_line
+from training.checkpoint import Store, load_model, read_description, read_trainer
+from training.config import load_config
+from training.run_log import read_metrics
 
 from .attack import Told, attack
 from .children import finish
@@ -199,14 +200,13 @@ def rotten_metrics(times: int, folder: Path) -> Told:
 @attack("storage", "results JSON: a bit flipped or bytes cut", full=400, short=20)
 def rotten_results(times: int, folder: Path) -> Told:
     results = Results(folder / "x.json", "kind", {"seed": 1}, about={})
-    results.checkpoints["a"] = {"run": "a", "step": 7}
+    results.runs["a"] = {"run": "a", "step": 7}
     for length in (8, 16, 32):
-        results.add({"checkpoint": "a", "variant": "v", "length": length, "loss": 1 / length})
+        results.add(Record("loss", "a", 1 / length, variant="v", length=length))
 
     def read():
         found = read_results(folder / "x.json")
-        keys = ("kind", "settings", "checkpoints", "rows")
-        return json.dumps([found[key] for key in keys])
+        return json.dumps([found.kind, found.settings, found.runs, *map(asdict, found.records)])
 
     return spoil(folder / "x.json", times, read)
 
@@ -215,7 +215,7 @@ def rotten_results(times: int, folder: Path) -> Told:
 def rotten_answers(times: int, folder: Path) -> Told:
     file = folder / "x-answers.jsonl"
     lines = [
-        {"checkpoint": "a", "variant": "v", "length": 9, "trial": n, "key": n, "right": n > 3}
+        {"run": "a", "variant": "v", "length": 9, "trial": n, "key": n, "right": n > 3}
         for n in range(12)
     ]
     sound = "".join(map(checked_line, lines)).encode()

@@ -15,16 +15,15 @@ import hub_server
 import numpy as np
 import report_page
 import report_results
-import test_report_hostile
 import torch
 from data_sets import REPOSITORY, run_prepare, write_set, write_shard
 from eval_helpers import tiny_model, write_checkpoint
 
-from checkpoint import find, load_model, read_trainer
-from config import load_config
 from data.shards import open_split
-from errors import UserError
+from lssar.errors import UserError
 from model import GPT
+from training.checkpoint import find, load_model, read_trainer
+from training.config import load_config
 
 from .attack import Told, attack
 from .subjects import a_training
@@ -241,13 +240,13 @@ def download(hub: hub_server.Hub, out: Path, home: Path):
 @attack("security", "markup in every string that the HTML report prints", full=7, short=7)
 def html_report(times: int, folder: Path) -> Told:
     plain = report_page.build(report_results.nano(folder / "plain"), folder / "site")
-    for number, text in enumerate(test_report_hostile.HOSTILE):
+    for number, text in enumerate(report_page.HOSTILE):
         place = folder / str(number)
         place.mkdir()
-        test_report_hostile.test_no_string_of_a_result_becomes_markup(place, text, plain)
+        report_page.assert_shown_as_text(place, text, plain)
     return Told(
         "the page shows it as text; no tag, attribute or link came of it",
-        times=len(test_report_hostile.HOSTILE),
+        times=len(report_page.HOSTILE),
     )
 
 

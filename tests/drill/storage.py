@@ -14,7 +14,7 @@ from data_sets import contents
 
 import data.prepare
 import train
-from checkpoint import Store
+from training.checkpoint import Store
 
 from .attack import Told, attack
 from .children import Child, finish, leftovers, refused
@@ -29,8 +29,8 @@ NOBODY = 65534
 class SmallDisk:
     """A folder on a disk of so many bytes; without root, files of at most so many."""
 
-    def __init__(self, folder: Path, size: int):
-        self.folder, self.size = folder, size
+    def __init__(self, folder: Path, size: int, largest_file: int):
+        self.folder, self.largest_file = folder, largest_file
         folder.mkdir()
         options = f"size={size}"
         self.mounted = (
@@ -43,7 +43,7 @@ class SmallDisk:
     def limit(self) -> None:
         """To be called in the process that writes."""
         if not self.mounted:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.largest_file,) * 2)
 
     def enlarge(self) -> None:
         if self.mounted:
@@ -59,12 +59,19 @@ class SmallDisk:
 
 
 def fill(
-    main: Callable, command: Callable[[Path], list[str]], folder: Path, sizes: list[int], check
+    main: Callable,
+    command: Callable[[Path], list[str]],
+    folder: Path,
+    sizes: list[tuple[int, int]],
+    check,
 ) -> Told:
-    """Run on disks of these sizes until refused, then with room; `check` the end."""
+    """Run on disks of these sizes until refused, then with room; `check` the end.
+
+    With each size goes that of the largest file, for where no small disk can be mounted.
+    """
     reasons, how = {}, ""
-    for number, size in enumerate(sizes):
-        with SmallDisk(folder / f"disk-{number}", size) as disk:
+    for number, (size, largest_file) in enumerate(sizes):
+        with SmallDisk(folder / f"disk-{number}", size, largest_file) as disk:
             how = "a small tmpfs" if disk.mounted else "a limit on the size of files"
             line = refused(main, command(disk.folder), folder / "log", disk.limit)
             assert "cannot write" in line, line
@@ -92,8 +99,12 @@ def leftovers_but_partial(folder: Path) -> list[str]:
 @attack("storage", "disk full while shards are written", full=4, short=1)
 def full_disk_shards(times: int, folder: Path) -> Told:
     subject = a_preparation()
-    total = sum(map(len, subject.whole.values()))
-    sizes = [max(4096, total * (n + 1) // (times + 2)) for n in range(times)]
+    lengths = [len(written) for written in subject.whole.values()]
+    shares = [(n + 1) / (times + 2) for n in range(times)]
+    sizes = [
+        (max(4096, int(sum(lengths) * share)), max(4096, int(max(lengths) * share)))
+        for share in shares
+    ]
 
     def check(place: Path) -> None:
         assert contents(place / "out") == subject.whole, "other bytes"
@@ -107,8 +118,11 @@ def full_disk_shards(times: int, folder: Path) -> Told:
 @attack("storage", "disk full while checkpoints are written", full=4, short=1)
 def full_disk_checkpoint(times: int, folder: Path) -> Told:
     subject = a_training()
-    one = sum(f.stat().st_size for f in Store(subject.whole).candidates()[0].iterdir())
-    sizes = [20_000 + one * (n + 1) // 3 for n in range(times)]
+    files = [f.stat().st_size for f in Store(subject.whole).candidates()[0].iterdir()]
+    sizes = [
+        (20_000 + sum(files) * (n + 1) // 3, max(files) * (n + 1) // (times + 1))
+        for n in range(times)
+    ]
 
     def command(place: Path) -> list[str]:
         return subject.arguments(place, "--checkpoint.keep=99", "--resume")
@@ -120,7 +134,7 @@ def full_disk_checkpoint(times: int, folder: Path) -> Told:
 def full_disk_metrics(times: int, folder: Path) -> Told:
     subject = a_training()
     # Three pages hold everything but the measurements; one checkpoint, at the end.
-    sizes = [3 * 4096 if os.geteuid() == 0 else 2500] * times
+    sizes = [(3 * 4096, 2500)] * times
 
     def command(place: Path) -> list[str]:
         return subject.arguments(place, "--checkpoint.interval=99", "--resume")
@@ -133,7 +147,7 @@ def full_disk_metrics(times: int, folder: Path) -> Told:
 @attack("storage", "disk full while results are written", full=2)
 def full_disk_results(times: int, folder: Path) -> Told:
     subjects = evaluations()
-    sizes = [4096 * (1 + n // 2) for n in range(times)]
+    sizes = [(4096 * (1 + n // 2),) * 2 for n in range(times)]
     chosen = iter([subjects[n % 2] for n in range(times) for _ in range(2)])
     last = []
 

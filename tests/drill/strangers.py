@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import training
+import train_helpers as training
 from data_sets import contents
 
 import data.prepare
 import eval_extrapolation
 import generate
-import kernels.cpu
 import train
-from checkpoint import Store
+from lssar import cpu
+from training.checkpoint import Store
 
 from .attack import Told, attack
 from .children import Child, finish, refused
@@ -156,16 +156,16 @@ def with_cache(folder: Path) -> Callable[[], None]:
 
 
 def forget_kernel() -> None:
-    for loaded in (kernels.cpu._kernel, kernels.cpu.unavailable):
+    for loaded in (cpu._kernel, cpu.unavailable):
         loaded.cache_clear()
 
 
 @attack("storage", "the CPU kernel's library in the cache damaged", full=8, short=1)
 def kernel_cache(times: int, folder: Path) -> Told:
-    if reason := kernels.cpu.unavailable():
+    if reason := cpu.unavailable():
         return Told(f"not tried, as there is no kernel here: {reason}", times=0)
     subject, chance, kinds = a_training(), random.Random(10), list(DAMAGES)
-    library = kernels.cpu.build()
+    library = cpu.build()
     for number in range(times):
         cache, runs = fresh(folder / "cache"), fresh(folder / "runs")
         damage = DAMAGES[kinds[number % len(kinds)]]

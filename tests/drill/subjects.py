@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import test_data_resume
-import training
+import data_sets
+import train_helpers as training
 from data_sets import contents
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
@@ -19,8 +19,10 @@ import data.prepare
 import eval_extrapolation
 import passkey
 import train
-from checkpoint import WEIGHTS, find
-from run_log import plot_losses
+from lssar import cpu
+from lssar.cache import ensure_hub_cache
+from training.checkpoint import WEIGHTS, find
+from training.run_log import plot_losses
 
 from .attack import memory
 from .children import finished
@@ -87,7 +89,7 @@ class Preparation:
 @functools.cache
 def a_preparation() -> Preparation:
     """Parquet, JSON lines and plain text into a handful of shards."""
-    texts = test_data_resume.corpus(shared() / "texts", 120)
+    texts = data_sets.text_corpus(shared() / "texts", 120)
     arguments = ["text", str(texts), "--tokeniser=bytes", "--workers=0"]
     arguments += ["--shard-tokens=60K", "--val-tokens=7K"]
     whole = shared() / "set"
@@ -111,15 +113,16 @@ class Evaluation:
     cpu: float
 
     def assert_same(self, out: Path) -> None:
-        assert rows_of(out) == self.whole, f"other rows in {self.name}"
+        assert numbers_of(out) == self.whole, f"other numbers in {self.name}"
 
 
-def rows_of(path: Path) -> dict:
-    """A results file without what a clock wrote into it."""
+def numbers_of(path: Path) -> dict:
+    """A results file without what a clock and the command line wrote into it."""
     found = json.loads(path.read_text())
     del found["sha256"]
-    for row in found["rows"]:
-        row.pop("seconds")
+    for record in found["records"]:
+        record["details"].pop("seconds", None)
+        del record["command"]
     return found
 
 
@@ -139,19 +142,18 @@ def evaluations() -> list[Evaluation]:
     for name, (main, arguments) in commands.items():
         out = shared() / f"{Path(name).stem}.json"
         done = finished(main, [*arguments, "--out", str(out)], shared() / "log")
-        found.append(Evaluation(main, arguments, rows_of(out), name, done.cpu))
+        found.append(Evaluation(main, arguments, numbers_of(out), name, done.cpu))
     return found
 
 
 @functools.cache
 def warm() -> None:
     """Import what a child would otherwise import for seconds; starts no thread."""
+    ensure_hub_cache()
     import datasets  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    import kernels.cpu
-
-    kernels.cpu.unavailable()
+    cpu.unavailable()
     plot_losses([{"step": 1, "loss": 2.0}], shared() / "warm.png", "fonts and their readers")
 
 

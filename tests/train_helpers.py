@@ -9,8 +9,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 import train
-from checkpoint import WEIGHTS, find
 from data.prepare import main as prepare
+from training.checkpoint import WEIGHTS, find
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,0 +1,101 @@
+"""Every command answers --help and a mistyped option without importing what takes seconds."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SLOW = {"torch", "matplotlib", "transformers", "datasets", "wandb", "lm_eval", "triton", "scipy"}
+COMMANDS = {
+    "train.py": ["configs/nano-lssar.toml"],
+    "generate.py": ["runs/x"],
+    "eval_extrapolation.py": ["runs/x", "--data", "x", "--out", "x.json"],
+    "passkey.py": ["runs/x", "--out", "x.json"],
+    "attention_maps.py": ["runs/x", "--out", "x.json"],
+    "downstream.py": ["runs/x", "--out", "x.json"],
+    "benchmark.py": [],
+    "benchmark.py attention": [],
+    "benchmark.py attention --table cost": [],
+    "benchmark.py compile": [],
+    "benchmark.py gpu-check": [],
+    "benchmark.py sparsity": [],
+    "benchmark.py threads": [],
+    "benchmark.py tokenise": [],
+    "benchmark.py train": [],
+    "benchmark.py zero-blocks": [],
+    "reproduce.py": ["headline"],
+    "report.py": ["results", "--out", "x"],
+    "export_hf.py": ["runs/x", "x"],
+    "data/prepare.py": ["text", "x", "--out", "x"],
+    "physics/simulate.py": ["orbits", "--out", "x"],
+    "physics/force.py": ["magnitude", "runs/x", "--config", "configs/physics-nano-magnitude.toml"],
+    "physics/discover.py": ["--forces", "x", "--planets", "x", "--out", "x.json"],
+    "physics/physics_plan.py": ["nano", "--data=x", "--points=24", "--sequences=9"],
+    "-m evaluating.extrapolation_report": ["x.json"],
+}
+
+
+def answer(*arguments):
+    """Exit code, stdout, stderr, and the top-level packages that the command imported."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    imported = {m[1] for line in lines if (m := re.match(r"import time:.*\|\s*(\w+)", line))}
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert "argparse" in imported  # that is, imports were seen at all
+    return done.returncode, done.stdout, said, imported
+
+
+def test_every_command_is_here():
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    scripts = {
+        file
+        for file in files.stdout.split()
+        if not file.startswith("tests/") and "run(main)" in (ROOT / file).read_text("utf-8")
+    }
+    names = {command.removeprefix("-m ").split()[0] for command in COMMANDS}
+    assert scripts == {n if n.endswith(".py") else f"{n.replace('.', '/')}.py" for n in names}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_printed_without_slow_imports(command):
+    code, shown, said, imported = answer(*command.split(), "--help")
+    assert (code, said) == (0, [])
+    assert "--help" in shown or command == "benchmark.py"
+    assert not imported & SLOW
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistyped_option_is_one_line_without_slow_imports(command):
+    code, shown, said, imported = answer(*command.split(), *COMMANDS[command], "--mistyped")
+    assert (code, shown) == (2, "")
+    assert len(said) == 1 and said[0].startswith("error: ") and "--mistyped" in said[0]
+    assert not imported & SLOW
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["configs/nano-lssar.toml", "--train.stepz=3"], "did you mean 'steps'"),
+        (["configs/nano-lssar.toml", "--trian.steps=3"], "did you mean 'train'"),
+        (["configs/nano-lssar.toml", "--train.steps=many"], "must be int"),
+        (["configs/nano-lsar.toml"], "no config file"),
+        (["x" * 5000], "File name too long"),
+    ],
+    ids=lambda value: value[-1][-40:] if isinstance(value, list) else "",
+)
+def test_a_mistyped_config_is_one_line_without_slow_imports(arguments, message):
+    code, shown, (line,), imported = answer("train.py", *arguments)
+    assert (code, shown) == (2, "")
+    assert line.startswith("error: ") and message in line
+    assert not imported & SLOW
+
+
+def test_an_unknown_table_is_one_line_without_slow_imports():
+    code, shown, (line,), imported = answer("reproduce.py", "headlin")
+    assert (code, shown) == (2, "")
+    assert line.startswith("error: unknown table 'headlin'; did you mean 'headline'")
+    assert not imported & SLOW
