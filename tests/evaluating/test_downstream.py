@@ -28,7 +28,8 @@ from lssar.errors import UserError
 ROOT = Path(__file__).parents[2]
 MAX_LENGTH = 64
 SOURCES = "".join(
-    (ROOT / name).read_text("utf-8") for name in ("lssar/mechanisms.py", "training/config.py")
+    (ROOT / name).read_text("utf-8")
+    for name in ("lssar/mechanisms.py", "lssar/backends.py", "training/config.py")
 )
 
 
@@ -200,7 +201,7 @@ def test_nano_tasks_go_through_the_same_command(tmp_path, checkpoint, corpus, ca
     }
     assert all(r.details["samples"] == 6 for scores in found.values() for r in scores.values())
     assert "cloze ppl" in capsys.readouterr().out
-    assert read_results(out)["about"]["corpus"] == describe_set(corpus)
+    assert read_results(out).about["corpus"] == describe_set(corpus)
     with pytest.raises(UserError, match="was made with limit = 6, this is 7"):
         evaluate(checkpoint, out, *options[:-1], 7)
 
