@@ -27,9 +27,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lssar.cache import private_folder
+from lssar.reference import FLAT
 
 SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC"),
+    f"-DLSSAR_FLAT={FLAT}f",
+)
 # Tried in this order: an Arm clang knows only -mcpu, and some compilers come without OpenMP.
 VARIANTS = (
     ("-march=native", "-fopenmp"),

@@ -10,7 +10,8 @@
 //   E = p/N_i dOut . G                    (0 in rows 1..3)
 //   ds = (p r / (l M) (dW - D) - E) sigma(s),  dW = dOut V^T,  D = dOut . out
 //
-// LSSA, and a row whose keys are all alike (M below fp32 resolution), are the case p = 1, mu = 0.
+// LSSA, and a row whose keys are all alike (M below the rounding of f: LSSAR_FLAT, which the build
+// takes from reference.py), are the case p = 1, mu = 0.
 //
 // Sparsity: an entry is left out where r < 2^-24 / n, n the number of the row's entries not left
 // out before: N_i at first, when a bound on mu and M is known, then the few left when they are. As
@@ -24,6 +25,7 @@
 // depend on the number of threads: out and dq have the same bits for any number, dk and dv for the
 // same number of chunks per head.
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -802,7 +804,8 @@ bool row_statistics(Block& block, const Sums& sums) {
   for (int r = 0; r < block.rows; r++) {
     double mu = block.count[r] > 3 ? sums.f[r] / block.count[r] : 0.;
     float m = (float)(f_max[r] - mu);
-    bool alike = m <= 0x1p-20f * f_max[r];
+    float largest_score = (float)M_LN2 * block.scale[r];
+    bool alike = m <= LSSAR_FLAT * (4.f + largest_score) * FLT_EPSILON * f_max[r];
     if (alike)
       block.stage_one(r), flat = true;
     else

@@ -31,7 +31,7 @@ UNSHIFTED_ROWS = 3
 
 # A row is flat, and has nothing to sharpen, where its largest excess over the mean is within the
 # rounding of its scores: excess <= FLAT (4 + largest possible |score|) eps * maximum. The fused
-# kernels give equal keys equal scores, to the bit, and need only 2^-20 of the maximum.
+# kernels take the constant from here.
 FLAT = 2.0
 
 

@@ -26,11 +26,13 @@ Blocks of zero weights are not skipped. About 65 % of the weights are zero, but 
 import triton
 import triton.language as tl
 
+from lssar import reference
 from lssar.triton_math import (
     COEF,
     DENSE,
     INV_L,
     INV_M,
+    LN_2,
     MEAN,
     NORM_EPS,
     SCALE,
@@ -49,8 +51,8 @@ from lssar.triton_math import (
 )
 
 PROBE = tl.constexpr(16)  # keys that set the pivot of the row sum; the smallest tile of tl.dot
-# A spread below this share of the maximum is rounding noise of f, not a preference for any key.
-FLAT = tl.constexpr(2.0**-20)
+# What the reference calls flat: (4 + largest score) times this, of the maximum.
+FLAT = tl.constexpr(reference.FLAT * 2.0**-23)
 
 
 @triton.jit
@@ -76,12 +78,12 @@ def _mean_pass(
 
 @triton.jit
 def _value_pass(
-    q, row_scale, mean, inv_m, exponent, l, carry, h, acc, guide, position, lo, hi,
+    q, row_scale, mean, inv_m, exponent, unit, l, carry, h, acc, guide, position, lo, hi,
     K, V, INV_K, k_stride, v_stride, k_length,
     P: tl.constexpr, GUIDED: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the keys lo..hi: l of z^p, h of r, acc of z^p v, guide of r v."""
+    """Sums over the keys lo..hi, in `unit`: l of z^p, h of r, acc of z^p v, guide of r v."""
     for start in tl.range(lo, hi, BLOCK_N):
         k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
         inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
@@ -90,7 +92,7 @@ def _value_pass(
         if MASKED:
             z = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None], z, 0.0)
         r = power(z, exponent[:, None], P - 1)
-        r *= weight_unit(K.dtype.element_ty)
+        r *= unit[:, None]
         z = r * z
         l, carry = add(l, carry, tl.sum(z, 1))
         v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
@@ -120,7 +122,8 @@ def forward_kernel(
     position = k_length - q_length + rows
     count = (position + 1).to(tl.float32)
     q = load_rows(Q, first_row, q_stride, q_length, d, BLOCK_M, BLOCK_D)
-    row_scale = log_d * tl.log2(count) / tl.maximum(length(q), NORM_EPS)
+    largest = log_d * tl.log2(count)  # score of the row
+    row_scale = largest / tl.maximum(length(q), NORM_EPS)
 
     # Every row of the block sees all keys before `full`; none sees a key from `last` on.
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
@@ -148,18 +151,23 @@ def forward_kernel(
         top = tl.max(top, 1)
         if REWEIGHT:
             mean = tl.where(count > 3, pivot + tl.sum(total, 1) / count, 0.0)
-            mean = tl.where(top - mean <= top * FLAT, 0.0, mean)
+            noise = FLAT * (4.0 + LN_2 * largest)
+            mean = tl.where(top - mean <= top * noise, 0.0, mean)
         inv_m = 1.0 / (top - mean)
 
     exponent = adaptive(count, p, alpha, train_length) - 1.0
+    if K.dtype.element_ty == tl.float16:
+        unit = zeros + weight_unit(tl.float16)
+    else:  # sums of weights below one: with values near the largest float32 they stay finite
+        unit = tl.exp2(-tl.ceil(tl.log2(count * (1.0 + largest))))
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l, carry, h, acc, guide = _value_pass(
-        q, row_scale, mean, inv_m, exponent, zeros, zeros, zeros, acc, acc, position, 0, full,
+        q, row_scale, mean, inv_m, exponent, unit, zeros, zeros, zeros, acc, acc, position, 0, full,
         K, V, INV_K, k_stride, v_stride, k_length,
         P, SAVE and REWEIGHT, d, BLOCK_D, BLOCK_N, False,
     )  # fmt: skip
     l, carry, h, acc, guide = _value_pass(
-        q, row_scale, mean, inv_m, exponent, l, carry, h, acc, guide, position, full, last,
+        q, row_scale, mean, inv_m, exponent, unit, l, carry, h, acc, guide, position, full, last,
         K, V, INV_K, k_stride, v_stride, k_length,
         P, SAVE and REWEIGHT, d, BLOCK_D, BLOCK_N, True,
     )  # fmt: skip
@@ -167,7 +175,6 @@ def forward_kernel(
     out = acc / l[:, None]
     OUT = head_of(OUT, out_stride, pair, heads)
     store_rows(OUT, out, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
-    unit = weight_unit(K.dtype.element_ty)
     inv_l = unit / l
     if SAVE:
         stats = STATS + pair.to(tl.int64) * q_length + rows

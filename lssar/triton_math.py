@@ -10,6 +10,7 @@ import triton.language as tl
 # Planes of the row statistics that the forward saves; `triton_forward.py` says what they are.
 SCALE, MEAN, INV_M, INV_L, COEF, DENSE = (tl.constexpr(i) for i in range(6))
 NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
+LN_2 = tl.constexpr(0.6931471805599453)
 # fp32 tiles as three products of their tf32 halves: full precision, still on tensor cores. Plain
 # fp32 unrolls into scalar code that takes minutes to compile and spills.
 PRECISION = tl.constexpr("tf32x3")

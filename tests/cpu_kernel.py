@@ -1,9 +1,12 @@
 """The CPU kernel and its reference on the same tensors: for the tests of both files about it."""
 
+import math
+
 import torch
 
 from lssar.backends import attend
 from lssar.mechanisms import get_mechanism
+from lssar.reference import FLAT, attention_weights
 
 
 def mechanism(p, alpha=0.0, train_length=1024):
@@ -30,3 +33,18 @@ def distance(got, expected):
 def draw(*shape, lk=None):
     b, h, lq, d = shape
     return torch.randn(b, h, lq, d), *(torch.randn(b, h, lk or lq, d) for _ in range(2))
+
+
+def flat_row(keys=70, d=64):
+    """A query and keys so alike that its row is flat by the reference's rule, but no narrower one.
+
+    Its largest excess over the mean is half of what the rule allows, about 2^-18.6 of its maximum.
+    """
+    q, k, v = draw(1, 1, 1, d, lk=keys)
+    allowed = FLAT * (4 + math.log(d) * math.log(keys)) * torch.finfo(torch.float32).eps
+    share = 1e-2
+    for _ in range(4):
+        alike = k[:, :, :1] + share * (k - k[:, :, :1])
+        row = attention_weights(q.double(), alike.double(), "lssa")
+        share *= allowed / 2 / (1 - row.mean() / row.max()).item()
+    return q, alike, v

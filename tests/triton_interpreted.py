@@ -9,6 +9,7 @@ twice what eager loses that computes in fp32 and rounds its results to the type 
 
 import math
 
+import cpu_kernel
 import pytest
 import torch
 import torch.nn.functional as F
@@ -308,3 +309,19 @@ def test_mistakes_are_refused_in_one_line():
         with pytest.raises(UserError) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("p", [None, 15])
+def test_the_mean_of_finite_values_is_finite(p, dtype):
+    (q, k, v), _ = inputs("random", 70, 70, 64)
+    v = (3e38 * v.clamp(-1, 1)).to(dtype)
+    out = triton_op.lssar(q.to(dtype), k.to(dtype), v, p=p)
+    exact = eager(q.to(dtype).double(), k.to(dtype).double(), v.double(), p)
+    assert (out.double() - exact).norm() / exact.norm() < 32 * torch.finfo(dtype).eps
+
+
+def test_flat_rows_are_those_of_the_reference():
+    q, k, v = cpu_kernel.flat_row()
+    mean = v.mean(2, keepdim=True)
+    torch.testing.assert_close(triton_op.lssar(q, k, v, p=15), mean, rtol=0, atol=1e-5)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_kernel import distance, draw, eager, results
+from cpu_kernel import distance, draw, eager, flat_row, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,6 +168,13 @@ def test_vectors_of_norm_zero_are_finite(p):
     q[:, :, 40:50] = 0
     k[:, :, 60:80] = 0
     assert_as_accurate_as_eager((q, k, v), p=p, names=("out", "dv"))
+
+
+def test_flat_rows_are_those_of_the_reference():
+    q, k, v = flat_row()
+    for attention in (eager, cpu.lssar):
+        out = attention(q, k, v, p=15)
+        torch.testing.assert_close(out, v.mean(2, keepdim=True), rtol=0, atol=1e-5)
 
 
 def huge_values(size, *shape, lk=None):
