@@ -18,18 +18,12 @@ Exit codes: 0 all there, 1 something failed (the last lines say what), 2 a mista
 from argparse import Namespace
 
 from lssar.errors import UserError, did_you_mean
-from paper.experiments import EXTRAPOLATION, PASSKEY, Table, all_tables
-from paper.runs import SCALES, all_runs
+from paper.experiments import Table, all_tables
+from paper.runs import SCALES
 from support.command import Parser, answer_early, process_count, run, seed_number
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
-    arguments = make_parser().parse_args(argv)
-    choose(arguments.tables, arguments.scale)  # raises for a table that does not exist
-    return arguments
-
-
-def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("tables", nargs="+", metavar="TABLE")
     parser.add_argument("--scale", choices=tuple(SCALES), default="nano")
@@ -38,7 +32,9 @@ def make_parser() -> Parser:
     parser.add_argument("--seeds", type=seeds)
     parser.add_argument("--jobs", type=process_count)
     parser.add_argument("--gpus", type=process_count)
-    return parser
+    arguments = parser.parse_args(argv)
+    arguments.tables = choose(arguments.tables, arguments.scale)
+    return arguments
 
 
 def seeds(text: str) -> tuple[int, ...]:
@@ -47,7 +43,7 @@ def seeds(text: str) -> tuple[int, ...]:
 
 
 def choose(names: list[str], scale: str) -> list[Table]:
-    """The tables called so, with those that their scripts make beside them."""
+    """The tables of these names, and those that the same scripts make."""
     known = all_tables(scale)
     for name in names:
         if name != "all" and name not in known:
@@ -63,10 +59,9 @@ import torch
 
 from paper.claims import show_claims
 from paper.evidence import Evidence
-from paper.jobs import Job, run_all
-from paper.plan import Workspace, describe, jobs_of, training_jobs
+from paper.jobs import run_all
+from paper.plan import Workspace, describe, jobs_of
 from paper.run_records import write_runs
-from paper.special import SPECIALS
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots
@@ -74,15 +69,11 @@ from support import plots
 
 def main(argv: list[str]) -> int | None:
     arguments = parse_arguments(argv)
-    tables = choose(arguments.tables, arguments.scale)
-    scale, nano, gpus = (
-        SCALES[arguments.scale],
-        arguments.scale == "nano",
-        torch.cuda.device_count(),
-    )
+    tables = arguments.tables
+    nano, gpus = arguments.scale == "nano", torch.cuda.device_count()
     processes = arguments.gpus or (1 if nano else gpus or 8)
-    space = Workspace(scale, arguments.seeds, processes)
-    jobs = all_jobs(tables, space)
+    space = Workspace(SCALES[arguments.scale], arguments.seeds, processes)
+    jobs = jobs_of(tables, space)
     if arguments.plan:
         print(describe([table.name for table in tables], jobs, space))
         return None
@@ -94,24 +85,12 @@ def main(argv: list[str]) -> int | None:
     states = {}
     if not arguments.tables_only:
         parallel = arguments.jobs or (2 if nano else 1)
-        states = run_all(jobs, space.runs / scale.name / "logs", parallel)
+        states = run_all(jobs, space.runs / arguments.scale / "logs", parallel)
     show_all(tables, space)
-    failed = {name: state for name, state in states.items() if state != "done"}
-    for name, state in failed.items():
-        print(f"{name}: {state}")
+    failed = [f"{name}: {state}" for name, state in states.items() if state != "done"]
+    for line in failed:
+        print(line)
     return 1 if failed else None
-
-
-def all_jobs(tables: list[Table], space: Workspace) -> list[Job]:
-    """Every job of the tables once. Physics has a script of its own."""
-    runs, names = all_runs(space.scale.name), [table.name for table in tables]
-    by_length = [table for table in tables if table.folder in (EXTRAPOLATION, PASSKEY)]
-    jobs = jobs_of(by_length, space)
-    for special in (SPECIALS[name] for name in names if name in SPECIALS):
-        for key, seed in special.trained(space):
-            jobs += training_jobs(runs[key], seed, runs, space)
-        jobs.append(special.job(space))
-    return list({job.name: job for job in jobs}.values())
 
 
 def show_all(tables: list[Table], space: Workspace) -> None:

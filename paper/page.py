@@ -20,12 +20,12 @@ from markupsafe import Markup
 
 from lssar.errors import UserError
 from paper.claims import Judged, findings, judge_all
-from paper.evidence import RUNS, Evidence, baseline, read_runs
+from paper.evidence import RUNS, Evidence, read_runs
 from paper.experiments import Row
 from paper.runs import SCALES
 from paper.statistic import EXPLANATION, signed
 from paper.table_figures import draw
-from paper.tables import Built, build, pictures_of, script_of
+from paper.tables import Built, build
 from support import plots
 from support.files import read_text, unseal
 
@@ -134,12 +134,14 @@ class Page:
         return View(
             built=built,
             counts=tally(found.verdict for found in judged),
-            base=baseline(table),
+            base=table.base,
             tolerance=evidence.paper[table.label]["tolerance"],
             svg=svg,
             size=size,
-            pictures=self._pictures(pictures_of(evidence, table)),
-            script=script_of(table.name),
+            pictures=self._pictures(
+                sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
+            ),
+            script=table.script,
         )
 
     def _runs(self, path: Path) -> dict[str, dict]:

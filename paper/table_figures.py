@@ -5,8 +5,8 @@ Every mechanism has its own colour. In a busy chart four lines have it; all are 
 
 from collections import Counter
 
-from paper.evidence import Cell, Evidence, baseline
-from paper.experiments import PASSKEY, Column
+from paper.evidence import Cell, Evidence
+from paper.experiments import PASSKEY
 from paper.runs import SWEEP_STEMS, SWEPT_P
 from paper.tables import Built, Line
 from support import plots
@@ -59,7 +59,7 @@ def by_length(built: Built, evidence: Evidence):
     """
     gaps = built.table.figure == "gaps"
     shown = [i for i, (c, _) in enumerate(built.columns) if c.quantity != "context_gain"]
-    lengths = [evidence.length(built.table, built.columns[i][0]) for i in shown]
+    lengths = [evidence.length(built.table, built.columns[i][0].factor) for i in shown]
     panels = built.table.panels
     figure, grid = plots.figure(
         1,
@@ -69,7 +69,7 @@ def by_length(built: Built, evidence: Evidence):
         squeeze=False,
         sharey=True,
     )
-    trained = evidence.length(built.table, Column(1))
+    trained = evidence.length(built.table, 1)
     for axes, prefix in zip(grid[0], panels, strict=True):
         lines = [n for n in built.lines if n.row.key.startswith(prefix)]
         lines = [n for n in lines if not gaps or (n.entries[0].comparison and not n.row.control)]
@@ -84,7 +84,7 @@ def by_length(built: Built, evidence: Evidence):
         plots.legend_below(figure, grid[0, 0], columns=3)
     label = quantity(built)
     if gaps:
-        label = f"difference from {baseline(built.table).title}\n({built.unit}; 95 % interval)"
+        label = f"difference from {built.table.base.title}\n({built.unit}; 95 % interval)"
     grid[0, 0].set_ylabel(label)
     return figure
 
@@ -110,7 +110,7 @@ def draw_lines(axes, lines: list[Line], shown: list[int], lengths: list[int], ga
 
 def bars(built: Built, evidence: Evidence):
     """One length: how far each row is from the baseline, with the interval that judges it."""
-    base, found = baseline(built.table), []
+    base, found = built.table.base, []
     for line in built.lines:
         entry = line.entries[0]
         compared = entry.comparison
@@ -150,7 +150,7 @@ def by_exponent(built: Built, evidence: Evidence):
             if points:
                 style = plots.style(mechanism, order=i)
                 axes.plot(*zip(*points, strict=True), **style)
-                length = short_number(evidence.length(built.table, column))
+                length = short_number(evidence.length(built.table, column.factor))
                 ends.append((f"length {length}", points[-1][1], style["color"]))
         title = {"softmax": "Softmax, re-weighted", "lssar": "LSSAR"}[stem]
         axes.set(xlabel="exponent p", title=title, xticks=SWEPT_P)

@@ -24,9 +24,8 @@ from paper.experiments import Column, Row, Table, all_tables
 from paper.jobs import Job, Pool, run_all
 from paper.plan import Workspace, jobs_of
 from paper.run_records import write_runs
-from paper.runs import MECHANISM_OF, SCALES, Corpus, Run, all_runs
-from paper.special import SPECIALS
-from paper.tables import build, script_of, show
+from paper.runs import DATA, SCALES, Corpus, Run, all_runs
+from paper.tables import build, show
 from training.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def test_the_paper_needs_27_fineweb_8_sweep_3_pi_and_6_edu_runs():
     runs = all_runs("paper")
     controls = {"softmax-p15-naive", "no-pi-2x", "no-pi-4x", "no-pi-8x"}
     kinds = {
-        "fineweb": [k for k in runs if k in MECHANISM_OF],
+        "fineweb": [k for k in runs if k in DATA["main"]],
         "edu": [k for k in runs if k.startswith("edu-")],
         "pi": [k for k in runs if k.startswith("pi-")],
     }
@@ -58,9 +57,9 @@ def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
         assert config.train.seed == 3
         assert config.run_directory == Path("runs") / scale / f"{key}-s3"
         assert config.data.directory in SCALES[scale].corpora
-        if key in MECHANISM_OF:
-            name, p = MECHANISM_OF[key]
-            assert (config.mechanism().name, config.mechanism().p) == (name, p)
+        if key in DATA["main"]:
+            wanted = {"name": key, "p": None} | DATA["main"][key].get("attention", {})
+            assert {name: getattr(config.mechanism(), name) for name in wanted} == wanted
 
 
 def test_every_number_of_the_paper_has_a_place_in_a_table():
@@ -84,7 +83,7 @@ def test_every_row_names_a_run_that_exists(scale):
             for column in table.columns:
                 run = runs[column.run(row.run)]
                 assert column.quantity == "accuracy" or column.factor in run.factors
-        assert table.name not in SPECIALS or table.folder == table.name
+        assert not table.measure or table.folder == table.name
         assert table.baseline is None or table.baseline in {row.key for row in table.rows}
 
 
@@ -98,7 +97,7 @@ def test_every_extrapolation_table_has_a_sliding_window_beside_it(scale):
 
 @pytest.mark.parametrize("name", all_tables("paper"))
 def test_every_table_has_a_script_that_says_what_it_reproduces(name):
-    script = ROOT / script_of(name)
+    script = ROOT / all_tables("paper")[name].script
     text = script.read_text()
     assert script.stat().st_mode & 0o100
     assert "SCALE:-nano" in text
