@@ -44,12 +44,17 @@ class Line:
     def seeds(self) -> int:
         return max((entry.cell.n for entry in self.entries), default=0)
 
+    @property
+    def mechanism(self) -> str:
+        return next((entry.cell.mechanism for entry in self.entries if entry.cell.n), "")
+
 
 @dataclass(frozen=True)
 class Built:
     table: Table
     title: str
     unit: str
+    tolerance: float | list[float] | None  # of the paper's numbers
     columns: list[tuple[Column, str]]  # with their headings
     lines: list[Line]
     notes: list[str]
@@ -76,7 +81,8 @@ def build(evidence: Evidence, table: Table) -> Built:
     unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
     headings = [(c, heading(evidence, table, c)) for c in columns]
     notes = [*table.notes, *equations(evidence, table)]
-    return Built(table, table.title or paper["title"], unit, headings, lines, notes)
+    title, tolerance = table.title or paper["title"], paper["tolerance"]
+    return Built(table, title, unit, tolerance, headings, lines, notes)
 
 
 def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
