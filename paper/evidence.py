@@ -73,10 +73,7 @@ class Evidence:
             self._found[*place, None] = one
 
     def length(self, table: Table, factor: float | None) -> int | None:
-        if factor is None:
-            return None
-        passkey = table.folder == PASSKEY
-        return self.scale.passkey_length(factor) if passkey else self.scale.length(factor)
+        return None if factor is None else self.scale.length(factor, table.folder == PASSKEY)
 
     def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""

@@ -62,22 +62,22 @@ class Table:
         return self.row(self.baseline)
 
 
+COLUMN_FIELDS = ("columns", "lengths", "quantity", "gain", "tasks")
+
+
 def all_tables(scale: str) -> dict[str, Table]:
     data = load_toml("tables.toml")
     found = {}
-    for name, fields in data["tables"].items():
-        fields = {k: v.get(scale) if isinstance(v, dict) else v for k, v in fields.items()}
+    for name, given in data["tables"].items():
+        fields = {k: v.get(scale) if isinstance(v, dict) else v for k, v in given.items()}
         if fields["rows"]:
-            found[name] = Table(
-                name=name,
-                label=fields.pop("label"),
-                columns=tuple(load_columns(fields)),
-                rows=tuple(load_row(row, data["rows"]) for row in fields.pop("rows")),
-                notes=tuple(data["notes"][note] for note in fields.pop("notes", ())),
-                panels=tuple(fields.pop("panels", ("",))),
-                script=f"scripts/{fields.pop('script', f'table_{name}')}.sh",
-                **fields,
-            )
+            about_columns = {k: fields.pop(k) for k in COLUMN_FIELDS if k in fields}
+            fields["columns"] = tuple(load_columns(**about_columns))
+            fields["rows"] = tuple(load_row(row, data["rows"]) for row in fields["rows"])
+            fields["notes"] = tuple(data["notes"][note] for note in fields.get("notes", ()))
+            fields["panels"] = tuple(fields.get("panels", ("",)))
+            fields["script"] = f"scripts/{fields.get('script', f'table_{name}')}.sh"
+            found[name] = Table(name, **fields)
     return found
 
 
@@ -88,22 +88,12 @@ def load_row(given: str | dict, known: dict) -> Row:
     return Row(**{"run": given["key"]} | shared | given)
 
 
-def load_columns(fields: dict) -> list[Column]:
-    """Take what is said of a table's columns out of its fields."""
-    if "tasks" in fields:
-        return task_columns(fields.pop("tasks"))
-    found = [Column(**column) for column in fields.pop("columns", ())]
-    quantity = fields.pop("quantity", "loss")
+def load_columns(columns=(), lengths=(), quantity="loss", gain=False, tasks=()) -> list[Column]:
+    found = [Column(**column) for column in columns]
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
-    for factor in fields.pop("lengths", ()):
-        found.append(Column(factor, quantity, paper=f"{factor:g}K", **share))
-    if fields.pop("gain", False):
-        found.append(Column(16, "context_gain"))
-    return found
-
-
-def task_columns(tasks: list[str]) -> list[Column]:
-    return [
+    found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
+    found += [Column(16, "context_gain")] if gain else []
+    return found + [
         Column(
             quantity=metric,
             task=task,

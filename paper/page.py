@@ -1,6 +1,6 @@
 """All results as one HTML page: findings, claims as cards, every table folded, runs, the rest.
 
-What the page says is asked of `evidence.py`, `claims.py` and `tables.py`; nothing is judged here.
+Nothing is judged here: verdicts come from `claims.py` and `tables.py`.
 """
 
 import base64
@@ -131,11 +131,10 @@ class Page:
         found = []
         for path in paths:
             if path.is_file() and not path.is_symlink():
-                size = png_size(path)
-                if size is None:
-                    self.problems[path] = "it is not a PNG picture"
-                else:
-                    found.append((path, size))
+                try:
+                    found.append((path, png_size(path)))
+                except (OSError, ValueError) as error:
+                    self.problems[path] = str(error)
         return found
 
     # --- the text --------------------------------------------------------------------------------
@@ -195,11 +194,11 @@ def plain(value: float | None) -> str:
     return f"{value:,}" if abs(value) < 1e15 else f"{value:.4g}"
 
 
-def png_size(path: Path) -> tuple[int, int] | None:
-    """Width and height on the page, half of the picture's; None for anything but a PNG."""
+def png_size(path: Path) -> tuple[int, int]:
+    """Width and height on the page, half of the picture's."""
     with path.open("rb") as file:
         head = file.read(24)
     if head[:8] != b"\x89PNG\r\n\x1a\n" or len(head) < 24:
-        return None
+        raise ValueError("it is not a PNG picture")
     width, height = struct.unpack(">II", head[16:])
     return width // 2, height // 2

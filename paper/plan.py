@@ -12,16 +12,7 @@ from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED, read_results
 from paper.experiments import EXTRAPOLATION, PASSKEY, Table
 from paper.jobs import Job, is_done, python, torchrun
-from paper.runs import (
-    ALL_FACTORS,
-    ALPHAS,
-    PASSKEY_FACTORS,
-    Run,
-    Scale,
-    all_runs,
-    run_name,
-    run_seeds,
-)
+from paper.runs import ALL_FACTORS, PASSKEY_FACTORS, Run, Scale, all_runs, run_name, run_seeds
 from training.checkpoint import find, read_description
 from training.config import Config, load_config
 from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
@@ -132,8 +123,8 @@ def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
         variants.append(f"window={scale.train_length}")
         extra += ["--window", str(scale.train_length)]
     if run.alphas and seed == space.seeds_of(run.key)[0]:
-        variants += [f"alpha={a:g}" for a in ALPHAS]
-        extra += ["--alpha", ",".join(f"{a:g}" for a in ALPHAS)]
+        variants += [f"alpha={a:g}" for a in run.alphas]
+        extra += ["--alpha", ",".join(f"{a:g}" for a in run.alphas)]
     command = torchrun(
         *(space.processes, "eval_extrapolation.py", str(directory)),
         *("--data", space.config(run, seed).data.directory),
@@ -148,8 +139,8 @@ def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
 
 def passkey_job(run: Run, seed: int, space: Workspace) -> Job:
     directory = space.run_directory(run.key, seed)
-    lengths = [space.scale.passkey_length(f) for f in PASSKEY_FACTORS]
-    window = str(space.scale.passkey_length(1))
+    lengths = [space.scale.length(f, passkey=True) for f in PASSKEY_FACTORS]
+    window = str(space.scale.length(1, passkey=True))
     arguments = ("--lengths", ",".join(map(str, lengths)), "--window", window)
     command = python("passkey.py", str(directory), *arguments)
     out = space.folder / PASSKEY / f"{directory.name}.json"
@@ -213,18 +204,18 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
         if job.trains
     }
     named = {f"prepare {Path(d).name}": corpus for d, corpus in space.scale.corpora.items()}
-    shards = sum(named[job.name].bytes for job in jobs if job.name in named and not is_done(job))
+    left = [named[job.name] for job in jobs if job.name in named and not is_done(job)]
+    shards = 2 * sum(corpus.tokens for corpus in left)
     other = [job for job in jobs if job.name not in named and not job.trains]
-    left = sum(not is_done(job) for job in other)
-    return "\n".join(
-        [
-            f"tables      {', '.join(names)}",
-            *training_lines(costs, speed, space.processes),
-            f"evaluations {len(other)}, of which {left} are still to be made; their time is not "
-            "counted",
-            disk_line(costs, shards),
-        ]
-    )
+    unmade = sum(not is_done(job) for job in other)
+    lines = [
+        f"tables      {', '.join(names)}",
+        *training_lines(costs, speed, space.processes),
+        f"evaluations {len(other)}, of which {unmade} are still to be made; their time is not "
+        "counted",
+        disk_line(costs, shards),
+    ]
+    return "\n".join(lines)
 
 
 # Of a run that is still to be trained: tokens, hours (of a GPU, or of this CPU), bytes.

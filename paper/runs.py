@@ -7,7 +7,6 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5)
 ALL_FACTORS = (1, 2, 4, 8, 16)
 PASSKEY_FACTORS = (1, 1.5, 2, 4, 8)
 SWEPT_P = (1, 3, 5, 10, 15, 20)
@@ -25,11 +24,7 @@ DATA = load_toml("runs.toml")
 @dataclass(frozen=True)
 class Corpus:
     arguments: tuple[str, ...]  # of data/prepare.py
-    tokens: float  # as prepared
-
-    @property
-    def bytes(self) -> float:
-        return 2 * self.tokens
+    tokens: float  # as prepared, two bytes each
 
 
 @dataclass(frozen=True)
@@ -45,11 +40,8 @@ class Scale:
     corpora: dict[str, Corpus]  # by directory
     tokens_per_second: float | None = None  # training speed on a CPU, for the plan
 
-    def length(self, factor: float) -> int:
-        return int(factor * self.train_length)
-
-    def passkey_length(self, factor: float) -> int:
-        return int(factor * self.passkey_train_length)
+    def length(self, factor: float, passkey: bool = False) -> int:
+        return int(factor * (self.passkey_train_length if passkey else self.train_length))
 
 
 def load_scale(name: str) -> Scale:
@@ -75,14 +67,17 @@ class Run:
     init_from: str | None = None  # key of the run whose weights it starts from
     factors: tuple[int, ...] = ALL_FACTORS  # lengths to evaluate at, over the training length
     windows: bool = False  # also evaluate with a sliding window
-    alphas: bool = False  # also evaluate with adaptive p_i, first seed only
+    alphas: tuple[float, ...] = ()  # of adaptive p_i to evaluate with, first seed only
 
 
 def load_run(key: str, fields: dict) -> Run:
     sections = {name: fields.get(name, {}) for name in ("attention", "model")}
     overrides = (f"--{s}.{k}={v}" for s, values in sections.items() for k, v in values.items())
-    other = {name: value for name, value in fields.items() if name not in sections}
-    other["factors"] = tuple(fields.get("factors", ALL_FACTORS))
+    other = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if name not in sections
+    }
     return Run(key, overrides=tuple(overrides), **other)
 
 

@@ -144,9 +144,9 @@ def bars(built: Built, evidence: Evidence):
     if not found:
         return None
     figure, axes = plots.figure(width=1.2 * plots.COLUMN, height=0.8 + 0.22 * len(found))
-    for height, (line, mean, spread) in enumerate(found):
+    for place, (line, mean, spread) in enumerate(found):
         # Pale: one seed, no interval.
-        draw_bar(axes, height, mean, spread, line.mechanism, 1 if spread is not None else 0.45)
+        draw_bar(axes, place, mean, spread, line.mechanism, 1 if spread is not None else 0.45)
     name_bars(axes, [line for line, *_ in found])
     axes.invert_yaxis()
     axes.axvline(0, color=plots.INK, linewidth=0.8)
@@ -170,10 +170,10 @@ def by_column(built: Built, evidence: Evidence):
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):
-        for height, line in enumerate(lines):
+        for place, line in enumerate(lines):
             cell = line.entries[i].cell
             if cell.finite:
-                draw_bar(axes, height, cell.mean, cell.sd or None, cell.mechanism or line.row.key)
+                draw_bar(axes, place, cell.mean, cell.sd or None, cell.mechanism or line.row.key)
         axes.set_title(title)
         axes.locator_params(axis="x", nbins=4)
         name_bars(axes, lines)
@@ -181,10 +181,10 @@ def by_column(built: Built, evidence: Evidence):
     return figure
 
 
-def draw_bar(axes, height: int, mean: float, spread: float | None, mechanism: str, alpha=1.0):
-    axes.barh(height, mean, 0.7, color=plots.style(mechanism)["color"], alpha=alpha)
+def draw_bar(axes, place: int, mean: float, spread: float | None, mechanism: str, alpha=1.0):
+    axes.barh(place, mean, 0.7, color=plots.style(mechanism)["color"], alpha=alpha)
     if spread is not None:
-        axes.errorbar(mean, height, xerr=spread, color=plots.INK, elinewidth=0.9)
+        axes.errorbar(mean, place, xerr=spread, color=plots.INK, elinewidth=0.9)
 
 
 def name_bars(axes, lines: list[Line]) -> None:

@@ -24,7 +24,7 @@ from paper.experiments import Column, Row, Table, all_tables
 from paper.jobs import Job, Pool, run_all
 from paper.plan import Workspace, jobs_of
 from paper.run_records import write_runs
-from paper.runs import DATA, SCALES, Corpus, Run, all_runs
+from paper.runs import DATA, PASSKEY_FACTORS, SCALES, Corpus, Run, all_runs
 from paper.tables import build, show
 from training.config import load_config
 
@@ -82,7 +82,11 @@ def test_every_row_names_a_run_that_exists(scale):
         for row in table.rows if table.folder in ("extrapolation", "passkey") else ():
             for column in table.columns:
                 run = runs[column.run(row.run)]
-                assert column.quantity == "accuracy" or column.factor in run.factors
+                passkey = table.folder == "passkey"
+                assert column.factor in (PASSKEY_FACTORS if passkey else run.factors)
+                assert passkey or row.variant != "window" or run.windows
+                alpha = row.variant.removeprefix("alpha=")
+                assert alpha == row.variant or float(alpha) in run.alphas
         assert not table.measure or table.folder == table.name
         assert table.baseline is None or table.baseline in {row.key for row in table.rows}
 
