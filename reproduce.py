@@ -1,18 +1,18 @@
 """python reproduce.py TABLE [TABLE ...] [--scale nano|paper] [--plan]
 
-Trains what the tables need, evaluates it, prints each table beside the paper's numbers and the
+Trains and evaluates what the tables need, prints each table beside the paper's numbers and the
 claims with their verdicts, and draws results/SCALE/TABLE.png. `all` is every table. Runs are shared
-between tables. Run again, it continues: what is done is skipped, one failed run stops no other.
+between tables. A failed run does not stop the others; run again, and only what is missing is done.
 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
     --scale paper    FineWeb and FineWeb-Edu, 8 GPUs
     --plan           print runs, tokens, hours and disk; start nothing
-    --tables-only    train and evaluate nothing; make the tables of what there is
-    --seeds 0,1,2    for every run; default at nano three for headline and PI, else one
-    --jobs 2         at a time; default one, on a CPU two
-    --gpus 8         processes of a training; default the GPUs here
+    --tables-only    train and evaluate nothing; make the tables from the results that exist
+    --seeds 0,1,2    for every run; default: three at nano for headline and PI, else one
+    --jobs 2         jobs to run at a time; default: two at nano, else one
+    --gpus 8         processes per training run; default: the GPUs of this machine
 
-Exit codes: 0 all there, 1 something failed (the last lines say what), 2 a mistake in the input.
+Exit codes: 0 all done, 1 something failed (the last lines say what), 2 a mistake in the input.
 """
 
 from argparse import Namespace
@@ -65,6 +65,7 @@ from paper.run_records import write_runs
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots
+from support.files import writing
 
 
 def main(argv: list[str]) -> int | None:
@@ -95,7 +96,8 @@ def main(argv: list[str]) -> int | None:
 
 def show_all(tables: list[Table], space: Workspace) -> None:
     """Print and draw every table, then the claims, and record what the runs were."""
-    space.folder.mkdir(parents=True, exist_ok=True)
+    with writing(space.folder):
+        space.folder.mkdir(parents=True, exist_ok=True)
     write_runs(space)
     evidence = Evidence(space.scale.name, space.folder)
     for table in tables:

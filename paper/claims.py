@@ -20,7 +20,7 @@ from paper.tables import decimals_of, heading
 class Pair:
     """Row `row` is better or worse than, or as good as, row `other`.
 
-    `at` are lengths over the training length, or quantities of tables without lengths.
+    `at` are lengths, in training lengths, or quantities where the table has no lengths.
     """
 
     row: str

@@ -15,7 +15,7 @@ EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
 
 @dataclass(frozen=True)
 class Column:
-    factor: float | None = None  # length over the training length
+    factor: float | None = None  # length, in training lengths
     quantity: str = "loss"
     task: str = ""
     title: str = ""  # where it is not the length

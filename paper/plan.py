@@ -22,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where everything of one scale is, and with what it is made."""
+    """Where the runs and results of one scale are, and how to make them."""
 
     scale: Scale
     seeds: tuple[int, ...] | None = None
@@ -61,10 +61,7 @@ class Workspace:
 
 
 def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
-    """Corpora, runs and evaluations, each once however many tables use it.
-
-    The physics table has a script of its own.
-    """
+    """Corpora, runs and evaluations, each once. The physics table has its own script."""
     found: dict[str, Job] = {}
     for table in tables:
         if table.folder in (EXTRAPOLATION, PASSKEY):
@@ -196,7 +193,7 @@ def is_complete(out: Path, directories: list[str]) -> bool:
 
 
 def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
-    """Runs, tokens, hours and disk of what is still to be done, before anything starts."""
+    """Runs, tokens, hours and disk of what is still to be done."""
     speed = space.scale.tokens_per_second
     costs = {
         job.trains.log.name: None if is_done(job) else config_cost(job.trains, speed)
@@ -207,11 +204,11 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
     left = [named[job.name] for job in jobs if job.name in named and not is_done(job)]
     shards = 2 * sum(corpus.tokens for corpus in left)
     other = [job for job in jobs if job.name not in named and not job.trains]
-    unmade = sum(not is_done(job) for job in other)
+    missing = sum(not is_done(job) for job in other)
     lines = [
         f"tables      {', '.join(names)}",
         *training_lines(costs, speed, space.processes),
-        f"evaluations {len(other)}, of which {unmade} are still to be made; their time is not "
+        f"evaluations {len(other)}, of which {missing} are still to be made; their time is not "
         "counted",
         disk_line(costs, shards),
     ]
@@ -228,7 +225,7 @@ def training_lines(
     processes: int,
     alone: Collection[str] = (),
 ) -> list[str]:
-    """What the runs take; None is a run that is done, and those `alone` have one process each."""
+    """What the runs take; None is a finished run, and those in `alone` use one process each."""
     left = {name: cost for name, cost in costs.items() if cost is not None}
     tokens, hours = sum(c[0] for c in left.values()), sum(c[1] for c in left.values())
     elapsed = sum(c[1] / (1 if name in alone else processes) for name, c in left.items())

@@ -65,7 +65,7 @@ class Run:
     config: str  # a file in configs/
     overrides: tuple[str, ...] = ()
     init_from: str | None = None  # key of the run whose weights it starts from
-    factors: tuple[int, ...] = ALL_FACTORS  # lengths to evaluate at, over the training length
+    factors: tuple[int, ...] = ALL_FACTORS  # lengths to evaluate at, in training lengths
     windows: bool = False  # also evaluate with a sliding window
     alphas: tuple[float, ...] = ()  # of adaptive p_i to evaluate with, first seed only
 

@@ -261,19 +261,6 @@ def test_many_quick_jobs_all_end(tmp_path):
     assert run_all(jobs, tmp_path / "logs", 16) == {path.name: "done" for path in made}
 
 
-# --- tables and claims ---------------------------------------------------------------------------
-
-
-def write_results(path: Path, losses: dict[tuple[str, int], float | None]) -> None:
-    rows = [
-        {"checkpoint": "c", "variant": v, "length": n, "loss": x, "context_gain": {"gain": 0.5}}
-        for (v, n), x in losses.items()
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"kind": "extrapolation", "settings": {}, "about": {}, "checkpoints": {"c": {}}}
-    path.write_text(json.dumps(content | {"rows": rows}))
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -367,6 +354,12 @@ def test_nothing_is_read_from_a_file_that_is_damaged_and_it_is_named(space, caps
     assert re.search(r"not read: .*half\.json", printed)
     assert "the paper's claims" in printed
     assert not list(space.folder.glob("decomposition.json")), "tables are not stored"
+
+
+def test_a_file_in_the_place_of_the_results_is_one_clear_line(space):
+    space.results.write_text("not a folder")
+    with pytest.raises(UserError, match=r"cannot write .*nano: Not a directory"):
+        reproduce.show_all([], space)
 
 
 # --- all of it, for real -------------------------------------------------------------------------
