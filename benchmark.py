@@ -5,8 +5,8 @@ Nothing is written without --out FILE.json, which also gets a figure beside it w
 """
 
 import importlib
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from lssar.errors import UserError, did_you_mean
 from support.command import Parser, lengths, number, positive, process_count, run
@@ -49,12 +49,11 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    module: str  # of benchmarks/, whose `main(options)` measures; imported only when asked for
+class Benchmark(NamedTuple):
+    function: str  # of a module of benchmarks/, imported only when asked for
     about: str
     options: dict  # name -> default
-    fixed: dict = field(default_factory=dict)  # settings of others that this one does not offer
+    fixed: dict = {}  # noqa: RUF012 - settings of others that this one does not offer
 
 
 CPU_CALL = {"batch": 1, "heads": None, "head_dim": None, "layer": None}
@@ -62,7 +61,7 @@ CPU_CALL |= {"device": "cpu", "dtype": "fp32"}
 KERNEL = CPU_CALL | {"inputs": "random", "text": None, "budget": float("inf")}
 BENCHMARKS = {
     "attention": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "Time and memory of every backend and mechanism against the length, beside PyTorch's "
         "softmax.",
         {"table": "length", "lengths": [512, 1024, 2048, 4096], "backends": None, "p": 15}
@@ -71,49 +70,49 @@ BENCHMARKS = {
         | {"threads": None, "rounds": 15, "budget": 8, "out": None},
     ),
     "compile": Benchmark(
-        "triton_compile",
+        "triton_compile.main",
         "Compile the Triton kernels for A100 and H100 without a GPU and list what ptxas says.",
         {"first": False, "head-dim": None, "workers": 1, "out": None},
     ),
     "cost": Benchmark(
-        "cost",
+        "model_step.cost",
         "The paper's table of costs: a training step and a forward pass of eager and fused forms. "
         "On a CPU --batch and --length make it bearable; by default they are the paper's.",
         {"preset": None, "batch": None, "length": None, "device": None}
         | {"threads": None, "rounds": 10, "budget": 60, "out": None},
     ),
     "gpu-check": Benchmark(
-        "gpu_check",
+        "gpu_check.main",
         "Does everything work on this device? For the first time on a new GPU: every backend "
         "against float64, the model, training under torchrun, speed. Exits with 1 on a failure.",
         {"device": None, "quick": False, "out": None},
     ),
     "sparsity": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "The fused CPU kernel beside PyTorch's softmax from few to all entries that count.",
         {"lengths": [1024, 4096], "threads": None, "rounds": 5, "out": None},
         fixed=KERNEL,
     ),
     "threads": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "The fused CPU kernel and PyTorch's softmax: several threads against one.",
         {"lengths": [1024, 4096], "threads": None, "rounds": 9, "out": None},
         fixed=KERNEL,
     ),
     "tokenise": Benchmark(
-        "tokenise",
+        "tokenise.main",
         "Tokens per CPU-second: the usual way of llm.c and nanoGPT, ours, ours with splintr.",
         {"megabytes": 30.0, "workers": 2},
     ),
     "train": Benchmark(
-        "training_step",
+        "model_step.train",
         "The cost of a training step: forward, backward, clip and AdamW on random tokens.",
         {"preset": "nano", "attention": ["softmax", "lssar"], "backend": "auto", "batch": 4}
         | {"length": 128, "rounds": 10, "bf16": False, "compile": False, "nanogpt": None}
         | {"out": None},
     ),
     "zero-blocks": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "Would skipping zeros pay? The share of LSSAR's weights that are exactly zero, and of "
         "whole tiles: a kernel can skip one only if every row of it looks at none of its keys.",
         {"inputs": "random", "lengths": [1024], "text": None, "out": None},
@@ -144,10 +143,16 @@ def main(argv: list[str]) -> int | None:
         found, others = table.parse_known_args(rest)
         name, rest = ("cost", others) if found.table == "cost" else (name, rest)
     options = make_parser(name).parse_args(rest)
-    from benchmarks import measure  # here, as it imports torch
+    module, _, function = BENCHMARKS[name].function.rpartition(".")
+    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    import torch  # here, as it takes seconds
 
-    with measure.threads(vars(options).get("threads")):
-        return importlib.import_module(f"benchmarks.{BENCHMARKS[name].module}").main(options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(vars(options).get("threads") or threads)
+    try:
+        return measure(options)
+    finally:
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
