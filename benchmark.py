@@ -53,7 +53,7 @@ class Benchmark(NamedTuple):
     function: str  # of a module of benchmarks/, imported only when asked for
     about: str
     options: dict  # name -> default
-    fixed: dict = {}  # noqa: RUF012 - settings of others that this one does not offer
+    fixed: dict | None = None  # settings of others that this one does not offer
 
 
 CPU_CALL = {"batch": 1, "heads": None, "head_dim": None, "layer": None}
@@ -126,7 +126,7 @@ def make_parser(name: str) -> Parser:
     parser = Parser(chosen.about, prog=f"benchmark.py {name}")
     for option, default in chosen.options.items():
         parser.add_argument(f"--{option}", **OPTIONS[option], default=default)
-    parser.set_defaults(benchmark=name, **chosen.fixed)
+    parser.set_defaults(benchmark=name, **(chosen.fixed or {}))
     return parser
 
 
@@ -143,10 +143,10 @@ def main(argv: list[str]) -> int | None:
         found, others = table.parse_known_args(rest)
         name, rest = ("cost", others) if found.table == "cost" else (name, rest)
     options = make_parser(name).parse_args(rest)
-    module, _, function = BENCHMARKS[name].function.rpartition(".")
-    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     import torch  # here, as it takes seconds
 
+    module, function = BENCHMARKS[name].function.split(".")
+    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     threads = torch.get_num_threads()
     torch.set_num_threads(vars(options).get("threads") or threads)
     try:

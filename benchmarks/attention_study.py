@@ -8,7 +8,6 @@ out, with the reason. `paper` is LSSAR as the paper writes it, eager with the li
 """
 
 import argparse
-import inspect
 import math
 import statistics
 from argparse import Namespace
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from attention import rope_tables
 from benchmarks import measure
-from benchmarks.measure import DTYPES, Step
 from benchmarks.study import Study, draw, settings_of, text
 from evaluating.checkpoints import mechanism_label, open_checkpoints
 from lssar.backends import BACKENDS, Call, attend
@@ -72,7 +70,7 @@ class Case:
         if self.backend == PAPER and not self.mechanism.sharpened:
             return "the paper's form of it is the eager one"
         backend = BACKENDS[self.backend_name]
-        call = Call(options.device, DTYPES[options.dtype], 1, options.head_dim)
+        call = Call(options.device, measure.DTYPES[options.dtype], 1, options.head_dim)
         return backend.refuses(self.mechanism, call) or backend.missing()
 
     def does_not_fit(self, options: Namespace) -> str | None:
@@ -94,7 +92,7 @@ def main(options: Namespace) -> None:
     options.device = options.device or measure.best_device()
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     options.threads = options.threads or torch.get_num_threads()
-    autocast(torch.device(options.device), options.dtype)  # for what it sets where AMX is broken
+    autocast(torch.device(options.device), options.dtype)  # sets what a broken AMX needs
     fill_shape(options)
     study = Study(options)
     STUDIES[options.benchmark](study)
@@ -233,11 +231,11 @@ def add_times(study: Study, cases: list[Case]) -> None:
             add_case(study, case, f"{phase}_speed_up", statistics.median(speed_ups))
 
 
-def make_steps(case: Case, options: Namespace) -> list[Step]:
+def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
     return steps_of(case, make_inputs(options, case.length, case.spread))
 
 
-def steps_of(case: Case, inputs: list[Tensor]) -> list[Step]:
+def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
     """One call of each phase on q, k, v and the output's gradient."""
     *qkv, grad = inputs
     leaves = [x.detach().requires_grad_() for x in qkv]
@@ -292,7 +290,7 @@ def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) 
         base = torch.randn(one, generator=torch.Generator().manual_seed(1))
         q, k = base + 0.1 * q, base + spread * k
         k[:, :, 0] = -base[:, :, 0]
-    return [x.to(options.device, DTYPES[options.dtype]) for x in (q, k, v, grad)]
+    return [x.to(options.device, measure.DTYPES[options.dtype]) for x in (q, k, v, grad)]
 
 
 @torch.no_grad()
@@ -300,12 +298,12 @@ def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Ten
     """q, k, v of a checkpoint's layer for the first tokens of a text, the next ones a sequence."""
     (checkpoint,) = open_checkpoints([options.inputs])
     model = checkpoint.load(torch.device("cpu"))
-    path = options.text or Path(inspect.getsourcefile(argparse))
+    path = options.text or Path(argparse.__file__)
     try:
-        text = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path}: cannot be read as text ({error})") from None
-    tokens = torch.from_numpy(checkpoint.tokeniser().encode(text).astype("int64"))
+    tokens = torch.from_numpy(checkpoint.tokeniser().encode(source).astype("int64"))
     needed = options.batch * length
     if len(tokens) == 0:
         raise UserError(f"--text {path} is empty")

@@ -47,7 +47,7 @@ def main(options: Namespace) -> int:
             "no GPU was found: see nvidia-smi, and whether the torch that is installed "
             f"({torch.__version__}) was built for it; --device cpu rehearses the checks on a CPU"
         )
-    autocast(torch.device(options.device), "bf16")  # for what it sets where AMX is broken
+    autocast(torch.device(options.device), "bf16")  # sets what a broken AMX needs
     report = Report(options.out, options.device)
     for backend in BACKENDS:
         report.group(backend, check_backend, backend, options.device, options.quick)
@@ -81,8 +81,8 @@ class Report:
         self.rows += [r | {"name": f"{name}: {r['name']}"} for r in found]
         print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
         if self.path:
-            found = self.head | {"counts": self.counts, "checks": self.rows}
-            write_json(self.path, finite(found))
+            whole = self.head | {"counts": self.counts, "checks": self.rows}
+            write_json(self.path, finite(whole))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -111,8 +111,7 @@ def rows_of(check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
 
 
 def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
 
 # --- one backend against the float64 reference ---------------------------------------------------
@@ -204,13 +203,12 @@ def judge(case: Case, shapes: tuple[str, ...]) -> dict:
     worst, where = 0.0, "exact"
     for shape in shapes:
         try:
-            found = list(errors(case, SHAPES[shape]))
+            for name, error, limit in errors(case, SHAPES[shape]):
+                share = error / limit if math.isfinite(error) else math.inf
+                if share >= worst:
+                    worst, where = share, f"{name} at {shape}: {error:.1e} of {limit:.1e} allowed"
         except Exception as error:  # whatever a device or a compiler raises is the finding
             return row(case.name, FAIL, f"{shape}: {first_line(error)}")
-        for name, error, limit in found:
-            share = error / limit if math.isfinite(error) else math.inf
-            if share >= worst:
-                worst, where = share, f"{name} at {shape}: {error:.1e} of {limit:.1e} allowed"
     return row(case.name, PASS if worst <= 1 else FAIL, where, share_of_limit=worst)
 
 

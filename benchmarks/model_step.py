@@ -2,30 +2,25 @@
 
 A training step is forward, backward, clip and AdamW on random tokens. All contestants take turns in
 one process and times are medians; memory is the peak of a separate process above what it had before
-the model was made.
-
-train: one step per mechanism, each with a model of its own. nanoGPT's step, from a checkout, is at
-the same shape with its own optimiser settings.
-
-cost: the paper's table beside its numbers. A training step and a forward pass to the loss without
-gradients of a GPT-2 of 124M at batch 4 and length 1024, for the eager forms that the paper measured
-and for the fused ones. bf16 autocast on a GPU (the eager attention itself computes in float32),
-fp32 on a CPU. One model serves all lines, as no mechanism here has parameters.
+the model was made. `train` gives each mechanism a model of its own, and nanoGPT its own optimiser
+settings. `cost` is the paper's table, its numbers beside: a training step and a forward pass to the
+loss without gradients, in the eager forms that the paper measured and the fused ones, under bf16
+autocast on a GPU (the eager attention itself computes in float32), in fp32 on a CPU. One model
+serves all of its lines, as no mechanism in it has parameters.
 """
 
 import importlib.util
 import json
 import statistics
 from argparse import Namespace
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from benchmarks import measure
-from benchmarks.measure import Step
 from benchmarks.study import Study, settings_of, text
 from evaluating.checkpoints import mechanism_label
 from lssar.backends import Call, choose_backend
@@ -40,7 +35,7 @@ from training.distributed import autocast
 NANOGPT = "nanoGPT"
 PAPER = Path(__file__).parent.parent / "paper/paper.json"
 PHASES = ("eval", "train")  # in the order of the memory they need
-COLUMNS = ("train_ms", "train_MB", "eval_ms", "eval_MB")
+COLUMNS = ("train_ms", "train_MB", "eval_ms", "eval_MB")  # as in the paper's table
 HEADER = [name.replace("_", " ") for name in COLUMNS]
 
 
@@ -109,7 +104,7 @@ def train(options: Namespace) -> None:
     study.write()
 
 
-def make_steps(name: str, options: Namespace) -> list[Step]:
+def make_steps(name: str, options: Namespace) -> list[measure.Step]:
     bench = Workbench(options, name, "bf16" if options.bf16 else "fp32")
     if name != NANOGPT:
         bench.model.use_backend(options.backend)
@@ -132,8 +127,7 @@ def nanogpt(options: Namespace) -> torch.nn.Module:
     return module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=True))
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of the table. The eager ones are the paper's."""
 
     mechanism: Mechanism
@@ -143,7 +137,7 @@ class Line:
         return f"{mechanism_label(self.mechanism)}, {self.backend}"
 
 
-Values = dict[Line, dict[str, float]]  # COLUMNS of each line
+Values = dict[Line, list[float]]  # COLUMNS of each line
 
 
 def cost(options: Namespace) -> None:
@@ -159,13 +153,10 @@ def cost(options: Namespace) -> None:
         m, tokens = line.mechanism, options.batch * options.length
         run = {"run": m.name, "model": {"preset": options.preset, "attention": settings_of(m)}}
         key = {"variant": line.backend, "length": options.length, "tokens": tokens}
-        for quantity, value in values.items():
+        for quantity, value in zip(COLUMNS, values, strict=True):
             study.add(run, quantity, value, **key, details={"numerics": m.numerics})
-    published = {
-        line: dict(zip(paper["columns"], paper["rows"][line.mechanism.name], strict=True))
-        for line in measured
-        if line.backend == "eager"
-    }
+    rows = paper["rows"]
+    published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
     machine = measure.machine(options.device)
     print(
         f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, "
@@ -206,12 +197,11 @@ def measure_lines(study: Study, lines: list[Line]) -> Values:
     measured = {}
     for line, (eval_peak, train_peak) in memory.items():
         eval_ms, train_ms = (1000 * statistics.median(seconds[line, phase]) for phase in PHASES)
-        values = train_ms, train_peak, eval_ms, eval_peak
-        measured[line] = dict(zip(COLUMNS, values, strict=True))
+        measured[line] = [train_ms, train_peak, eval_ms, eval_peak]
     return measured
 
 
-def line_steps(line: Line, options: Namespace) -> list[Step]:
+def line_steps(line: Line, options: Namespace) -> list[measure.Step]:
     bench = Workbench(options)
     return [partial(bench.run, line, phase) for phase in PHASES]
 
@@ -223,9 +213,8 @@ def cost_table(measured: Values, published: Values) -> str:
     def cells(values: Values, line: Line) -> list[str]:
         if line not in values:
             return [""] * len(COLUMNS)
-        return [
-            f"{values[line][c]:.2f} ({values[line][c] / values[first][c]:.2f}x)" for c in COLUMNS
-        ]
+        pairs = zip(values[line], values[first], strict=True)
+        return [f"{value:.2f} ({value / unit:.2f}x)" for value, unit in pairs]
 
     rows = [[str(line), *cells(measured, line), *cells(published, line)] for line in measured]
     return table(["", *HEADER, *(f"paper: {name}" for name in HEADER)], rows)
@@ -235,13 +224,13 @@ def draw(measured: Values, published: Values, out: Path) -> list[Path]:
     """One bar per line, eager softmax as the unit; a cross where the paper has a number."""
     lines = list(measured)
     figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)
-    for axes, column, title in zip(panels, COLUMNS, HEADER, strict=True):
+    for i, (axes, title) in enumerate(zip(panels, HEADER, strict=True)):
         for place, line in enumerate(lines):
-            value = measured[line][column] / measured[lines[0]][column]
+            value = measured[line][i] / measured[lines[0]][i]
             colour = plots.style(line.mechanism.name)["color"]
             axes.barh(place, value, color=colour, alpha=0.55 if line in published else 1)
         axes.plot(
-            [values[column] / published[lines[0]][column] for values in published.values()],
+            [values[i] / published[lines[0]][i] for values in published.values()],
             [lines.index(line) for line in published],
             **{"color": plots.INK, "marker": "X", "linestyle": "none", "markersize": 4},
             label="the paper",

@@ -8,7 +8,6 @@ time is user + system time of all processes, their start included. All must give
 
 import hashlib
 import importlib.util
-import itertools
 import multiprocessing
 import resource
 import sysconfig
@@ -29,18 +28,15 @@ DOCUMENT_CHARS = 3_000
 
 def documents(megabytes: float) -> list[str]:
     """Up to that much text, in documents, never the same twice."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = (path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts)
-    texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
-    cut = (
-        text[start : start + DOCUMENT_CHARS]
-        for text in texts
-        for start in range(0, len(text), DOCUMENT_CHARS)
-    )
-    found = list(itertools.islice(cut, max(1, int(megabytes * 1e6 / DOCUMENT_CHARS))))
+    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" not in path.parts:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            starts = range(0, len(text), DOCUMENT_CHARS)
+            found += [text[start : start + DOCUMENT_CHARS] for start in starts]
     if not found:
         raise UserError(f"no Python sources in {root} to measure with")
-    return found
+    return found[: max(1, int(megabytes * 1e6 / DOCUMENT_CHARS))]
 
 
 def _one_document(text: str) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -369,3 +371,24 @@ def test_the_baseline_is_pytorchs_own_function():
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(steps_of(case_of("softmax", "sdpa", 33), inputs)[0](), expected)
     torch.testing.assert_close(attend(q, k, v, "softmax"), expected)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["attention", "--dtype", "bf16", "--lengths", "256", "--backends", "sdpa,eager", *SMALL],
+        ["train", "--bf16", "--attention", "lssar", "--batch", "4", "--rounds", "1"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_bf16_does_not_die_of_amx_that_is_announced_but_missing(command):
+    """Without what conftest.py sets for such processors: the benchmark finds out by itself."""
+    environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
+    done = subprocess.run(
+        [sys.executable, "benchmark.py", *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
