@@ -1,6 +1,6 @@
 """python benchmark.py NAME [options]: measure one thing and print it.
 
-Nothing is written without --out FILE.json, which also gets a figure beside it where there is one.
+Nothing is written without --out FILE.json; the figure, where there is one, goes beside that file.
 `python benchmark.py NAME --help` lists the options of a benchmark.
 """
 
@@ -16,35 +16,34 @@ def names(text: str) -> list[str]:
     return list(dict.fromkeys(text.split(",")))
 
 
-DEVICES, DTYPES = ("cpu", "cuda"), ("fp32", "bf16", "fp16")
 OPTIONS = {
-    "attention": {"type": names, "help": "mechanisms, by commas"},
+    "attention": {"type": names, "help": "mechanisms, separated by commas"},
     "backend": {"help": "sdpa, triton, cpu, rowblock or eager"},
     "backends": {"type": names, "help": "sdpa,triton,cpu,rowblock,eager,paper; default all"},
     "batch": {"type": positive},
     "bf16": {"action": "store_true", "help": "autocast to bfloat16"},
-    "budget": {"type": number(), "help": "seconds for one number at most"},
+    "budget": {"type": number(), "help": "at most this many seconds per number"},
     "compile": {"action": "store_true"},
-    "device": {"choices": DEVICES, "help": "default the best there is"},
-    "dtype": {"choices": DTYPES, "help": "default bf16 on a GPU, fp32 elsewhere"},
+    "device": {"choices": ("cpu", "cuda"), "help": "default: a GPU if there is one"},
+    "dtype": {"choices": ("fp32", "bf16", "fp16"), "help": "default bf16 on a GPU, else fp32"},
     "first": {"action": "store_true", "help": "only the first configuration of each"},
     "head-dim": {"type": positive, "help": "default 64, or the checkpoint's; compile: 64 and 128"},
-    "heads": {"type": positive, "help": "12, or the checkpoint's"},
-    "inputs": {"metavar": "random|RUN", "help": "q, k, v at random, or of a trained layer"},
+    "heads": {"type": positive, "help": "default 12, or the checkpoint's"},
+    "inputs": {"metavar": "random|RUN", "help": "random q, k, v, or those of a trained layer"},
     "layer": {"type": positive, "help": "of the checkpoint, from 1; default the last"},
     "length": {"type": positive},
     "lengths": {"type": lengths},
     "mechanisms": {"type": names},
     "megabytes": {"type": number(most=1e6)},
-    "nanogpt": {"type": Path, "help": "a nanoGPT checkout to measure beside"},
+    "nanogpt": {"type": Path, "help": "a nanoGPT checkout to compare with"},
     "out": {"type": Path, "help": "write the numbers to this JSON file"},
     "p": {"type": number(), "help": "the sharpening exponent"},
     "preset": {"help": "a size of model.py"},
     "quick": {"action": "store_true", "help": "a sample of each kind of check"},
     "rounds": {"type": positive},
     "table": {"choices": ("length", "cost"), "help": "cost: see --table cost --help"},
-    "text": {"type": Path, "help": "a file for RUN; default a Python library's source"},
-    "threads": {"type": process_count, "help": "of the CPU; default all"},
+    "text": {"type": Path, "help": "a text file for RUN; default a Python module's source"},
+    "threads": {"type": process_count, "help": "CPU threads; default all"},
     "workers": {"type": process_count, "help": "processes"},
 }
 
@@ -77,13 +76,13 @@ BENCHMARKS = {
     "cost": Benchmark(
         "model_step.cost",
         "The paper's table of costs: a training step and a forward pass of eager and fused forms. "
-        "On a CPU --batch and --length make it bearable; by default they are the paper's.",
+        "The defaults are the paper's; on a CPU, give a smaller --batch and --length.",
         {"preset": None, "batch": None, "length": None, "device": None}
         | {"threads": None, "rounds": 10, "budget": 60, "out": None},
     ),
     "gpu-check": Benchmark(
         "gpu_check.main",
-        "Does everything work on this device? For the first time on a new GPU: every backend "
+        "Does everything work on this device? To be run first on a new GPU: every backend "
         "against float64, the model, training under torchrun, speed. Exits with 1 on a failure.",
         {"device": None, "quick": False, "out": None},
     ),

@@ -36,7 +36,7 @@ PHASES = ("forward", "forward_backward")
 EAGER_MAPS = 10
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
-# How far the keys are from each other, all but one that lies opposite; None: keys at random.
+# How far the keys are from each other, all but one that points the opposite way; None: random.
 RANDOM, ALIKE = None, 1e-4
 SPARSITIES = (
     *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
@@ -92,7 +92,7 @@ def main(options: Namespace) -> None:
     options.device = options.device or measure.best_device()
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     options.threads = options.threads or torch.get_num_threads()
-    autocast(torch.device(options.device), options.dtype)  # sets what a broken AMX needs
+    autocast(torch.device(options.device), options.dtype)  # guards against a missing AMX
     fill_shape(options)
     study = Study(options)
     STUDIES[options.benchmark](study)
@@ -107,7 +107,15 @@ def main(options: Namespace) -> None:
 
 def attention(study: Study) -> None:
     """Every mechanism on every backend at every length."""
-    add_times(study, add_memory(study, choose(study)))
+    cases = choose(study)
+    found = study.weigh(make_steps, cases, warm_up)
+    for case, peaks in found.items():
+        for phase, peak in zip(PHASES, peaks, strict=True):
+            add_case(study, case, f"{phase}_MB", peak)
+    comparable = [case for case in found if case.baseline in found]
+    if not comparable:
+        raise UserError(f"not even PyTorch's softmax fits at --lengths {cases[0].length}")
+    add_times(study, comparable)
 
 
 def choose(study: Study) -> list[Case]:
@@ -196,18 +204,6 @@ def add_case(study: Study, case: Case, quantity: str, value: float, **details) -
     study.add(run_of(case.mechanism), quantity, value, **key, details=details)
 
 
-def add_memory(study: Study, cases: list[Case]) -> list[Case]:
-    """The peak of each case in a process of its own; returns the cases that can be compared."""
-    found = study.weigh(make_steps, cases, warm_up)
-    for case, peaks in found.items():
-        for phase, peak in zip(PHASES, peaks, strict=True):
-            add_case(study, case, f"{phase}_MB", peak)
-    comparable = [case for case in found if case.baseline in found]
-    if not comparable:
-        raise UserError(f"not even PyTorch's softmax fits at --lengths {cases[0].length}")
-    return comparable
-
-
 def warm_up(case: Case, options: Namespace) -> None:
     for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
         step()
@@ -259,7 +255,7 @@ def fill_shape(options: Namespace) -> None:
     """Heads and head size of the checkpoint that --inputs names, 12 of 64 without one."""
     if options.inputs == "random":
         if options.layer or options.text:
-            raise UserError("--layer and --text say where in a checkpoint; add --inputs RUN")
+            raise UserError("--layer and --text are for a checkpoint; add --inputs RUN")
         options.heads, options.head_dim = options.heads or 12, options.head_dim or 64
         options.layers, options.checkpoint = 1, None
         return
@@ -295,7 +291,7 @@ def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) 
 
 @torch.no_grad()
 def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a checkpoint's layer for the first tokens of a text, the next ones a sequence."""
+    """q, k, v of a checkpoint's layer for the first tokens of a text, cut into sequences."""
     (checkpoint,) = open_checkpoints([options.inputs])
     model = checkpoint.load(torch.device("cpu"))
     path = options.text or Path(argparse.__file__)

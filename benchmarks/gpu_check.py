@@ -1,6 +1,6 @@
 """Does everything work on this device? `python benchmark.py gpu-check --out results/gpu_check.json`
 
-For the first time on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
+To be run first on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
 compiled and not, at odd and decode shapes, output and gradients; the model compiled, under autocast
 and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); the
 attention benchmark. Prints a table of pass, fail and skipped with reasons, writes it all into one
@@ -44,10 +44,10 @@ def main(options: Namespace) -> int:
     options.device = options.device or "cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "no GPU was found: see nvidia-smi, and whether the torch that is installed "
+            "no GPU was found: check nvidia-smi, and that the installed torch "
             f"({torch.__version__}) was built for it; --device cpu rehearses the checks on a CPU"
         )
-    autocast(torch.device(options.device), "bf16")  # sets what a broken AMX needs
+    autocast(torch.device(options.device), "bf16")  # guards against a missing AMX
     report = Report(options.out, options.device)
     for backend in BACKENDS:
         report.group(backend, check_backend, backend, options.device, options.quick)

@@ -1,5 +1,7 @@
-"""Time and memory. To be timed, contestants take turns in one process, so that a noisy machine is
-noisy for all of them; for its memory, each gets a process of its own, free of others' leftovers.
+"""Time and memory of a benchmark's contestants, and the machine they run on.
+
+To be timed, contestants take turns in one process, so that a noisy machine is noisy for all of
+them. For its memory each gets a process of its own, free of what others left behind.
 """
 
 import multiprocessing
@@ -97,7 +99,7 @@ def in_new_process(function: Callable, *arguments, **options):
         try:
             return pool.submit(function, *arguments, **options).result()
         except BrokenProcessPool:
-            raise Crashed("its process was killed, as a rule for want of memory") from None
+            raise Crashed("its process was killed, probably out of memory") from None
 
 
 def peak_megabytes(

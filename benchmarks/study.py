@@ -44,19 +44,16 @@ class Study:
         self.runs[run["run"]] = run
         self.records.append(Record(quantity, run["run"], value, **more))
 
-    def weigh(
-        self, make_steps: Callable, contestants: list, warm_up: Callable | None = None
-    ) -> dict:
-        """{contestant: peak MB of each step}, without those that do not fit, which are left out.
+    def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
+        """{contestant: peak MB of each step}; what does not fit is left out.
 
-        `make_steps(contestant, options)` gives the steps; see `measure.peak_megabytes`.
+        The steps are `make_steps(contestant, options)`; see `measure.peak_megabytes`.
         """
         peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
+            arguments = contestant, self.options
             try:
-                peaks[contestant] = measure.in_new_process(
-                    *task, contestant, self.options, warm_up=warm_up
-                )
+                peaks[contestant] = measure.in_new_process(*task, *arguments, warm_up=warm_up)
             except (measure.Crashed, torch.OutOfMemoryError) as error:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks
@@ -81,31 +78,24 @@ def title(quantity: str) -> str:
     return quantity.replace("forward_backward", "forward+backward").replace("_", " ")
 
 
-def names(records: list[Record]) -> list[str]:
-    """For each record, its run and what sets its variant apart from the others."""
-    variants = [r.variant.split(", ") for r in records]
-    common = set.intersection(*map(set, variants))
-    own = ([part for part in variant if part not in common] for variant in variants)
-    return [", ".join([r.run, *parts]) for r, parts in zip(records, own, strict=True)]
-
-
-def series(records: list[Record], quantity: str) -> dict[str, dict[int, float]]:
-    """{name: {length: value}}"""
-    found: dict[str, dict[int, float]] = {}
-    for record, name in zip(records, names(records), strict=True):
-        if record.quantity == quantity:
-            found.setdefault(name, {})[record.length] = record.value
+def rows(records: list[Record]) -> dict[tuple[str, int], dict[str, float]]:
+    """{(name, length): {quantity: value}}; a name is the run and what sets its variant apart."""
+    common = set.intersection(*(set(r.variant.split(", ")) for r in records))
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for record in records:
+        own = [part for part in record.variant.split(", ") if part not in common]
+        name = ", ".join([record.run, *own])
+        found.setdefault((name, record.length), {})[record.quantity] = record.value
     return found
 
 
 def text(records: list[Record], left_out: list[str]) -> str:
     """A table of every number, the growth with the length, and what was left out."""
     quantities = dict.fromkeys(r.quantity for r in records)
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for record, name in zip(records, names(records), strict=True):
-        cell = f"{record.value:{'.2%' if 'share' in record.quantity else ',.2f'}}"
-        rows.setdefault((name, f"{record.length:,}"), {})[record.quantity] = cell
-    lines = [[*key, *(cells.get(q, "") for q in quantities)] for key, cells in rows.items()]
+    lines = [
+        [name, f"{length:,}", *(_cell(q, values.get(q)) for q in quantities)]
+        for (name, length), values in rows(records).items()
+    ]
     parts = [table(["", "length", *map(title, quantities)], lines)]
     if grown := slopes(records):
         panels = FIGURES["attention"][0]
@@ -116,27 +106,33 @@ def text(records: list[Record], left_out: list[str]) -> str:
     return "\n\n".join(parts)
 
 
-def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
-    """The exponent of growth where both times and memory are known at two lengths or more."""
-    quantities = FIGURES["attention"][0]
-    found: dict[str, dict[str, float]] = {}
-    for quantity in quantities:
-        for name, points in series(records, quantity).items():
-            if len(points) > 1:
-                x = [math.log(n) for n in points]
-                y = [math.log(max(v, 1e-9)) for v in points.values()]
-                slope = statistics.linear_regression(x, y).slope
-                found.setdefault(name, {})[quantity] = slope
-    return {name: exponents for name, exponents in found.items() if len(exponents) == 3}
+def _cell(quantity: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2%}" if "share" in quantity else f"{value:,.2f}"
 
 
 def curves(records: list[Record], quantity: str, over: str) -> dict[str, list[tuple]]:
-    """{label: [(x, y)]}: one curve per series over the length, else one per length."""
-    values = series(records, quantity)
-    if over == "length":
-        return {name: sorted(points.items()) for name, points in values.items()}
-    x, lengths = series(records, over), dict.fromkeys(r.length for r in records)
-    return {f"length {n:,}": sorted((x[k][n], values[k][n]) for k in x) for n in lengths}
+    """{label: [(x, y)]}: one curve per name over the length, else one per length."""
+    found: dict[str, list[tuple]] = {}
+    for (name, length), values in rows(records).items():
+        x = values | {"length": length}
+        if quantity in x and over in x:
+            label = name if over == "length" else f"length {length:,}"
+            found.setdefault(label, []).append((x[over], x[quantity]))
+    return {label: sorted(points) for label, points in found.items()}
+
+
+def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
+    """The exponent of growth where both times and memory are known at two lengths or more."""
+    panels, found = FIGURES["attention"][0], {}
+    for quantity in panels:
+        for name, points in curves(records, quantity, "length").items():
+            if len(points) > 1:
+                logs = [(math.log(length), math.log(max(y, 1e-9))) for length, y in points]
+                slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
+                found.setdefault(name, {})[quantity] = slope
+    return {name: exponents for name, exponents in found.items() if len(exponents) == len(panels)}
 
 
 def draw(study: str, records: list[Record], out: Path) -> list[Path]:

@@ -271,7 +271,7 @@ def test_a_single_length_is_drawn_as_bars_and_names_leave_out_what_all_share(tmp
         for quantity in reports.FIGURES["attention"][0]
         for run, backend in (("Softmax", "sdpa"), ("LSSAR", "cpu"))
     ]
-    assert list(reports.series(records, "forward_ms")) == ["Softmax, sdpa", "LSSAR, cpu"]
+    assert list(reports.curves(records, "forward_ms", "length")) == ["Softmax, sdpa", "LSSAR, cpu"]
     png, pdf = reports.draw("attention", records, tmp_path / "x.json")
     assert png.stat().st_size > 5_000 and pdf.exists()
 
