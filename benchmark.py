@@ -1,12 +1,12 @@
 """python benchmark.py NAME [options]: measure one thing and print it.
 
-Nothing is written without --out FILE.json, which also gets a figure beside it where there is one.
+Nothing is written without --out FILE.json; the figure, where there is one, goes beside that file.
 `python benchmark.py NAME --help` lists the options of a benchmark.
 """
 
 import importlib
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from lssar.errors import UserError, did_you_mean
 from support.command import Parser, lengths, number, positive, process_count, run
@@ -16,45 +16,43 @@ def names(text: str) -> list[str]:
     return list(dict.fromkeys(text.split(",")))
 
 
-DEVICES, DTYPES = ("cpu", "cuda"), ("fp32", "bf16", "fp16")
 OPTIONS = {
-    "attention": {"type": names, "help": "mechanisms, by commas"},
+    "attention": {"type": names, "help": "mechanisms, separated by commas"},
     "backend": {"help": "sdpa, triton, cpu, rowblock or eager"},
     "backends": {"type": names, "help": "sdpa,triton,cpu,rowblock,eager,paper; default all"},
     "batch": {"type": positive},
     "bf16": {"action": "store_true", "help": "autocast to bfloat16"},
-    "budget": {"type": number(), "help": "seconds for one number at most"},
+    "budget": {"type": number(), "help": "at most this many seconds per number"},
     "compile": {"action": "store_true"},
-    "device": {"choices": DEVICES, "help": "default the best there is"},
-    "dtype": {"choices": DTYPES, "help": "default bf16 on a GPU, fp32 elsewhere"},
+    "device": {"choices": ("cpu", "cuda"), "help": "default: a GPU if there is one"},
+    "dtype": {"choices": ("fp32", "bf16", "fp16"), "help": "default bf16 on a GPU, else fp32"},
     "first": {"action": "store_true", "help": "only the first configuration of each"},
     "head-dim": {"type": positive, "help": "default 64, or the checkpoint's; compile: 64 and 128"},
-    "heads": {"type": positive, "help": "12, or the checkpoint's"},
-    "inputs": {"metavar": "random|RUN", "help": "q, k, v at random, or of a trained layer"},
+    "heads": {"type": positive, "help": "default 12, or the checkpoint's"},
+    "inputs": {"metavar": "random|RUN", "help": "random q, k, v, or those of a trained layer"},
     "layer": {"type": positive, "help": "of the checkpoint, from 1; default the last"},
     "length": {"type": positive},
     "lengths": {"type": lengths},
     "mechanisms": {"type": names},
     "megabytes": {"type": number(most=1e6)},
-    "nanogpt": {"type": Path, "help": "a nanoGPT checkout to measure beside"},
+    "nanogpt": {"type": Path, "help": "a nanoGPT checkout to compare with"},
     "out": {"type": Path, "help": "write the numbers to this JSON file"},
     "p": {"type": number(), "help": "the sharpening exponent"},
     "preset": {"help": "a size of model.py"},
     "quick": {"action": "store_true", "help": "a sample of each kind of check"},
     "rounds": {"type": positive},
     "table": {"choices": ("length", "cost"), "help": "cost: see --table cost --help"},
-    "text": {"type": Path, "help": "a file for RUN; default a Python library's source"},
-    "threads": {"type": process_count, "help": "of the CPU; default all"},
+    "text": {"type": Path, "help": "a text file for RUN; default a Python module's source"},
+    "threads": {"type": process_count, "help": "CPU threads; default all"},
     "workers": {"type": process_count, "help": "processes"},
 }
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    module: str  # of benchmarks/, whose `main(options)` measures; imported only when asked for
+class Benchmark(NamedTuple):
+    function: str  # of a module of benchmarks/, imported only when asked for
     about: str
     options: dict  # name -> default
-    fixed: dict = field(default_factory=dict)  # settings of others that this one does not offer
+    fixed: dict | None = None  # settings of others that this one does not offer
 
 
 CPU_CALL = {"batch": 1, "heads": None, "head_dim": None, "layer": None}
@@ -62,7 +60,7 @@ CPU_CALL |= {"device": "cpu", "dtype": "fp32"}
 KERNEL = CPU_CALL | {"inputs": "random", "text": None, "budget": float("inf")}
 BENCHMARKS = {
     "attention": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "Time and memory of every backend and mechanism against the length, beside PyTorch's "
         "softmax.",
         {"table": "length", "lengths": [512, 1024, 2048, 4096], "backends": None, "p": 15}
@@ -71,49 +69,49 @@ BENCHMARKS = {
         | {"threads": None, "rounds": 15, "budget": 8, "out": None},
     ),
     "compile": Benchmark(
-        "triton_compile",
+        "triton_compile.main",
         "Compile the Triton kernels for A100 and H100 without a GPU and list what ptxas says.",
         {"first": False, "head-dim": None, "workers": 1, "out": None},
     ),
     "cost": Benchmark(
-        "cost",
+        "model_step.cost",
         "The paper's table of costs: a training step and a forward pass of eager and fused forms. "
-        "On a CPU --batch and --length make it bearable; by default they are the paper's.",
+        "The defaults are the paper's; on a CPU, give a smaller --batch and --length.",
         {"preset": None, "batch": None, "length": None, "device": None}
         | {"threads": None, "rounds": 10, "budget": 60, "out": None},
     ),
     "gpu-check": Benchmark(
-        "gpu_check",
-        "Does everything work on this device? For the first time on a new GPU: every backend "
+        "gpu_check.main",
+        "Does everything work on this device? To be run first on a new GPU: every backend "
         "against float64, the model, training under torchrun, speed. Exits with 1 on a failure.",
         {"device": None, "quick": False, "out": None},
     ),
     "sparsity": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "The fused CPU kernel beside PyTorch's softmax from few to all entries that count.",
         {"lengths": [1024, 4096], "threads": None, "rounds": 5, "out": None},
         fixed=KERNEL,
     ),
     "threads": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "The fused CPU kernel and PyTorch's softmax: several threads against one.",
         {"lengths": [1024, 4096], "threads": None, "rounds": 9, "out": None},
         fixed=KERNEL,
     ),
     "tokenise": Benchmark(
-        "tokenise",
+        "tokenise.main",
         "Tokens per CPU-second: the usual way of llm.c and nanoGPT, ours, ours with splintr.",
         {"megabytes": 30.0, "workers": 2},
     ),
     "train": Benchmark(
-        "training_step",
+        "model_step.train",
         "The cost of a training step: forward, backward, clip and AdamW on random tokens.",
         {"preset": "nano", "attention": ["softmax", "lssar"], "backend": "auto", "batch": 4}
         | {"length": 128, "rounds": 10, "bf16": False, "compile": False, "nanogpt": None}
         | {"out": None},
     ),
     "zero-blocks": Benchmark(
-        "attention_study",
+        "attention_study.main",
         "Would skipping zeros pay? The share of LSSAR's weights that are exactly zero, and of "
         "whole tiles: a kernel can skip one only if every row of it looks at none of its keys.",
         {"inputs": "random", "lengths": [1024], "text": None, "out": None},
@@ -127,7 +125,7 @@ def make_parser(name: str) -> Parser:
     parser = Parser(chosen.about, prog=f"benchmark.py {name}")
     for option, default in chosen.options.items():
         parser.add_argument(f"--{option}", **OPTIONS[option], default=default)
-    parser.set_defaults(benchmark=name, **chosen.fixed)
+    parser.set_defaults(benchmark=name, **(chosen.fixed or {}))
     return parser
 
 
@@ -144,10 +142,16 @@ def main(argv: list[str]) -> int | None:
         found, others = table.parse_known_args(rest)
         name, rest = ("cost", others) if found.table == "cost" else (name, rest)
     options = make_parser(name).parse_args(rest)
-    from benchmarks import measure  # here, as it imports torch
+    import torch  # here, as it takes seconds
 
-    with measure.threads(vars(options).get("threads")):
-        return importlib.import_module(f"benchmarks.{BENCHMARKS[name].module}").main(options)
+    module, function = BENCHMARKS[name].function.split(".")
+    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(vars(options).get("threads") or threads)
+    try:
+        return measure(options)
+    finally:
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":

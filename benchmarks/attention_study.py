@@ -1,32 +1,34 @@
 """Time and memory of attention: `python benchmark.py attention|sparsity|threads|zero-blocks`.
 
 All cases of a study take turns in one process. A time is the median of its rounds, a ratio is to
-F.scaled_dot_product_attention at the same length and with as many threads in the same run, and a
-speed-up is the median over the rounds of the time of one thread by that of several. Memory is the
-peak of a separate process, inputs and gradients included. What would not fit is left out, with
-the reason. `paper` is LSSAR as the paper writes it, eager with the literal x**p.
+F.scaled_dot_product_attention at the same length and number of threads in the same run, and a
+speed-up is the median over the rounds of the time with one thread divided by that with several.
+Memory is the peak of a separate process, inputs and gradients included. What would not fit is left
+out, with the reason. `paper` is LSSAR as the paper writes it, eager with the literal x**p.
 """
 
+import argparse
+import math
 import statistics
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks import measure, study_report
-from benchmarks.attention_inputs import ALIKE, RANDOM, fill_shape, make_inputs
-from benchmarks.measure import DTYPES, Step
-from evaluating.checkpoints import mechanism_label
-from evaluating.results import Record
+from attention import rope_tables
+from benchmarks import measure
+from benchmarks.study import Study, draw, settings_of, text
+from evaluating.checkpoints import mechanism_label, open_checkpoints
 from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
 from lssar.reference import attention_weights
+from training.distributed import autocast
 
 PAPER = "paper"
 PHASES = ("forward", "forward_backward")
@@ -34,6 +36,8 @@ PHASES = ("forward", "forward_backward")
 EAGER_MAPS = 10
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
+# How far the keys are from each other, all but one that points the opposite way; None: random.
+RANDOM, ALIKE = None, 1e-4
 SPARSITIES = (
     *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
     *((spread, p) for spread in (ALIKE, 1e-2, 3e-2, 1e-1) for p in (2, 15)),
@@ -49,6 +53,9 @@ class Case:
     threads: int = 1
     spread: float | None = RANDOM  # of the keys
 
+    def __str__(self) -> str:
+        return f"{mechanism_label(self.mechanism)}, {self.backend} at {self.length}"
+
     @property
     def backend_name(self) -> str:
         return "eager" if self.backend == PAPER else self.backend
@@ -58,21 +65,16 @@ class Case:
         """PyTorch's softmax under the same conditions."""
         return Case(MECHANISMS["softmax"], "sdpa", self.length, self.threads)
 
-    def function(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        if replace(self, spread=RANDOM) == self.baseline:  # PyTorch's own call, nothing around it
-            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return lambda q, k, v: attend(q, k, v, self.mechanism, backend=self.backend_name)
-
     def cannot(self, options: Namespace) -> str | None:
         """Why it does not exist here, whatever the length."""
         if self.backend == PAPER and not self.mechanism.sharpened:
             return "the paper's form of it is the eager one"
         backend = BACKENDS[self.backend_name]
-        call = Call(options.device, DTYPES[options.dtype], 1, options.head_dim)
+        call = Call(options.device, measure.DTYPES[options.dtype], 1, options.head_dim)
         return backend.refuses(self.mechanism, call) or backend.missing()
 
     def does_not_fit(self, options: Namespace) -> str | None:
-        """Why the memory is too small for the matrices that an eager form holds."""
+        """Why there is not enough memory for the matrices that an eager form holds."""
         need = EAGER_MAPS * 4 * options.batch * options.heads * self.length**2
         free = measure.free_bytes(options.device)
         if self.backend_name == "eager" and need > EAGER_SHARE * free:
@@ -86,103 +88,34 @@ def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
     return get_mechanism(name, p=p, numerics="naive" if backend == PAPER else "safe")
 
 
-@dataclass
-class Study:
-    """What one command measures, as records."""
-
-    options: Namespace
-    runs: dict[str, dict] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-    def add(self, quantity: str, m: Mechanism, value: float, **more) -> None:
-        run, settings = mechanism_label(m), {"p": m.p} if m.sharpened else {}
-        self.runs.setdefault(run, {"run": run, "attention": {"name": m.name, **settings}})
-        self.records.append(Record(quantity, run, value, **more))
-
-    def add_case(self, quantity: str, case: Case, value: float, **details) -> None:
-        inputs = self.options.inputs if case.spread is RANDOM else f"keys within {case.spread:g}"
-        threads = f"{case.threads} thread{'s' if case.threads > 1 else ''}"
-        variant = f"{case.backend}, {inputs}, {threads}"
-        self.add(
-            quantity, case.mechanism, value, variant=variant, length=case.length, details=details
-        )
-
-    def leave_out(self, case: Case, reason: str, where: str = "") -> None:
-        line = f"{mechanism_label(case.mechanism)}, {case.backend}{where}: {reason}"
-        if line not in self.left_out:
-            self.left_out.append(line)
-
-    def add_memory(self, cases: list[Case]) -> list[Case]:
-        """The peak of each case in a process of its own; the cases that did not fail."""
-        alive = []
-        for case in tqdm(cases, desc="memory", leave=False, disable=None):
-            warm_up = replace(case, length=WARM_UP_LENGTH)
-            try:
-                peaks = measure.peak_megabytes(
-                    make_steps,
-                    *(case, self.options),
-                    device=self.options.device,
-                    warm_up=(warm_up, self.options),
-                )
-            except (measure.Crashed, torch.OutOfMemoryError) as error:
-                self.leave_out(case, str(error).splitlines()[0], f" at {case.length}")
-                continue
-            alive.append(case)
-            for phase, peak in zip(PHASES, peaks, strict=True):
-                self.add_case(f"{phase}_MB", case, peak)
-        comparable = [case for case in alive if case.baseline in alive]
-        if not comparable:
-            raise UserError(f"not even PyTorch's softmax fits at --lengths {cases[0].length}")
-        return comparable
-
-    def add_times(self, cases: list[Case]) -> None:
-        steps, made, options = {}, {}, self.options
-        for case in cases:
-            key = case.length, case.spread
-            made[key] = made.get(key) or make_inputs(options, *key)
-            steps |= {
-                (case, phase): step
-                for phase, step in zip(PHASES, steps_of(case, made[key]), strict=True)
-            }
-        seconds = measure.round_seconds(
-            steps, device=options.device, rounds=options.rounds, budget=options.budget
-        )
-        for (case, phase), times in seconds.items():
-            time, base = map(statistics.median, (times, seconds[case.baseline, phase]))
-            rounds = [1000 * t for t in times]
-            self.add_case(f"{phase}_ms", case, 1000 * time, rounds=rounds)
-            self.add_case(f"{phase}_ratio", case, time / base)
-            alone = seconds.get((replace(case, threads=1), phase))
-            if case.threads > 1 and alone:
-                speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
-                self.add_case(f"{phase}_speed_up", case, statistics.median(speed_ups))
-
-
 def main(options: Namespace) -> None:
     options.device = options.device or measure.best_device()
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     options.threads = options.threads or torch.get_num_threads()
+    autocast(torch.device(options.device), options.dtype)  # guards against a missing AMX
     fill_shape(options)
-    study, results = Study(options), measure.open_results(options)
+    study = Study(options)
     STUDIES[options.benchmark](study)
-    machine = measure.machine(options.device)
     print(
-        f"{machine['name']}, threads {options.threads}, {options.dtype}, {options.inputs} inputs, "
-        f"batch {options.batch}, {options.heads} heads of {options.head_dim}; "
-        "ratios to F.scaled_dot_product_attention"
+        f"{measure.machine(options.device)['name']}, threads {options.threads}, {options.dtype}, "
+        f"{options.inputs} inputs, batch {options.batch}, {options.heads} heads of "
+        f"{options.head_dim}; ratios to F.scaled_dot_product_attention"
     )
-    print(study_report.text(study.records, study.left_out))
-    if results:
-        results.about["left_out"] = study.left_out
-        measure.write(results, study.runs, study.records)
-        figures = study_report.draw(options.benchmark, study.records, options.out)
-        print("\n".join(f"written: {path}" for path in (options.out, *figures)))
+    print(text(study.records, study.left_out))
+    study.write(partial(draw, options.benchmark, study.records), left_out=study.left_out)
 
 
 def attention(study: Study) -> None:
     """Every mechanism on every backend at every length."""
-    study.add_times(study.add_memory(choose(study)))
+    cases = choose(study)
+    found = study.weigh(make_steps, cases, warm_up)
+    for case, peaks in found.items():
+        for phase, peak in zip(PHASES, peaks, strict=True):
+            add_case(study, case, f"{phase}_MB", peak)
+    comparable = [case for case in found if case.baseline in found]
+    if not comparable:
+        raise UserError(f"not even PyTorch's softmax fits at --lengths {cases[0].length}")
+    add_times(study, comparable)
 
 
 def choose(study: Study) -> list[Case]:
@@ -198,27 +131,27 @@ def choose(study: Study) -> list[Case]:
     pairs = [("softmax", "sdpa"), *((m, b) for m in options.mechanisms for b in backends)]
     for length in options.lengths:
         for name, backend in dict.fromkeys(pairs):
-            case = Case(mechanism_of(name, backend, options.p), backend, length, options.threads)
+            mechanism = mechanism_of(name, backend, options.p)
+            case = Case(mechanism, backend, length, options.threads)
             if reason := case.cannot(options):
-                study.leave_out(case, reason)
+                study.left_out.append(f"{mechanism_label(mechanism)}, {backend}: {reason}")
             elif reason := case.does_not_fit(options):
-                study.leave_out(case, reason, f" at {length}")
+                study.left_out.append(f"{case}: {reason}")
             else:
                 chosen.append(case)
+    study.left_out = list(dict.fromkeys(study.left_out))  # some reasons hold at every length
     return chosen
 
 
 def sparsity(study: Study) -> None:
     """The CPU kernel from few to all entries that count."""
-    for length in study.options.lengths:
-        cases = [
-            kernel(study.options, length, p, spread=spread, threads=study.options.threads)
-            for spread, p in SPARSITIES
-        ]
-        study.add_times([cases[0].baseline, *cases])
+    options = study.options
+    for length in options.lengths:
+        cases = [kernel(options, length, p, options.threads, spread) for spread, p in SPARSITIES]
+        add_times(study, [cases[0].baseline, *cases])
         for case in cases:
-            q, k, *_ = make_inputs(study.options, length, case.spread)
-            study.add_case("counted_share", case, counted_share(q, k, case.mechanism))
+            q, k, *_ = make_inputs(options, length, case.spread)
+            add_case(study, case, "counted_share", counted_share(q, k, case.mechanism))
 
 
 def threads(study: Study) -> None:
@@ -227,12 +160,12 @@ def threads(study: Study) -> None:
     if several < 2:
         raise UserError(f"--threads {several}: several are compared with one; give at least 2")
     for length in study.options.lengths:
-        cases = [kernel(study.options, length, 15, threads=n) for n in (1, several)]
-        study.add_times([*(case.baseline for case in cases), *cases])
+        cases = [kernel(study.options, length, 15, count) for count in (1, several)]
+        add_times(study, [*(case.baseline for case in cases), *cases])
 
 
-def kernel(options: Namespace, length: int, p: float, **more) -> Case:
-    case = Case(get_mechanism("lssar", p=p), "cpu", length, **more)
+def kernel(options: Namespace, length: int, p: float, threads: int, spread=RANDOM) -> Case:
+    case = Case(get_mechanism("lssar", p=p), "cpu", length, threads, spread)
     if reason := case.cannot(options):
         raise UserError(f"the CPU kernel cannot be measured here: {reason}")
     return case
@@ -241,37 +174,70 @@ def kernel(options: Namespace, length: int, p: float, **more) -> Case:
 def zero_blocks(study: Study) -> None:
     """The share of LSSAR's weights that are exactly zero, and of whole tiles of them."""
     options, lssar = study.options, MECHANISMS["lssar"]
-    least = 2 * max(map(max, BLOCKS))
+    tile = max(map(max, BLOCKS))
     for length in options.lengths:
-        if length < least:
+        if length < 2 * tile:
             raise UserError(
-                f"--lengths {length}: no tile of {least // 2} x {least // 2} is "
-                f"wholly below the diagonal; give at least {least}"
+                f"--lengths {length}: no tile of {tile} x {tile} is wholly below the diagonal; "
+                f"give at least {2 * tile}"
             )
         for layer in range(1, options.layers + 1):
             q, k, *_ = make_inputs(Namespace(**vars(options) | {"layer": layer}), length)
-            key = {"variant": f"layer {layer}, {options.inputs}", "length": length}
+            variant = f"layer {layer}, {options.inputs}"
             for (rows, keys), share in zip(BLOCKS, zero_shares(q, k), strict=True):
-                study.add(f"zero_share_{rows}x{keys}", lssar, share, **key)
+                quantity = f"zero_share_{rows}x{keys}"
+                study.add(run_of(lssar), quantity, share, variant=variant, length=length)
 
 
-STUDIES = {
-    "attention": attention,
-    "sparsity": sparsity,
-    "threads": threads,
-    "zero-blocks": zero_blocks,
-}
+STUDIES = {"attention": attention, "sparsity": sparsity, "threads": threads}
+STUDIES["zero-blocks"] = zero_blocks
 
 
-def make_steps(case: Case, options: Namespace) -> list[Step]:
+def run_of(mechanism: Mechanism) -> dict:
+    return {"run": mechanism_label(mechanism), "attention": settings_of(mechanism)}
+
+
+def add_case(study: Study, case: Case, quantity: str, value: float, **details) -> None:
+    inputs = study.options.inputs if case.spread is RANDOM else f"keys within {case.spread:g}"
+    variant = f"{case.backend}, {inputs}, {case.threads} thread{'s' if case.threads > 1 else ''}"
+    key = {"variant": variant, "length": case.length}
+    study.add(run_of(case.mechanism), quantity, value, **key, details=details)
+
+
+def warm_up(case: Case, options: Namespace) -> None:
+    for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
+        step()
+
+
+def add_times(study: Study, cases: list[Case]) -> None:
+    steps, made, options = {}, {}, study.options
+    for case in cases:
+        key = case.length, case.spread
+        made[key] = made.get(key) or make_inputs(options, *key)
+        for phase, step in zip(PHASES, steps_of(case, made[key]), strict=True):
+            steps[case, phase] = step
+    seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
+    for (case, phase), times in seconds.items():
+        time, base = map(statistics.median, (times, seconds[case.baseline, phase]))
+        add_case(study, case, f"{phase}_ms", 1000 * time, rounds=[1000 * t for t in times])
+        add_case(study, case, f"{phase}_ratio", time / base)
+        alone = seconds.get((replace(case, threads=1), phase))
+        if case.threads > 1 and alone:
+            speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
+            add_case(study, case, f"{phase}_speed_up", statistics.median(speed_ups))
+
+
+def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
     return steps_of(case, make_inputs(options, case.length, case.spread))
 
 
-def steps_of(case: Case, inputs: list[Tensor]) -> list[Step]:
+def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
     """One call of each phase on q, k, v and the output's gradient."""
     *qkv, grad = inputs
     leaves = [x.detach().requires_grad_() for x in qkv]
-    function = case.function()
+    function = partial(attend, mechanism=case.mechanism, backend=case.backend_name)
+    if replace(case, spread=RANDOM) == case.baseline:  # PyTorch's own call, nothing around it
+        function = partial(F.scaled_dot_product_attention, is_causal=True)
 
     def forward() -> Tensor:
         torch.set_num_threads(case.threads)
@@ -285,12 +251,73 @@ def steps_of(case: Case, inputs: list[Tensor]) -> list[Step]:
     return [forward, forward_and_backward]
 
 
+def fill_shape(options: Namespace) -> None:
+    """Heads and head size of the checkpoint that --inputs names, 12 of 64 without one."""
+    if options.inputs == "random":
+        if options.layer or options.text:
+            raise UserError("--layer and --text are for a checkpoint; add --inputs RUN")
+        options.heads, options.head_dim = options.heads or 12, options.head_dim or 64
+        options.layers, options.checkpoint = 1, None
+        return
+    if options.heads or options.head_dim:
+        raise UserError(f"--heads and --head-dim are those of --inputs {options.inputs}; drop them")
+    (checkpoint,) = open_checkpoints([options.inputs])
+    config = checkpoint.config
+    options.heads, options.head_dim, options.layers = config.heads, config.head_dim, config.layers
+    options.checkpoint = checkpoint.identity
+    options.layer = options.layer or config.layers
+    if options.layer > config.layers:
+        raise UserError(
+            f"--layer {options.layer}: {options.inputs} has layers 1 to {config.layers}"
+        )
+
+
+def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) -> list[Tensor]:
+    """q, k, v and a gradient of the output, each (B, H, L, d), the same on every call."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.batch, options.heads, length, options.head_dim)
+    if options.inputs == "random":
+        q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    else:
+        q, k, v = trained_inputs(options, length)
+    grad = torch.randn(shape, generator=generator)
+    if spread is not RANDOM:
+        one = (options.batch, options.heads, 1, options.head_dim)
+        base = torch.randn(one, generator=torch.Generator().manual_seed(1))
+        q, k = base + 0.1 * q, base + spread * k
+        k[:, :, 0] = -base[:, :, 0]
+    return [x.to(options.device, measure.DTYPES[options.dtype]) for x in (q, k, v, grad)]
+
+
+@torch.no_grad()
+def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a checkpoint's layer for the first tokens of a text, cut into sequences."""
+    (checkpoint,) = open_checkpoints([options.inputs])
+    model = checkpoint.load(torch.device("cpu"))
+    path = options.text or Path(argparse.__file__)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {path}: cannot be read as text ({error})") from None
+    tokens = torch.from_numpy(checkpoint.tokeniser().encode(source).astype("int64"))
+    needed = options.batch * length
+    if len(tokens) == 0:
+        raise UserError(f"--text {path} is empty")
+    tokens = tokens.repeat(math.ceil(needed / len(tokens)))[:needed].view(options.batch, length)
+    config, last = model.config, model.blocks[options.layer - 1]
+    rope = rope_tables(0, length, config.head_dim, config.interpolation, "cpu")
+    x = model.embedding(tokens)
+    for block in model.blocks[: options.layer - 1]:
+        x = block(x, rope, None)
+    return last.attention.queries_keys_values(last.norm_attention(x), rope)
+
+
 @torch.no_grad()
 def counted_share(q: Tensor, k: Tensor, mechanism: Mechanism) -> float:
     """The share of a head's visible entries whose z^(p-1) is at least 2^-24 / N_i.
 
-    The CPU kernel leaves out the others. Their share grows with p; where all keys but one are
-    nearly alike most entries count.
+    The CPU kernel skips the others. Their share grows with p; where all keys but one are nearly
+    alike, most entries count.
     """
     p = mechanism.p
     weights = attention_weights(q[:, :1].double(), k[:, :1].double(), mechanism)
@@ -302,16 +329,15 @@ def counted_share(q: Tensor, k: Tensor, mechanism: Mechanism) -> float:
 
 @torch.no_grad()
 def zero_shares(q: Tensor, k: Tensor) -> list[float]:
-    """Of the tiles of each of BLOCKS that lie wholly on visible keys, the share of zeros only."""
+    """For each of BLOCKS, the share of its tiles that are all zero, of those wholly visible."""
     zero, total = Counter(), Counter()
     for head in range(q.shape[1]):
-        weights = attention_weights(q[:, head : head + 1], k[:, head : head + 1], "lssar")[0, 0]
+        weights = attention_weights(q[:, head : head + 1], k[:, head : head + 1], "lssar")
         for rows, keys in BLOCKS:
-            cut = weights[: len(weights) // rows * rows, : len(weights) // keys * keys]
-            tiles = cut.unflatten(0, (-1, rows)).unflatten(-1, (-1, keys))  # (M, rows, N, keys)
-            first_row = torch.arange(tiles.shape[0])[:, None] * rows
-            last_key = torch.arange(tiles.shape[2]) * keys + keys - 1
+            largest = F.max_pool2d(weights, (rows, keys))[0, 0]  # of each tile
+            first_row = torch.arange(len(largest))[:, None] * rows
+            last_key = torch.arange(largest.shape[1]) * keys + keys - 1
             visible = first_row >= last_key
-            zero[rows, keys] += ((tiles == 0).all(3).all(1) & visible).sum().item()
+            zero[rows, keys] += (largest[visible] == 0).sum().item()
             total[rows, keys] += visible.sum().item()
     return [zero[block] / total[block] for block in BLOCKS]

@@ -1,12 +1,12 @@
 """Does everything work on this device? `python benchmark.py gpu-check --out results/gpu_check.json`
 
-For the first time on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
+To be run first on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
 compiled and not, at odd and decode shapes, output and gradients; the model compiled, under autocast
 and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); the
 attention benchmark. Prints a table of pass, fail and skipped with reasons, writes it all into one
 JSON as it goes if --out names one, and exits with 1 if anything failed. Each group runs in its own
-process, so that one that dies does not take the others with it. `--device cpu` rehearses it on a
-CPU, in ten minutes or, with --quick, in two.
+process, so that a crash does not end the others. `--device cpu` rehearses it on a CPU, in ten
+minutes or, with --quick, in two.
 """
 
 import json
@@ -17,22 +17,284 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import benchmark
 from attention import KVCache
-from benchmarks import device_accuracy, measure
-from benchmarks.device_accuracy import FAIL, PASS, SKIPPED, first_line, row, say
-from lssar.backends import BACKENDS
+from benchmarks import measure
+from benchmarks.measure import DTYPES
+from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError
+from lssar.mechanisms import Mechanism, get_mechanism
 from model import GPT, preset
 from support.command import revision
 from support.files import finite, write_json
+from training.distributed import autocast
 
 ROOT = Path(__file__).parent.parent
+PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
+
+
+def main(options: Namespace) -> int:
+    options.device = options.device or "cuda"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "no GPU was found: check nvidia-smi, and that the installed torch "
+            f"({torch.__version__}) was built for it; --device cpu rehearses the checks on a CPU"
+        )
+    autocast(torch.device(options.device), "bf16")  # guards against a missing AMX
+    report = Report(options.out, options.device)
+    for backend in BACKENDS:
+        report.group(backend, check_backend, backend, options.device, options.quick)
+    report.group("model", check_model, options.device, options.quick)
+    report.group("torchrun", check_torchrun, options.device)
+    report.group("benchmark", check_benchmark, options.device, options.quick, options.out)
+    print(report.text())
+    if options.out:
+        print(f"written: {options.out}")
+    return 1 if report.counts[FAIL] else 0
+
+
+class Report:
+    """Rows as they come, on disk after every group if there is a path."""
+
+    def __init__(self, path: Path | None, device: str):
+        self.path, self.rows = path, []
+        machine = measure.machine(device) | {"cuda": torch.version.cuda}
+        self.head = {"kind": "gpu check", "machine": machine, "revision": revision()}
+        if path:
+            measure.check_writable(path)
+
+    def group(self, name: str, check: Callable[..., Iterable[dict]], *arguments) -> None:
+        """Run one group of checks; whatever it raises is a failure of that group."""
+        print(f"== {name}", flush=True)
+        began = time.perf_counter()
+        try:
+            found = measure.in_new_process(rows_of, check, *arguments)
+        except Exception as error:  # a check may fail in any way, and the others must still run
+            found = [row("all", FAIL, first_line(error))]
+        self.rows += [r | {"name": f"{name}: {r['name']}"} for r in found]
+        print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
+        if self.path:
+            whole = self.head | {"counts": self.counts, "checks": self.rows}
+            write_json(self.path, finite(whole))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {s: sum(r["status"] == s for r in self.rows) for s in (PASS, FAIL, SKIPPED)}
+
+    def text(self) -> str:
+        wide = max(len(r["name"]) for r in self.rows)
+        lines = [f"{r['name']:{wide}}  {r['status']:7}  {r['detail']}" for r in self.rows]
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        machine = self.head["machine"]
+        return "\n".join([*lines, f"\n{machine['name']}, torch {machine['torch']}: {counts}"])
+
+
+def row(name: str, status: str, detail: str, **more) -> dict:
+    """The result of one check: one line of the report."""
+    return {"name": name, "status": status, "detail": detail, **more}
+
+
+def rows_of(check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
+    """The rows of a group, each printed as soon as it is known."""
+    rows = []
+    for found in check(*arguments):
+        print(f"   {found['status']:7}  {found['name']}", flush=True)
+        rows.append(found)
+    return rows
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+
+
+# --- one backend against the float64 reference ---------------------------------------------------
+
+# Near-uniform rows are ill-conditioned for any implementation, so the limit is twice what eager
+# loses on the same input in the same type, plus a few roundings of float32 for sums in another
+# order. The input is rounded to the type first: only the computation is judged.
+FLOOR = 2**-22
+# PyTorch's flash softmax is not ours to fix: in 16 bits it rounds the weights and the gradient of
+# the scores before it multiplies, where eager computes in float32. Half a unit of the type.
+SDPA_SLACK = {"fp32": 0, "bf16": 2**-8, "fp16": 2**-11}
+
+# (batch, heads, query rows, keys, head dim). Few rows need many heads: a row whose gradient nearly
+# cancels has any relative error in 16 bits, and must not be all there is to judge.
+SHAPES = {
+    "square": (2, 3, 256, 256, 64),
+    "odd": (1, 3, 203, 203, 40),
+    "wide heads": (1, 2, 193, 193, 128),
+    "one token": (2, 32, 1, 501, 64),
+    "few tokens": (1, 16, 5, 333, 64),
+    "a chunk": (1, 2, 70, 257, 64),
+    "shortest": (2, 32, 3, 3, 16),
+}
+MECHANISMS = {
+    "softmax": {},
+    "ssmax": {},
+    "lssa": {},
+    "lssar": {"p": 15},
+    "lssar p=2.5": {"p": 2.5},
+    "lssar adaptive": {"alpha": 0.3, "train_length": 100},
+    "softmax-reweighted": {"p": 3},
+    "sigmoid-logn-l1": {},
+}
+# Compiling takes seconds per case, so a selection, and an even smaller one for --quick.
+COMPILED_SHAPES, COMPILED_MECHANISMS = ("odd", "few tokens"), ("softmax", "lssa", "lssar")
+QUICK_SHAPES, QUICK_MECHANISMS = ("odd", "one token", "few tokens"), ("softmax", "lssar")
+PORTABLE = ("rowblock", "eager")  # what the compiler takes apart; the others are one operator
+
+
+@dataclass(frozen=True)
+class Case:
+    backend: str
+    mechanism: str  # of MECHANISMS
+    dtype: str
+    compiled: bool
+    device: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.mechanism} {self.dtype}{', compiled' if self.compiled else ''}"
+
+    @property
+    def value(self) -> Mechanism:
+        return get_mechanism(self.mechanism.split()[0], **MECHANISMS[self.mechanism])
+
+    def refuses(self) -> str | None:
+        backend, call = BACKENDS[self.backend], Call(self.device, DTYPES[self.dtype], 1, 64)
+        return backend.refuses(self.value, call) or backend.missing()
+
+    def shapes(self, quick: bool) -> tuple[str, ...]:
+        if self.compiled:
+            return COMPILED_SHAPES[:1] if quick or self.backend in PORTABLE else COMPILED_SHAPES
+        return QUICK_SHAPES if quick else tuple(SHAPES)
+
+
+def check_backend(backend: str, device: str, quick: bool) -> Iterator[dict]:
+    """One row per mechanism, type and way of running; each covers every shape."""
+    said = set()
+    for case in cases(backend, device, quick):
+        reason = case.refuses()
+        if reason is None:
+            yield judge(case, case.shapes(quick))
+        elif (case.mechanism, reason) not in said:  # once, not for every type
+            said.add((case.mechanism, reason))
+            yield row(case.mechanism, SKIPPED, reason)
+
+
+def cases(backend: str, device: str, quick: bool) -> Iterator[Case]:
+    for mechanism in QUICK_MECHANISMS if quick else MECHANISMS:
+        for dtype in DTYPES:
+            yield Case(backend, mechanism, dtype, False, device)
+            kept = mechanism == "lssar" and dtype == "fp32" and backend not in PORTABLE
+            if mechanism in COMPILED_MECHANISMS and (kept or not quick):
+                yield Case(backend, mechanism, dtype, True, device)
+
+
+def judge(case: Case, shapes: tuple[str, ...]) -> dict:
+    """The worst of all shapes and of output and gradients, relative to what is allowed."""
+    worst, where = 0.0, "exact"
+    for shape in shapes:
+        try:
+            for name, error, limit in errors(case, SHAPES[shape]):
+                share = error / limit if math.isfinite(error) else math.inf
+                if share >= worst:
+                    worst, where = share, f"{name} at {shape}: {error:.1e} of {limit:.1e} allowed"
+        except Exception as error:  # whatever a device or a compiler raises is the finding
+            return row(case.name, FAIL, f"{shape}: {first_line(error)}")
+    return row(case.name, PASS if worst <= 1 else FAIL, where, share_of_limit=worst)
+
+
+def errors(case: Case, shape: tuple[int, ...]) -> Iterator[tuple[str, float, float]]:
+    """(name, error, limit) of the output and each gradient, as relative norms."""
+    batch, heads, rows, keys, d = shape
+    generator = torch.Generator().manual_seed(rows + keys)
+    dtype = DTYPES[case.dtype]
+    tensors = [
+        torch.randn(batch, heads, n, d, generator=generator).to(case.device, dtype)
+        for n in (rows, keys, keys, rows)
+    ]
+    eager = replace(case, backend="eager", compiled=False)
+    exact, plain = (results(eager, tensors, kind) for kind in (torch.float64, dtype))
+    got = results(case, tensors, dtype)
+    slack = FLOOR + (SDPA_SLACK[case.dtype] if case.backend == "sdpa" else 0)
+    for name, e, p, g in zip(("out", "dq", "dk", "dv"), exact, plain, got, strict=True):
+        # Gradients that are zero but for rounding are measured against the size of the others.
+        size = e.norm().clamp(min=1e-6 * max(x.norm() for x in exact))
+        limit = 2 * ((p - e).norm() / size).item() + slack
+        yield name, ((g - e).norm() / size).item(), limit
+
+
+def results(case: Case, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Output, dq, dk, dv in float64."""
+    mechanism, backend = case.value, case.backend
+
+    def function(q, k, v):
+        return attend(q, k, v, mechanism, backend=backend)
+
+    if case.compiled:
+        torch.compiler.reset()  # past a few versions of one function it would silently not compile
+        function = torch.compile(function, dynamic=False)
+    *qkv, grad = (x.to(dtype) for x in tensors)
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    out = function(*leaves)
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, grad))]
+
+
+def check_model(device: str, quick: bool) -> Iterator[dict]:
+    """Compiled equals eager, autocast stays near, the cache gives what the whole pass gives."""
+    torch.manual_seed(0)
+    for name in ("lssar",) if quick else ("softmax", "lssa", "lssar"):
+        model = GPT(preset("nano", name)).to(device)
+        tokens = torch.randint(257, (2, 130), device=device)
+        plain = loss_and_gradient(model, tokens)
+        with autocast(torch.device(device), "bf16"):
+            near = loss_and_gradient(model, tokens)
+        if not near.isfinite().all():
+            near.fill_(math.nan)
+        # The loss only: rounding q and k moves the gradient of near-uniform rows a lot.
+        yield compare(f"{name}, bf16 autocast", near[:1], plain[:1], 2e-3)
+        yield compare(f"{name}, decoding", *decoded(model, tokens), 1e-3)
+        if device == "cpu" and " " in torch.__file__:  # torch gives the compiler its path unquoted
+            reason = f"torch.compile cannot build C++ in a path with a space: {torch.__file__}"
+            yield row(f"{name}, compiled", SKIPPED, reason)
+            continue
+        model.compile()
+        yield compare(f"{name}, compiled", loss_and_gradient(model, tokens), plain, 1e-3)
+
+
+def loss_and_gradient(model: GPT, tokens: Tensor) -> Tensor:
+    """The loss and every gradient as one float64 vector."""
+    model.zero_grad()
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    parts = [loss.detach(), *(p.grad for p in model.parameters())]
+    return torch.cat([x.double().flatten() for x in parts])
+
+
+@torch.no_grad()
+def decoded(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states with the last 30 tokens one at a time through the cache, and in one pass."""
+    cache = KVCache(tokens.shape[1])
+    parts = [model.hidden(part, cache) for part in tokens.split([100] + [1] * 30, dim=1)]
+    return torch.cat(parts, 1).double(), model.hidden(tokens).double()
+
+
+def compare(name: str, got: Tensor, expected: Tensor, limit: float) -> dict:
+    error = ((got - expected).norm() / expected.norm()).item()
+    good = error <= limit  # NaN fails
+    return row(name, PASS if good else FAIL, f"error {error:.1e}, limit {limit:.0e}")
+
+
+# --- commands ------------------------------------------------------------------------------------
+
 LOSS_TOLERANCE = {"cpu": 2e-3, "cuda": 2e-2}  # of losses about 5, fp32 and bf16
 TINY_RUN = (
     *("--model.layers=2", "--model.heads=2", "--model.width=64", "--train.length=64"),
@@ -41,165 +303,51 @@ TINY_RUN = (
 )
 
 
-def main(options: Namespace) -> int:
-    options.device = options.device or "cuda"
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "no GPU was found: see nvidia-smi, and whether the torch that is installed "
-            f"({torch.__version__}) was built for it; --device cpu rehearses the checks on a CPU"
-        )
-    report = Report(options.out, options.device)
-    for backend in BACKENDS:
-        report.group(f"{backend}:", device_accuracy.check, backend, options.device, options.quick)
-    report.group("model:", check_model, options.device, options.quick)
-    report.group("torchrun:", check_torchrun, options.device)
-    report.group("benchmark:", check_benchmark, options.device, options.quick, options.out)
-    print(report.text())
-    if options.out:
-        print(f"written: {options.out}")
-    return 1 if report.count(FAIL) else 0
-
-
-class Report:
-    """Results as they come, on disk after every group if there is a path."""
-
-    def __init__(self, path: Path | None, device: str):
-        self.path, self.rows = path, []
-        self.head = {
-            "kind": "gpu check",
-            "machine": measure.machine(device) | {"cuda": torch.version.cuda},
-            "revision": revision(),
-        }
-        if path:
-            measure.check_writable(path)
-
-    def group(self, name: str, check: Callable[..., list[dict]], *arguments) -> None:
-        """Run one group of checks; whatever it raises is a failure of that group."""
-        print(f"== {name.rstrip(':')}", flush=True)
-        began = time.perf_counter()
-        try:
-            found = measure.in_new_process(check, *arguments)
-        except Exception as error:  # a check may fail in any way, and the others must still run
-            found = [row("all", FAIL, first_line(error))]
-        for entry in found:
-            entry["name"] = f"{name} {entry['name']}"
-        self.rows += found
-        print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
-        counts = {status: self.count(status) for status in (PASS, FAIL, SKIPPED)}
-        if self.path:
-            write_json(self.path, finite(self.head | {"counts": counts, "checks": self.rows}))
-
-    def count(self, status: str) -> int:
-        return sum(r["status"] == status for r in self.rows)
-
-    def text(self) -> str:
-        wide = max(len(r["name"]) for r in self.rows)
-        lines = [f"{r['name']:{wide}}  {r['status']:7}  {r['detail']}" for r in self.rows]
-        counts = ", ".join(f"{self.count(s)} {s}" for s in (PASS, FAIL, SKIPPED))
-        machine = self.head["machine"]
-        return "\n".join([*lines, f"\n{machine['name']}, torch {machine['torch']}: {counts}"])
-
-
-def check_model(device: str, quick: bool) -> list[dict]:
-    """Compiled equals eager, autocast stays near, the cache gives what the whole pass gives."""
-    torch.manual_seed(0)
-    rows = []
-    for name in ("lssar",) if quick else ("softmax", "lssa", "lssar"):
-        model = GPT(preset("nano", name)).to(device)
-        tokens = torch.randint(257, (2, 130), device=device)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        plain = loss_and_gradient(model, inputs, targets)
-        with torch.autocast(device, torch.bfloat16):
-            near = loss_and_gradient(model, inputs, targets)
-        # The loss only: rounding q and k moves the gradient of near-uniform rows a lot.
-        near = near[:1] if near.isfinite().all() else near.fill_(math.nan)
-        rows.append(say(_compare(f"{name}, bf16 autocast", near[:1], plain[:1], 2e-3)))
-        rows.append(say(_compare(f"{name}, decoding", *_decoded(model, tokens), 1e-3)))
-        if device == "cpu" and " " in torch.__file__:  # torch gives the compiler its path unquoted
-            reason = f"torch.compile cannot build C++ in a path with a space: {torch.__file__}"
-            rows.append(say(row(f"{name}, compiled", SKIPPED, reason)))
-            continue
-        model.compile()
-        compiled = loss_and_gradient(model, inputs, targets)
-        rows.append(say(_compare(f"{name}, compiled", compiled, plain, 1e-3)))
-    return rows
-
-
-def loss_and_gradient(model: GPT, inputs, targets) -> torch.Tensor:
-    """The loss and every gradient as one float64 vector."""
-    model.zero_grad()
-    loss = model(inputs, targets)
-    loss.backward()
-    parts = [loss.detach(), *(p.grad for p in model.parameters())]
-    return torch.cat([x.double().flatten() for x in parts])
-
-
-@torch.no_grad()
-def _decoded(model: GPT, tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states with the last 30 tokens one at a time through the cache, and in one pass."""
-    cache = KVCache(tokens.shape[1])
-    parts = [model.hidden(tokens[:, :100], cache)]
-    parts += [model.hidden(tokens[:, i : i + 1], cache) for i in range(100, tokens.shape[1])]
-    return torch.cat(parts, 1).double(), model.hidden(tokens).double()
-
-
-def _compare(name: str, got: torch.Tensor, expected: torch.Tensor, limit: float) -> dict:
-    error = ((got - expected).norm() / expected.norm()).item()
-    good = error <= limit  # NaN fails
-    return row(name, PASS if good else FAIL, f"error {error:.1e}, limit {limit:.0e}")
-
-
-def check_torchrun(device: str) -> list[dict]:
+def check_torchrun(device: str) -> Iterator[dict]:
     """train.py on one device and under torchrun on two, which must give the same losses."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    names = ["train.py on one device", f"DDP on two over {backend}"]
     with tempfile.TemporaryDirectory() as folder:
         corpus, text = Path(folder) / "corpus", Path(folder) / "sources.txt"
         text.write_text("\n".join(f.read_text(encoding="utf-8") for f in sorted(ROOT.glob("*.py"))))
-        prepare = ["data/prepare.py", "text", str(text), "--out", str(corpus)]
-        _run([*prepare, "--tokeniser", "bytes", "--val-tokens", "4000"])
-        alone = _train(folder, corpus, device, 1)
-        rows = [say(row(names[0], PASS, f"losses {_range(alone)}", losses=alone))]
+        prepare = ("data/prepare.py", "text", str(text), "--out", str(corpus))
+        run(*prepare, "--tokeniser", "bytes", "--val-tokens", "4000")
+        alone = losses_of_training(folder, corpus, device, 1)
+        shown = f"losses {alone[0]:.4f} to {alone[-1]:.4f}"
+        yield row("train.py on one device", PASS, shown, losses=alone)
+        name = f"DDP on two over {'nccl' if device == 'cuda' else 'gloo'}"
         count = torch.cuda.device_count() if device == "cuda" else 2
         if count < 2:
-            return [*rows, row(names[1], SKIPPED, f"{count} GPU visible, two are needed")]
-        both = _train(folder, corpus, device, 2)
+            yield row(name, SKIPPED, f"{count} GPU visible, two are needed")
+            return
+        both = losses_of_training(folder, corpus, device, 2)
     worst = max(abs(a - b) for a, b in zip(alone, both, strict=True))
     limit = LOSS_TOLERANCE[device]
-    detail = f"losses {_range(both)}, off by {worst:.1e}, limit {limit:.0e}"
-    return [*rows, row(names[1], PASS if worst <= limit else FAIL, detail, losses=both)]
+    shown = f"losses {both[0]:.4f} to {both[-1]:.4f}, off by {worst:.1e}, limit {limit:.0e}"
+    yield row(name, PASS if worst <= limit else FAIL, shown, losses=both)
 
 
-def _train(folder: str, corpus: Path, device: str, processes: int) -> list[float]:
+def losses_of_training(folder: str, corpus: Path, device: str, processes: int) -> list[float]:
     """The training losses of a tiny LSSAR run."""
     name = f"world-{processes}"
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    _run(
-        [
-            *(launcher if processes > 1 else ()),
-            *("train.py", "configs/nano-lssar.toml", "--device", device, *TINY_RUN),
-            *(f"--data.directory={corpus}", f"--log.directory={folder}", f"--log.name={name}"),
-        ]
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    run(
+        *(launcher if processes > 1 else ()),
+        *("train.py", "configs/nano-lssar.toml", "--device", device, *TINY_RUN),
+        *(f"--data.directory={corpus}", f"--log.directory={folder}", f"--log.name={name}"),
     )
     lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
     return [m["loss"] for m in map(json.loads, lines) if "loss" in m]
 
 
-def _run(arguments: list[str]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+def run(*arguments: str) -> None:
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise RuntimeError(f"{' '.join(arguments[:3])}: exit {done.returncode}: {said[-1:]}")
 
 
-def _range(losses: list[float]) -> str:
-    return f"{losses[0]:.4f} to {losses[-1]:.4f}"
-
-
-def check_benchmark(device: str, quick: bool, out: Path | None) -> list[dict]:
+def check_benchmark(device: str, quick: bool, out: Path | None) -> Iterator[dict]:
     """The attention benchmark, beside the report; its numbers also go into it."""
     arguments = ["attention", "--device", device]
     if quick:
@@ -208,9 +356,10 @@ def check_benchmark(device: str, quick: bool, out: Path | None) -> list[dict]:
         arguments += ["--lengths", "1024,2048,4096,8192,16384", "--batch", "4"]
     if not out:
         benchmark.main(arguments)
-        return [row("attention", PASS, "its table is above")]
+        yield row("attention", PASS, "its table is above")
+        return
     path = out.with_name(f"{out.stem}_attention.json")
     path.unlink(missing_ok=True)  # like the report: of this check, not of an earlier one
     benchmark.main([*arguments, "--out", str(path)])
     result = json.loads(path.read_text())
-    return [row("attention", PASS, f"{len(result['records'])} numbers in {path}", result=result)]
+    yield row("attention", PASS, f"{len(result['records'])} numbers in {path}", result=result)

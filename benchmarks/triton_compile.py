@@ -23,11 +23,19 @@ from support.files import write_json
 
 ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 128)
-# Which powers: P of the kernel (0: real or adaptive), and whether rows are re-weighted at all.
+# Per variant: P of the kernel (0: real or adaptive), and whether rows are re-weighted at all.
 VARIANTS = {"p=15": (15, True), "real p": (0, True), "lssa": (1, False)}
 POWERS = ("p=15", "real p")
 FLOAT_STATE = ("INV_K", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
 SCALARS = ("log_d", "p", "alpha", "train_length")
+FIELDS = ("kernel", "sm", "head_dim", "dtype", "variant", "rows", "keys", "warps", "stages")
+FIELDS += ("registers", "spilled_bytes", "shared_bytes")
+LINE = (
+    "{kernel:8} {sm:>3} {head_dim:>4} {dtype:5} {variant:7} {tile:>9} {warps:>6} {stages:>7} "
+    "{registers:>10} {spilled_bytes:>8} {shared_bytes:>7}"
+)
+HEADER = {"head_dim": "D", "dtype": "type", "variant": "power", "tile": "tile"}
+HEADER |= {"spilled_bytes": "spilled", "shared_bytes": "shared"}
 
 
 def jobs(head_dim: int, first_only: bool) -> list[dict]:
@@ -36,69 +44,44 @@ def jobs(head_dim: int, first_only: bool) -> list[dict]:
     for (kernel, dim, width), configs in CONFIGS.items():
         if dim != head_dim or (first_only and width == 4):
             continue
-        types = ("bf16", "fp16") if width == 2 else ("fp32",)
-        job = {"kernel": kernel, "head_dim": dim, "dtype": types[0], "variant": "p=15"}
-        if first_only:
-            found.append({**job, "config": configs[0]})
-            continue
-        found += [{**job, "config": c} for c in configs]
-        wide = configs if dim == 64 else configs[:1]
-        found += [{**job, "variant": "real p", "config": c} for c in wide]
-        found.append({**job, "variant": "lssa", "config": configs[0]})
+        dtype = "bf16" if width == 2 else "fp32"
+        some = configs if dim == 64 else configs[:1]
+        chosen = [("p=15", dtype, configs), ("real p", dtype, some), ("lssa", dtype, configs[:1])]
         if width == 2:
-            decode = DECODE_CONFIGS[kernel]
-            found += [{**job, "variant": v, "config": c} for v in POWERS for c in decode]
-            found += [
-                {**job, "dtype": "fp16", "variant": v, "config": c} for v in POWERS for c in wide
-            ]
+            chosen += [(power, dtype, DECODE_CONFIGS[kernel]) for power in POWERS]
+            chosen += [(power, "fp16", some) for power in POWERS]
+        if first_only:
+            chosen = [("p=15", dtype, configs[:1])]
+        job = {"kernel": kernel, "head_dim": dim}
+        for variant, dtype, these in chosen:
+            found += [job | {"dtype": dtype, "variant": variant, "config": c} for c in these]
     return found
 
 
 def resources(
-    kernel: str,
-    head_dim: int,
-    dtype: str,
-    variant: str,
-    config: tuple[int, int, int, int],
-    architecture: int,
+    *, kernel: str, head_dim: int, dtype: str, variant: str, config: tuple, architecture: int
 ) -> dict:
     """Compile one kernel to a cubin; its registers, spilled bytes and shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     rows, keys, warps, stages = config
-    source = _source(kernel_function(kernel), head_dim, dtype, variant, config)
+    source = _source(kernel_function(kernel), head_dim, dtype, variant, rows, keys)
     target = GPUTarget("cuda", architecture, 32)
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=target, options=options)
-    registers, spilled = _ptxas(compiled.asm["ptx"], architecture)
-    return {
-        "kernel": kernel,
-        "sm": architecture,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "variant": variant,
-        "rows": rows,
-        "keys": keys,
-        "warps": warps,
-        "stages": stages,
-        "registers": registers,
-        "spilled_bytes": spilled,
-        "shared_bytes": compiled.metadata.shared,
-    }
+    measured = *_ptxas(compiled.asm["ptx"], architecture), compiled.metadata.shared
+    values = kernel, architecture, head_dim, dtype, variant, *config, *measured
+    return dict(zip(FIELDS, values, strict=True))
 
 
-def _resources(job: dict) -> dict:
-    return resources(**job)
-
-
-def _source(kernel, head_dim, dtype, variant, config):
+def _source(kernel, head_dim: int, dtype: str, variant: str, rows: int, keys: int):
     """What the launcher would compile: contiguous heads, pointers and strides divisible by 16."""
     from triton.compiler import ASTSource
 
     power, reweight = VARIANTS[variant]
     constants = {"P": power, "REWEIGHT": reweight, "SAVE": True, "d": head_dim}
-    constants |= {"BLOCK_D": head_dim, "BLOCK_M": config[0], "BLOCK_N": config[1]}
+    constants |= {"BLOCK_D": head_dim, "BLOCK_M": rows, "BLOCK_N": keys}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     aligned = [["tt.divisibility", 16]]
@@ -121,6 +104,7 @@ def _source(kernel, head_dim, dtype, variant, config):
 
 
 def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
+    """Registers per thread and bytes spilled."""
     import triton
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -135,49 +119,37 @@ def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
     return int(registers[1]), max(int(spills[1]), int(spills[2]))
 
 
-COLUMNS = "{:8} {:>3} {:>4} {:5} {:7} {:>9} {:>6} {:>7} {:>10} {:>8} {:>7}"
-
-
-def _print(row: dict) -> None:
-    tile = f"{row['rows']}x{row['keys']}"
-    columns = ("kernel", "sm", "head_dim", "dtype", "variant")
-    counts = ("warps", "stages", "registers", "spilled_bytes", "shared_bytes")
-    print(COLUMNS.format(*(row[c] for c in columns), tile, *(row[c] for c in counts)), flush=True)
-
-
-def main(args: Namespace) -> None:
+def main(options: Namespace) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError("TRITON_INTERPRET=1 is set: nothing would be compiled; unset it")
-    if args.out:
-        check_writable(args.out)
+    if options.out:
+        check_writable(options.out)
     if importlib.util.find_spec("triton") is None:
         raise UserError("triton is not installed; pip install triton")
-
-    if args.head_dim and args.head_dim not in HEAD_DIMS:
-        raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64 or 128")
-
-    head = ("kernel", "sm", "D", "type", "power", "tile", "warps", "stages")
-    print(COLUMNS.format(*head, "registers", "spilled", "shared"))
+    if options.head_dim not in (None, *HEAD_DIMS):
+        raise UserError(f"--head-dim {options.head_dim}: no configuration of it; give 64 or 128")
+    head_dims = (options.head_dim,) if options.head_dim else HEAD_DIMS
     todo = [
-        {**job, "architecture": architecture}
+        job | {"architecture": architecture}
         for architecture in ARCHITECTURES
-        for head_dim in ((args.head_dim,) if args.head_dim else HEAD_DIMS)
-        for job in jobs(head_dim, args.first)
+        for head_dim in head_dims
+        for job in jobs(head_dim, options.first)
     ]
+    print(LINE.format(**dict(zip(FIELDS, FIELDS, strict=True)) | HEADER))
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
         os.environ["TRITON_CACHE_DIR"] = cache
-        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-            for row in pool.imap(_resources, todo):
-                rows.append(row)
-                _print(row)
-    if args.out:
+        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+            for pending in [pool.apply_async(resources, kwds=job) for job in todo]:
+                rows.append(row := pending.get())
+                print(LINE.format(**row, tile=f"{row['rows']}x{row['keys']}"), flush=True)
+    if options.out:
         table = {
             "status": "compiled with ptxas, not run on hardware",
             "command": "python benchmark.py compile --out results/triton_resources.json",
             "triton": importlib.metadata.version("triton"),
             "kernels": rows,
         }
-        write_json(args.out, table)
-        print(f"written: {args.out}")
+        write_json(options.out, table)
+        print(f"written: {options.out}")

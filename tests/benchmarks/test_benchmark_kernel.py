@@ -4,8 +4,15 @@ import pytest
 import torch
 
 import benchmark
-from benchmarks.attention_inputs import ALIKE, RANDOM, make_inputs
-from benchmarks.attention_study import BLOCKS, SPARSITIES, counted_share, zero_shares
+from benchmarks.attention_study import (
+    ALIKE,
+    BLOCKS,
+    RANDOM,
+    SPARSITIES,
+    counted_share,
+    make_inputs,
+    zero_shares,
+)
 from evaluating.results import read_results
 from lssar import cpu
 from lssar.errors import UserError

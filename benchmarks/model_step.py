@@ -1,0 +1,242 @@
+"""Time and memory of a model: `python benchmark.py train`, `benchmark.py attention --table cost`.
+
+A training step is forward, backward, clip and AdamW on random tokens. All contestants take turns in
+one process and times are medians; memory is the peak of a separate process above what it had before
+the model was made. `train` gives each mechanism a model of its own, and nanoGPT its own optimiser
+settings. `cost` is the paper's table, its numbers beside: a training step and a forward pass to the
+loss without gradients, in the eager forms that the paper measured and the fused ones, under bf16
+autocast on a GPU (the eager attention itself computes in float32), in fp32 on a CPU. One model
+serves all of its lines, as no mechanism in it has parameters.
+"""
+
+import importlib.util
+import json
+import statistics
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import measure
+from benchmarks.study import Study, settings_of, text
+from evaluating.checkpoints import mechanism_label
+from lssar.backends import Call, choose_backend
+from lssar.errors import UserError
+from lssar.mechanisms import Mechanism, get_mechanism
+from model import GPT, PRESETS, preset
+from support import plots
+from support.files import read_text
+from support.text import table
+from training.distributed import autocast
+
+NANOGPT = "nanoGPT"
+PAPER = Path(__file__).parent.parent / "paper/paper.json"
+PHASES = ("eval", "train")  # in the order of the memory they need
+COLUMNS = ("train_ms", "train_MB", "eval_ms", "eval_MB")  # as in the paper's table
+HEADER = [name.replace("_", " ") for name in COLUMNS]
+
+
+class Workbench:
+    """A model, its optimiser and a batch of random tokens."""
+
+    def __init__(self, options: Namespace, attention: str = "softmax", precision: str = "auto"):
+        self.device, self.precision = torch.device(options.device), precision
+        with torch.random.fork_rng([0] if options.device == "cuda" else []):
+            torch.manual_seed(0)
+            if attention == NANOGPT:
+                self.model = nanogpt(options).to(self.device)
+                make_optimiser = self.model.configure_optimizers
+                self.optimiser = make_optimiser(0.1, 6e-4, (0.9, 0.95), options.device)
+            else:
+                self.model = GPT(preset(options.preset, attention)).to(self.device)
+                groups = self.model.parameter_groups(0.1)
+                self.optimiser = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=True)
+            shape = options.batch, options.length + 1
+            vocabulary = PRESETS[options.preset]["vocab_size"]
+            tokens = torch.randint(vocabulary, shape, device=self.device)
+        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def loss(self) -> torch.Tensor:
+        with autocast(self.device, self.precision):
+            found = self.model(self.inputs, self.targets)
+        return found[1] if isinstance(found, tuple) else found  # nanoGPT: logits and loss
+
+    def train(self) -> None:
+        self.loss().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+
+    def run(self, line: "Line", phase: str) -> None:
+        self.model.configure(attention=line.mechanism).use_backend(line.backend)
+        if phase == "train":
+            self.train()
+        else:
+            with torch.no_grad():
+                self.loss()
+
+
+def train(options: Namespace) -> None:
+    options.device = measure.best_device()
+    preset(options.preset)  # raises for an unknown one
+    study = Study(options)
+    names = options.attention + ([NANOGPT] if options.nanogpt else [])
+    steps = {name: make_steps(name, options)[0] for name in names}
+    seconds = measure.round_seconds(steps, options.device, options.rounds)
+    first = statistics.median(seconds[names[0]])
+    for name in tqdm(names, desc="memory", leave=False, disable=None):
+        task = measure.peak_megabytes, options.device, make_steps, name, options
+        (peak,) = measure.in_new_process(*task)
+        time, rounds = statistics.median(seconds[name]), [1000 * t for t in seconds[name]]
+        add = partial(study.add, {"run": name}, variant=options.preset, length=options.length)
+        add("step_ms", 1000 * time, details={"rounds": rounds})
+        add("tokens_per_s", options.batch * options.length / time)
+        add("step_ratio", time / first)
+        add("step_MB", peak)
+    print(
+        f"{options.preset}, batch {options.batch} x {options.length} tokens, {options.device}, "
+        f"{torch.get_num_threads()} threads, median of {options.rounds}; ratios to {names[0]}"
+    )
+    print(text(study.records, []))
+    study.write()
+
+
+def make_steps(name: str, options: Namespace) -> list[measure.Step]:
+    bench = Workbench(options, name, "bf16" if options.bf16 else "fp32")
+    if name != NANOGPT:
+        bench.model.use_backend(options.backend)
+    if options.compile:
+        bench.model.compile()
+    return [bench.train]
+
+
+def nanogpt(options: Namespace) -> torch.nn.Module:
+    """The model of a nanoGPT checkout at the preset's shape."""
+    file = options.nanogpt / "model.py"
+    if not file.is_file():
+        raise UserError(f"--nanogpt {options.nanogpt}: no model.py there; give a nanoGPT checkout")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shape = PRESETS[options.preset]
+    sizes = {"n_layer": shape["layers"], "n_head": shape["heads"], "n_embd": shape["width"]}
+    sizes |= {"vocab_size": shape["vocab_rows"], "block_size": options.length}
+    return module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=True))
+
+
+class Line(NamedTuple):
+    """One line of the table. The eager ones are the paper's."""
+
+    mechanism: Mechanism
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{mechanism_label(self.mechanism)}, {self.backend}"
+
+
+Values = dict[Line, list[float]]  # COLUMNS of each line
+
+
+def cost(options: Namespace) -> None:
+    paper = json.loads(read_text(PAPER))["tab:comp_analysis"]
+    setting = paper["setting"]
+    for key in ("preset", "batch", "length"):
+        vars(options)[key] = getattr(options, key) or setting[key]
+    options.device = options.device or measure.best_device()
+    preset(options.preset)  # raises for an unknown one
+    study = Study(options)
+    measured = measure_lines(study, table_lines(options, setting["p"]))
+    for line, values in measured.items():
+        m, tokens = line.mechanism, options.batch * options.length
+        run = {"run": m.name, "model": {"preset": options.preset, "attention": settings_of(m)}}
+        key = {"variant": line.backend, "length": options.length, "tokens": tokens}
+        for quantity, value in zip(COLUMNS, values, strict=True):
+            study.add(run, quantity, value, **key, details={"numerics": m.numerics})
+    rows = paper["rows"]
+    published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
+    machine = measure.machine(options.device)
+    print(
+        f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, "
+        f"{machine['name']}, {machine['threads']} threads, "
+        f"{'bf16 autocast' if options.device == 'cuda' else 'fp32'}; paper: "
+        f"{setting['device']}, batch {setting['batch']} x {setting['length']}, "
+        f"{setting['dtype']}; in brackets relative to the first line"
+    )
+    print(cost_table(measured, published))
+    for line in study.left_out:
+        print(f"left out: {line}")
+    study.write(partial(draw, measured, published), left_out=study.left_out)
+
+
+def table_lines(options: Namespace, p: float) -> list[Line]:
+    """The paper's three lines, then the fastest backend and the portable one of each mechanism."""
+    plain = [get_mechanism("softmax"), get_mechanism("lssa")]
+    literal = get_mechanism("lssar", p=p, numerics="naive")
+    lines = [Line(mechanism, "eager") for mechanism in (*plain, literal)]
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    # The choice for a long sequence: a short one may prefer eager, which is in the table already.
+    call = Call(options.device, dtype, 2**40, preset(options.preset).head_dim)
+    for mechanism in (*plain, get_mechanism("lssar", p=p)):
+        fastest = choose_backend(mechanism, call)
+        lines += [Line(mechanism, backend) for backend in dict.fromkeys((fastest, "rowblock"))]
+    return lines
+
+
+def measure_lines(study: Study, lines: list[Line]) -> Values:
+    options, memory = study.options, study.weigh(line_steps, lines)
+    if not memory:
+        raise UserError(
+            f"nothing fits at --batch {options.batch} --length {options.length}; make them smaller"
+        )
+    bench = Workbench(options)
+    steps = {(line, phase): partial(bench.run, line, phase) for line in memory for phase in PHASES}
+    seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
+    measured = {}
+    for line, (eval_peak, train_peak) in memory.items():
+        eval_ms, train_ms = (1000 * statistics.median(seconds[line, phase]) for phase in PHASES)
+        measured[line] = [train_ms, train_peak, eval_ms, eval_peak]
+    return measured
+
+
+def line_steps(line: Line, options: Namespace) -> list[measure.Step]:
+    bench = Workbench(options)
+    return [partial(bench.run, line, phase) for phase in PHASES]
+
+
+def cost_table(measured: Values, published: Values) -> str:
+    """The paper's layout; numbers also relative to the first line, eager softmax."""
+    first = next(iter(measured))
+
+    def cells(values: Values, line: Line) -> list[str]:
+        if line not in values:
+            return [""] * len(COLUMNS)
+        pairs = zip(values[line], values[first], strict=True)
+        return [f"{value:.2f} ({value / unit:.2f}x)" for value, unit in pairs]
+
+    rows = [[str(line), *cells(measured, line), *cells(published, line)] for line in measured]
+    return table(["", *HEADER, *(f"paper: {name}" for name in HEADER)], rows)
+
+
+def draw(measured: Values, published: Values, out: Path) -> list[Path]:
+    """One bar per line, eager softmax as the unit; a cross where the paper has a number."""
+    lines = list(measured)
+    figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)
+    for i, (axes, title) in enumerate(zip(panels, HEADER, strict=True)):
+        for place, line in enumerate(lines):
+            value = measured[line][i] / measured[lines[0]][i]
+            colour = plots.style(line.mechanism.name)["color"]
+            axes.barh(place, value, color=colour, alpha=0.55 if line in published else 1)
+        axes.plot(
+            [values[i] / published[lines[0]][i] for values in published.values()],
+            [lines.index(line) for line in published],
+            **{"color": plots.INK, "marker": "X", "linestyle": "none", "markersize": 4},
+            label="the paper",
+        )
+        axes.set(title=f"{title} / eager softmax", xlim=(0, None))
+    panels[0].set_yticks(range(len(lines)), map(str, lines))
+    panels[0].invert_yaxis()
+    panels[-1].legend(loc="lower right")
+    return plots.save(figure, out.with_suffix(".png"))

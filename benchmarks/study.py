@@ -1,0 +1,170 @@
+"""What one benchmark measured: its records, as a table, a figure and a results file."""
+
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from matplotlib.ticker import LogLocator, NullFormatter
+from tqdm import tqdm
+
+from benchmarks import measure
+from evaluating.results import Record, Results
+from lssar.mechanisms import Mechanism
+from support import plots
+from support.text import table
+
+# Per study: the quantity of each panel, what it is drawn over, and whether on logarithmic scales.
+FIGURES = {
+    "attention": (("forward_ms", "forward_backward_ms", "forward_backward_MB"), "length", True),
+    "sparsity": (("forward_ratio", "forward_backward_ratio"), "counted_share", False),
+    "threads": (("forward_speed_up", "forward_backward_speed_up"), "length", False),
+}
+
+
+class Study:
+    """Records, runs and what was left out; --out is checked before anything is measured."""
+
+    def __init__(self, options: Namespace):
+        self.options = options
+        self.runs: dict[str, dict] = {}
+        self.records: list[Record] = []
+        self.left_out: list[str] = []
+        self.results: Results | None = None
+        if options.out:
+            measure.check_writable(options.out)
+            kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
+            settings = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
+            about = measure.machine(options.device)
+            self.results = Results(options.out, options.benchmark, settings, about)
+
+    def add(self, run: dict, quantity: str, value: float, **more) -> None:
+        self.runs[run["run"]] = run
+        self.records.append(Record(quantity, run["run"], value, **more))
+
+    def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
+        """{contestant: peak MB of each step}; what does not fit is left out.
+
+        The steps are `make_steps(contestant, options)`; see `measure.peak_megabytes`.
+        """
+        peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
+        for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
+            arguments = contestant, self.options
+            try:
+                peaks[contestant] = measure.in_new_process(*task, *arguments, warm_up=warm_up)
+            except (measure.Crashed, torch.OutOfMemoryError) as error:
+                self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
+        return peaks
+
+    def write(self, draw: Callable[[Path], list[Path]] | None = None, **about) -> None:
+        """With --out, replace the numbers of an earlier run with the same settings."""
+        if self.results is None:
+            return
+        self.results.about |= about
+        self.results.runs, self.results.records = self.runs, []
+        self.results.add(*self.records)
+        figures = draw(self.options.out) if draw else []
+        for path in (self.options.out, *figures):
+            print(f"written: {path}")
+
+
+def settings_of(mechanism: Mechanism) -> dict:
+    return {"name": mechanism.name} | ({"p": mechanism.p} if mechanism.sharpened else {})
+
+
+def title(quantity: str) -> str:
+    return quantity.replace("forward_backward", "forward+backward").replace("_", " ")
+
+
+def rows(records: list[Record]) -> dict[tuple[str, int], dict[str, float]]:
+    """{(name, length): {quantity: value}}; a name is the run and what sets its variant apart."""
+    common = set.intersection(*(set(r.variant.split(", ")) for r in records))
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for record in records:
+        own = [part for part in record.variant.split(", ") if part not in common]
+        name = ", ".join([record.run, *own])
+        found.setdefault((name, record.length), {})[record.quantity] = record.value
+    return found
+
+
+def text(records: list[Record], left_out: list[str]) -> str:
+    """A table of every number, the growth with the length, and what was left out."""
+    quantities = dict.fromkeys(r.quantity for r in records)
+    lines = [
+        [name, f"{length:,}", *(_cell(q, values.get(q)) for q in quantities)]
+        for (name, length), values in rows(records).items()
+    ]
+    parts = [table(["", "length", *map(title, quantities)], lines)]
+    if grown := slopes(records):
+        panels = FIGURES["attention"][0]
+        lines = [[name, *(f"{found[q]:.2f}" for q in panels)] for name, found in grown.items()]
+        parts.append(table(["grows as length to the power", *map(title, panels)], lines))
+    if left_out:
+        parts.append("\n  ".join(["left out:", *left_out]))
+    return "\n\n".join(parts)
+
+
+def _cell(quantity: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2%}" if "share" in quantity else f"{value:,.2f}"
+
+
+def curves(records: list[Record], quantity: str, over: str) -> dict[str, list[tuple]]:
+    """{label: [(x, y)]}: one curve per name over the length, else one per length."""
+    found: dict[str, list[tuple]] = {}
+    for (name, length), values in rows(records).items():
+        x = values | {"length": length}
+        if quantity in x and over in x:
+            label = name if over == "length" else f"length {length:,}"
+            found.setdefault(label, []).append((x[over], x[quantity]))
+    return {label: sorted(points) for label, points in found.items()}
+
+
+def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
+    """The exponent of growth where both times and memory are known at two lengths or more."""
+    panels, found = FIGURES["attention"][0], {}
+    for quantity in panels:
+        for name, points in curves(records, quantity, "length").items():
+            if len(points) > 1:
+                logs = [(math.log(length), math.log(max(y, 1e-9))) for length, y in points]
+                slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
+                found.setdefault(name, {})[quantity] = slope
+    return {name: exponents for name, exponents in found.items() if len(exponents) == len(panels)}
+
+
+def draw(study: str, records: list[Record], out: Path) -> list[Path]:
+    """One panel per quantity; bars where there is only one length to draw over."""
+    if study not in FIGURES:
+        return []
+    quantities, over, logarithmic = FIGURES[study]
+    figure, panels = plots.figure(1, len(quantities), width=plots.PAGE, height=2.9)
+    lengths = sorted({r.length for r in records})
+    for axes, quantity in zip(panels, quantities, strict=True):
+        axes.set_title(title(quantity))
+        found = curves(records, quantity, over)
+        if over == "length" and len(lengths) == 1:
+            names = list(found) if axes is panels[0] else [""] * len(found)
+            values = [points[0][1] for points in found.values()]
+            axes.barh(range(len(found)), values, color=plots.COLOURS[0])
+            axes.set_yticks(range(len(found)), names)
+            axes.invert_yaxis()
+            continue
+        for number, (name, points) in enumerate(found.items()):
+            style = plots.line(number) | ({} if over == "length" else {"linestyle": "none"})
+            axes.plot(*zip(*points, strict=True), **style, label=name)
+        axes.set_xlabel(title(over))
+        if over == "length":
+            plots.length_axis(axes, lengths)
+        if logarithmic:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.axhline(1, color="#555555", linewidth=0.8)
+            axes.set_ylim(0, None)
+    plots.legend_below(figure, panels[0], columns=4)
+    return plots.save(figure, out.with_suffix(".png"))
