@@ -23,14 +23,12 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import numpy as np
 
-from evaluating.by_length import common_train_length, figure_by_length, new_figure, styled_series
+from evaluating import by_length
 from evaluating.checkpoints import labels
-from evaluating.results import AS_TRAINED, Record, Results, read_results
+from evaluating.results import AS_TRAINED, Results, read_results
 from evaluating.variants import series_label
 from support import plots
 from support.text import short_number, table
-
-Key = tuple[str, str, int]  # run, variant, length
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
@@ -40,9 +38,11 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def paired_differences(results: Results, reference: str) -> dict[Key, tuple[float, float | None]]:
+def paired_differences(
+    results: Results, reference: str
+) -> dict[by_length.Key, tuple[float, float | None]]:
     """Every loss minus that of the reference run as trained at that length, by segment."""
-    losses = {k: r.details["segment_losses"] for k, r in by_key(results, "loss").items()}
+    losses = {k: r.details["segment_losses"] for k, r in by_length.records(results, "loss").items()}
     differences = {}
     for key, values in losses.items():
         base = losses.get((reference, AS_TRAINED, key[2]))
@@ -51,93 +51,65 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple[floa
     return differences
 
 
-def by_key(results: Results, quantity: str) -> dict[Key, Record]:
-    return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
-
-
 def short_table(results: Results) -> str:
     """Loss by length, its rise, and the context gain at the longest: one line per series."""
     if results.kind != KIND:
         raise UserError(f"{results.path} holds results of {results.kind!r}, not of {KIND!r}")
-    names, gains = labels(results.runs), by_key(results, "context_gain")
+    names, gains = labels(results.runs), by_length.records(results, "context_gain")
     lengths = sorted({r.length for r in results.records})
     body = []
     for identity, variant, records in results.series("loss"):
-        losses = {r.length: r.value for r in records}
+        losses = {r.length: number(r.value, ".3f") for r in records}
         first, last = records[0].value, records[-1].value
         rise = None if None in (first, last) else last - first
         gain = gains.get((identity, variant, records[-1].length))
-        body.append(
-            [
-                series_label(names[identity], variant),
-                *(number(losses[n], ".3f") if n in losses else "" for n in lengths),
-                number(rise, "+.3f"),
-                number(gain.value, "+.3f") if gain else "",
-            ]
-        )
+        label, shown = series_label(names[identity], variant), [losses.get(n, "") for n in lengths]
+        ends = [number(rise, "+.3f"), number(gain.value, "+.3f") if gain else ""]
+        body.append([label, *shown, *ends])
     return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)
 
 
 def tables(results: Results, reference: str) -> str:
     """Loss, perplexity, context gain and difference from the reference run, by length."""
-    names = labels(results.runs)
-    lengths = sorted({r.length for r in results.records})
 
-    def part(title: str, found: dict, cell) -> str:
-        body = []
-        for identity, variant, _ in results.series("loss"):
-            cells = [found.get((identity, variant, n)) for n in lengths]
-            if any(cells):
-                label = series_label(names[identity], variant)
-                body.append([label, *(cell(c) if c else "" for c in cells)])
-        return f"\n{title}\n" + table(["", *map(str, lengths)], body) if body else ""
-
-    losses, gains = by_key(results, "loss"), by_key(results, "context_gain")
-    paired = paired_differences(results, reference)
-    sections = [
-        part(
-            f"validation loss over {results.settings['tokens']:,} tokens, ± standard error",
+    losses, tokens = by_length.records(results, "loss"), results.settings["tokens"]
+    parts = (
+        (
+            f"validation loss over {tokens:,} tokens, ± standard error",
             losses,
-            lambda r: _with_error(r.value, r.error),
+            lambda r: number(r.value, ".4f", r.error),
         ),
-        part("perplexity", losses, lambda r: number(perplexity(r.value), ".2f")),
-        part(
+        ("perplexity", losses, lambda r: number(perplexity(r.value), ".2f")),
+        (
             "context gain: full minus near context on the same tokens (< 0: it helps)",
-            gains,
-            lambda r: _with_error(r.value, r.error, sign="+"),
+            by_length.records(results, "context_gain"),
+            lambda r: number(r.value, "+.4f", r.error),
         ),
-        part(
-            f"loss minus that of {names[reference]}, paired by segment",
-            paired,
-            lambda pair: _with_error(*pair, sign="+"),
+        (
+            f"loss minus that of {labels(results.runs)[reference]}, paired by segment",
+            paired_differences(results, reference),
+            lambda pair: number(pair[0], "+.4f", pair[1]),
         ),
-    ]
-    return "\n".join(section for section in sections if section)
+    )
+    return "\n".join(filter(None, (by_length.table(results, *part) for part in parts)))
 
 
 def perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def number(value: float | None, form: str) -> str:
-    return "overflow" if value is None or math.isnan(value) else format(value, form)
-
-
-def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    text = number(value, f"{sign}.4f")
-    return text if error is None else f"{text} ±{error:.4f}"
-
-
-# --- figures -------------------------------------------------------------------------------------
+def number(value: float | None, form: str, error: float | None = None) -> str:
+    shown = "overflow" if value is None or math.isnan(value) else format(value, form)
+    return shown if error is None else f"{shown} ±{error:.4f}"
 
 
 def figures(results: Results) -> list[Path]:
     """Loss by length, context gain by length, and loss by position at the longest length."""
-    figure, _ = figure_by_length(results, "loss", ylabel="validation loss (nats per token)")
+    figure, _ = by_length.draw(results, "loss", ylabel="validation loss (nats per token)")
     written = plots.save(figure, results.sibling(".png"))
     if results.find(quantity="context_gain"):
         ylabel = "context gain (nats): full − near"
-        figure, axes = figure_by_length(results, "context_gain", ylabel=ylabel)
+        figure, axes = by_length.draw(results, "context_gain", ylabel=ylabel)
         axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
         written += plots.save(figure, results.sibling("-gain.png"))
     return written + plots.save(loss_by_position(results), results.sibling("-position.png"))
@@ -145,8 +117,8 @@ def figures(results: Results) -> list[Path]:
 
 def loss_by_position(results: Results):
     longest = max(r.length for r in results.records)
-    series = list(styled_series(results, "loss"))
-    figure, axes = new_figure(series)
+    series = list(by_length.styled_series(results, "loss"))
+    figure, axes = by_length.new_figure(series)
     for label, style, records in series:
         found = records[-1].details["by_position"]
         if records[-1].length != longest or any(b["loss"] is None for b in found):
@@ -154,7 +126,7 @@ def loss_by_position(results: Results):
         middles = [math.sqrt(b["from"] * b["to"]) for b in found]
         axes.plot(middles, [b["loss"] for b in found], label=label, **(style | {"marker": ""}))
     ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
-    plots.length_axis(axes, ticks, common_train_length(results))
+    by_length.mark_lengths(axes, results, ticks)
     axes.set(
         xlabel=f"position in a window of {short_number(longest)} tokens",
         ylabel="validation loss (nats per token)",

@@ -19,22 +19,19 @@ BATCH_TOKENS = 16384
 
 
 class EvaluationParser(Parser):
-    """The arguments that every evaluation script has."""
+    """The arguments that evaluation commands share."""
 
     def __init__(self, description: str):
         super().__init__(description)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
-    def add_run_arguments(self) -> None:
-        """What every script needs that runs models over many inputs and records the results."""
+    def add_run_arguments(self, precision: bool = True) -> None:
+        """For commands that evaluate several checkpoints and record the results."""
         self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
         self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
-        self.add_argument(
-            "--precision",
-            default="auto",
-            choices=("auto", "bf16", "fp32"),
-            help="auto: bf16 on a GPU, fp32 elsewhere",
-        )
+        if precision:
+            choices, meaning = ("auto", "bf16", "fp32"), "auto: bf16 on a GPU, fp32 elsewhere"
+            self.add_argument("--precision", default="auto", choices=choices, help=meaning)
 
     def add_variant_arguments(self) -> None:
         group = self.add_argument_group("evaluated in addition, without retraining, one at a time")
@@ -48,16 +45,9 @@ def progress(total: int, label: str, unit: str, enabled: bool = True) -> "tqdm":
     """A bar on a terminal, nothing in a log file, where finished numbers are printed anyway."""
     from tqdm import tqdm
 
-    hidden = not (enabled and sys.stderr.isatty())
-    return tqdm(
-        total=total,
-        desc=label,
-        unit=unit,
-        unit_scale=total > 10_000,
-        leave=False,
-        dynamic_ncols=True,
-        disable=hidden,
-    )
+    shown = enabled and sys.stderr.isatty()
+    large = {"unit_scale": total > 10_000, "leave": False, "dynamic_ncols": True}
+    return tqdm(total=total, desc=label, unit=unit, disable=not shown, **large)
 
 
 @contextmanager

@@ -2,20 +2,17 @@
 
     {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
 
-A record is one measured number: which quantity of which run, under which variant, at which length,
-on how many tokens, its value and standard error, and the command and code revision that measured
-it. What the number was made of (losses by position, answers by depth), and with which torch on how
-many threads, is in its `details`. `runs` says what each ID is: name, seed, training length,
-mechanism and all other settings of the model.
+A record is one measured number. What it was made of (losses by position, answers by depth) is in
+its `details`; `runs` says what each ID is: name, seed, training length, all settings of the model.
 
-A file grows measurement by measurement and can be continued: each is written, by replacing the
-file atomically, as soon as it is known, and never computed again. Records of one file are
-comparable: to add to it, `settings` must be equal. `about` is for the reader: where the data were,
-and so on. Numbers that are not finite become null, as JSON cannot hold them.
+A file grows measurement by measurement, each written as soon as it is known by replacing the file
+atomically, and never computed again. Records of one file are comparable: to add to it, `settings`
+must be equal; `about` is for the reader. Numbers that are not finite become null, as JSON cannot
+hold them.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -72,12 +69,8 @@ class Results:
         about: dict,
         *,
         made_with: dict | None = None,
-        fresh: bool = False,
     ):
-        """Open `path` to continue it, or begin it, as is always done where `fresh`.
-
-        `made_with` goes into the details of every record that is added.
-        """
+        """Begin or continue a file; `made_with` goes into the details of every record added."""
         self.path = Path(path)
         if self.path.suffix != ".json":
             raise UserError(f"--out {self.path}: give a name that ends in .json")
@@ -88,12 +81,14 @@ class Results:
         self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
         self._claim: Claim | None = None
         self._opened_as = self._version()
-        if self.path.exists() and not fresh:
-            self._continue(read_results(self.path))
+        if self.path.exists():
+            found = read_results(self.path)
+            self._refuse_others(found)
+            self.runs, self.records = found.runs, found.records
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def _continue(self, found: "Results") -> None:
+    def _refuse_others(self, found: "Results") -> None:
         if found.kind != self.kind:
             raise UserError(
                 f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}; "
@@ -106,7 +101,6 @@ class Results:
                     f"{self.path} was made with {key} = {old}, this is {new}: the numbers would "
                     "not be comparable; give another --out or delete it"
                 )
-        self.runs, self.records = found.runs, found.records
 
     def _version(self) -> tuple | None:
         if not self.path.exists():
@@ -190,6 +184,14 @@ def read_results(path: str | Path) -> Results:
     return results
 
 
+_TYPES = {
+    **dict.fromkeys(("quantity", "run", "variant", "task", "command", "revision"), str),
+    **dict.fromkeys(("value", "error"), (int, float, type(None))),
+    **dict.fromkeys(("length", "tokens"), (int, type(None))),
+    "details": dict,
+}
+
+
 def _check(record: Record, runs: dict) -> None:
     if record.run not in runs:
         raise ValueError(f"a record of the unknown run {record.run!r}")
@@ -201,20 +203,13 @@ def _check(record: Record, runs: dict) -> None:
             raise TypeError(f"{name} = {value!r} in a record of {record.quantity!r}")
 
 
-_TYPES = {
-    **dict.fromkeys(("quantity", "run", "variant", "task", "command", "revision"), str),
-    **dict.fromkeys(("value", "error"), (int, float, type(None))),
-    **dict.fromkeys(("length", "tokens"), (int, type(None))),
-    "details": dict,
-}
-
-
 def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
     """Every measured number below a folder, and what could not be read, by file, with the reason.
 
     Of a number that was measured again, after its run was trained again, only the last counts.
     """
-    found, problems = [], {}
+    newest: dict[tuple, Measured] = {}
+    problems = {}
     for path in sorted(Path(folder).rglob("*.json")):
         if path.is_symlink() or not path.is_file():  # a pipe would be waited for
             problems[path] = "it is a link or a device, not a file"
@@ -224,14 +219,8 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
         except UserError as error:
             problems[path] = str(error).removesuffix("; give another --out")
             continue
-        found += list(_last(results))
-    return found, problems
-
-
-def _last(results: Results) -> Iterable[Measured]:
-    newest = {}
-    for record in results.records:
-        run = results.runs[record.run]
-        place = (record.quantity, run["run"], record.variant, record.task, record.length)
-        newest[place] = Measured(record, run, results.kind, results.path)
-    return newest.values()
+        for r in results.records:
+            run = results.runs[r.run]
+            place = (path, r.quantity, run["run"], r.variant, r.task, r.length)
+            newest[place] = Measured(r, run, results.kind, path)
+    return list(newest.values()), problems

@@ -13,10 +13,6 @@ from lssar.errors import UserError
 from model import GPT, ModelConfig
 
 
-def series_label(run: str, variant: str) -> str:
-    return run if variant == AS_TRAINED else f"{run}, {variant}"
-
-
 @dataclass(frozen=True)
 class Variant:
     name: str = AS_TRAINED
@@ -29,24 +25,53 @@ class Variant:
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
-        if self.interpolated and length > train_length:
-            factor = trained.interpolation * length / train_length
-            return ModelConfig.from_dict(trained.to_dict() | {"interpolation": factor})
-        acts = {
-            None: False,
-            "p": True,
-            "alpha": length > trained.attention.train_length,
-            "window": length > (self.value or 0),
-        }
-        if not acts[self.key]:
-            return trained
         settings = trained.to_dict()
-        settings["attention"] |= {self.key: self.value}
+        if self.interpolated and length > train_length:
+            settings["interpolation"] = trained.interpolation * length / train_length
+        elif (
+            self.key == "p"
+            or (self.key == "alpha" and length > trained.attention.train_length)
+            or (self.key == "window" and length > self.value)
+        ):
+            settings["attention"] |= {self.key: self.value}
+        else:
+            return trained
         return ModelConfig.from_dict(settings)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint under one variant at one length: what is measured at a time."""
+
+    checkpoint: Checkpoint
+    variant: Variant
+    length: int
+
+    @property
+    def key(self) -> dict:
+        """The fields that its records share."""
+        run = self.checkpoint.identity
+        return {"run": run, "variant": self.variant.name, "length": self.length}
+
+    @property
+    def label(self) -> str:
+        return series_label(self.checkpoint.info.run, self.variant.name)
+
+    @property
+    def config(self) -> ModelConfig:
+        checkpoint = self.checkpoint
+        return self.variant.config(checkpoint.config, checkpoint.info.train_length, self.length)
+
+    def configure(self, model: GPT) -> None:
+        model.configure(attention=self.config.attention, interpolation=self.config.interpolation)
+
+
+def series_label(run: str, variant: str) -> str:
+    return run if variant == AS_TRAINED else f"{run}, {variant}"
+
+
 def variants(arguments: argparse.Namespace, checkpoints: list[Checkpoint]) -> list[Variant]:
-    """As trained, then what the command line adds; every value checked on the models at once."""
+    """As trained, then what the command line adds; every value is checked on the models."""
     chosen = [Variant()]
     for key in ("p", "alpha", "window"):
         chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
@@ -62,7 +87,3 @@ def variants(arguments: argparse.Namespace, checkpoints: list[Checkpoint]) -> li
         for c in suited:  # raises for an impossible value
             variant.config(c.config, c.info.train_length, length=2**40)
     return chosen
-
-
-def configure(model: GPT, config: ModelConfig) -> GPT:
-    return model.configure(attention=config.attention, interpolation=config.interpolation)

@@ -168,7 +168,7 @@ def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
 
 def test_spread_segments_reach_from_the_first_token_to_the_last(tmp_path):
     data = open_split(write_tokens(tmp_path / "data", SET_TOKENS), "val")
-    targets = eval_extrapolation.choose_targets(data, [64], TOKENS, spread=True)
+    targets = eval_extrapolation.Targets(data, [64], TOKENS, spread=True)
     inputs = torch.cat([pair[1] for pair in targets.batches()])
     wanted = torch.cat([pair[2] for pair in targets.batches()])
     assert inputs[0].tolist() == data.slice(0, 64).tolist()
@@ -344,7 +344,7 @@ def test_overflow_is_reported_and_the_file_stays_json(tmp_path, capsys):
 def test_one_length_is_drawn_as_bars(workspace, tmp_path):
     results = load(workspace, "all.json")
     results.path, results.records = tmp_path / "x.json", results.select(length=64)
-    _, axes = by_length.figure_by_length(results, "loss", ylabel="loss")
+    _, axes = by_length.draw(results, "loss", ylabel="loss")
     shown = [label.get_text() for label in axes.get_xticklabels()]
     assert shown[:2] == ["Softmax", "Softmax, window=12"] and "LSSAR p=15, α=0.5" in shown
     assert [round(bar.get_height(), 4) for bar in axes.patches] == [
