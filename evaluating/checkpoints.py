@@ -23,6 +23,11 @@ class Checkpoint:
     config: ModelConfig
     info: CheckpointInfo
 
+    @property
+    def task_length(self) -> int:
+        """Default max_length of downstream tasks: 2,048, as in the paper, if trained at 1,024."""
+        return 2 * self.info.train_length
+
     def load(self, device: torch.device) -> GPT:
         return load_model(self.path, device)[0].eval()
 

@@ -28,11 +28,6 @@ NEW_TOKENS = 256  # where a request does not say; at most half of max_length
 GENERATION_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
 
 
-def default_max_length(checkpoint: Checkpoint) -> int:
-    """Twice the training length: the paper's 2,048 for models trained at 1,024."""
-    return 2 * checkpoint.info.train_length
-
-
 @register_model("lssar")
 class CheckpointLM(TemplateLM):
     """`lm_eval --model lssar --model_args checkpoint=RUN,max_length=2048`."""
@@ -56,7 +51,7 @@ class CheckpointLM(TemplateLM):
             wanted = "auto"  # lm_eval's command says cuda:0 where its user says nothing
         self._device = distributed.start(wanted).device
         self._model = checkpoint.load(self._device)
-        self.max_length = max_length or default_max_length(checkpoint)
+        self.max_length = max_length or checkpoint.task_length
         self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
         self.batch_size = _batch_size(batch_size)
         self.precision = precision

@@ -1,14 +1,14 @@
 """Three small tasks from the held-out text of a corpus, for models too small for the paper's.
 
-    nano_cloze         the last letters of a name that stands in the passage already (as LAMBADA's
-                       last word does): accuracy and perplexity of these two letters together
+    nano_cloze         the last two letters of a name that the passage already has (as LAMBADA's
+                       last word): accuracy, and perplexity of the two letters together
     nano_continuation  which of four lines is the next one; the others follow elsewhere (as
                        HellaSwag): acc and acc_norm, chance is 25 %
     nano_line          the rest of a line, written until its end (as SummScreen's summary): chrF
                        (an F-score of character n-grams) and ROUGE-1 against the true rest
 
-Passages have up to 224 bytes, so that a model trained at 128 reads beyond its training length.
-The same corpus gives the same documents, bit for bit.
+Their YAML files are in nano/. Passages have up to 224 bytes, so that a model trained at 128 reads
+beyond its training length. The same corpus gives the same documents, bit for bit.
 """
 
 import json
@@ -21,7 +21,7 @@ import numpy as np
 from data.shards import open_split
 from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
-from support.files import write_text
+from support.files import write_json, write_text
 
 PASSAGE = 224  # characters
 NEAR = 32  # a name that stands this close before its repetition asks for no memory
@@ -30,58 +30,18 @@ COUNTS = {"nano_cloze": 400, "nano_continuation": 400, "nano_line": 100}
 TEXT_TOKENS = 1 << 20
 NAME = re.compile(r"(?<![A-Za-z0-9_])[A-Za-z_][A-Za-z0-9_]{3,}")
 
-COMMON = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "doc_to_text": "context",
-    "target_delimiter": "",
-    "num_fewshot": 0,
-    "metadata": {"version": 1.0},
-}
-METRICS = {
-    "nano_cloze": {"acc": "mean", "perplexity": "perplexity"},
-    "nano_continuation": {"acc": "mean", "acc_norm": "mean"},
-    "nano_line": {"chrf": "mean", "rouge1": "mean", "exact_match": "mean"},
-}
-SETTINGS = {
-    "nano_cloze": {"output_type": "loglikelihood", "doc_to_target": "target"},
-    "nano_continuation": {
-        "output_type": "multiple_choice",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-    },
-    "nano_line": {
-        "output_type": "generate_until",
-        "doc_to_target": "target",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
-    },
-}
 
-
-def write_tasks(folder: Path, corpus: str | Path, names: list[str]) -> dict[str, Path]:
-    """Make the named tasks in `folder`; returns the YAML file of each."""
-    texts = held_out_texts(corpus)
-    written = {}
-    for name in names:
-        documents = MAKERS[name](texts, random.Random(0), COUNTS[name])
-        if not documents:
-            raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
-        lines = "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents)
-        write_text(folder / f"{name}.jsonl", lines)
-        files = {"test": str((folder / f"{name}.jsonl").resolve())}
-        metrics = [
-            {"metric": m, "aggregation": a, "higher_is_better": m != "perplexity"}
-            for m, a in METRICS[name].items()
-        ]
-        task = {"task": name} | COMMON | SETTINGS[name]
-        task |= {"dataset_kwargs": {"data_files": files}, "metric_list": metrics}
-        # JSON is YAML, but for the one tag that names a function.
-        yaml = json.dumps(task, indent=1)
-        if name == "nano_line":
-            yaml = yaml[:-2] + ',\n "process_results": !function evaluating.summaries.score_line\n}'
-        written[name] = folder / f"{name}.yaml"
-        write_text(written[name], yaml + "\n")
-    return written
+def write_task(folder: Path, corpus: str | Path, name: str) -> Path:
+    """Write a task's documents into `folder`; returns its YAML file."""
+    documents = MAKERS[name](held_out_texts(corpus), random.Random(0), COUNTS[name])
+    if not documents:
+        raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
+    file = folder / f"{name}.jsonl"
+    write_text(file, "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
+    include = str(Path(__file__).parent / f"nano/{name}.yaml")
+    data = {"data_files": {"test": str(file.resolve())}}
+    write_json(folder / f"{name}.yaml", {"include": include, "dataset_kwargs": data})
+    return folder / f"{name}.yaml"
 
 
 def held_out_texts(corpus: str | Path) -> list[str]:
@@ -128,10 +88,8 @@ def line_rest(texts: list[str], draw: random.Random, count: int) -> list[dict]:
     for text in texts:
         for match in re.finditer(r"\n([^\n]{16,48})(?=\n)", text):
             middle = match.start(1) + len(match[1]) // 2
-            context, target = (
-                text[max(0, middle - PASSAGE + 32) : middle],
-                text[middle : match.end()],
-            )
+            context = text[max(0, middle - PASSAGE + 32) : middle]
+            target = text[middle : match.end()]
             if middle >= PASSAGE - 32 and re.search(r"[A-Za-z]{3}", target):
                 documents.append({"context": context, "target": target})
     return _some(documents, draw, count)

@@ -19,7 +19,7 @@ from eval_helpers import tiny_model, write_checkpoint
 
 import downstream
 from data.shards import describe_set
-from evaluating.nano_tasks import COUNTS, PASSAGE, write_tasks
+from evaluating.nano_tasks import COUNTS, PASSAGE, write_task
 from evaluating.results import Record, read_results
 from evaluating.summaries import rouge
 from evaluating.tasks import HARNESS, PLACES, SETS, chosen_tasks
@@ -171,7 +171,8 @@ def corpus(tmp_path_factory):
 def test_nano_tasks_are_the_same_every_time_and_what_they_say(tmp_path, corpus):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write_tasks(tmp_path / name, corpus, list(COUNTS))
+        for task in COUNTS:
+            write_task(tmp_path / name, corpus, task)
     documents = {}
     for task in COUNTS:
         first, second = (tmp_path / n / f"{task}.jsonl" for n in "ab")
