@@ -39,9 +39,14 @@ from training.checkpoint import load_model
 
 ROOT = Path(__file__).parent
 MODEL = "evaluating.hf_model"
-KERNEL = ROOT / "lssar/lssar_cpu.cpp"
-KERNEL_MODULE = "lssar_cpu_source"
 MODEL_MODULE = "modeling_lssar"
+KERNEL_MODULE = "lssar_cpu_source"
+CPU_SOURCE = 'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n'
+WRITE_SOURCE = f"""if not SOURCE.exists():
+    from .{KERNEL_MODULE} import TEXT
+
+    SOURCE.write_text(TEXT)
+"""
 
 
 def main(argv: list[str]) -> None:
@@ -49,15 +54,10 @@ def main(argv: list[str]) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
-    if arguments.out.exists() and any(arguments.out.iterdir()):
-        raise UserError(f"{arguments.out} is not empty; give a new folder")
-    export(checkpoint, arguments.out)
-    print(f"{checkpoint.path} is in {arguments.out}")
-
-
-def export(checkpoint: Checkpoint, out: Path) -> None:
-    """Weights, configuration, tokeniser and code, whole or not at all."""
-    temporary = out.with_name(f".{out.name}.tmp")
+    out = arguments.out
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; give a new folder")
+    temporary = out.with_name(f".{out.name}.tmp")  # the folder is there whole or not at all
     with writing(out):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -67,16 +67,17 @@ def export(checkpoint: Checkpoint, out: Path) -> None:
         if out.exists():
             out.rmdir()
         temporary.rename(out)
+    print(f"{checkpoint.path} is in {out}")
 
 
 def write_model(checkpoint: Checkpoint, out: Path) -> None:
     from evaluating.hf_model import LssarConfig, LssarForCausalLM
 
-    described, tokeniser = checkpoint.config.to_dict(), checkpoint.tokeniser()
-    ends = {"bos_token_id": tokeniser.eot, "eos_token_id": tokeniser.eot}
-    config = LssarConfig(
-        **described, train_length=checkpoint.info.train_length, pad_token_id=tokeniser.eot, **ends
+    described, train_length = checkpoint.config.to_dict(), checkpoint.info.train_length
+    ends = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id"), checkpoint.tokeniser().eot
     )
+    config = LssarConfig(**described, train_length=train_length, **ends)
     config.architectures = ["LssarForCausalLM"]
     config.auto_map = {
         "AutoConfig": f"{MODEL_MODULE}.LssarConfig",
@@ -84,7 +85,7 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     }
     model = LssarForCausalLM(config)
     model.gpt = load_model(checkpoint.path)[0]
-    model.generation_config.update(**ends, pad_token_id=tokeniser.eot, do_sample=False)
+    model.generation_config.update(**ends, do_sample=False)
     model.save_pretrained(out)
 
 
@@ -149,10 +150,10 @@ def write_code(out: Path) -> None:
     for module in needed:
         text = exported(_file(module).read_text(encoding="utf-8"), needed)
         if module == "lssar.cpu":
-            text = text.replace(*CPU_SOURCE)
+            text = text.replace(CPU_SOURCE, CPU_SOURCE + WRITE_SOURCE)
         write_text(out / f"{_flat(module)}.py", text)
     about = '"""lssar/lssar_cpu.cpp: transformers copies Python files only."""'
-    source = KERNEL.read_text(encoding="utf-8")
+    source = (ROOT / "lssar/lssar_cpu.cpp").read_text(encoding="utf-8")
     write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXT = {source!r}\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
 
@@ -199,17 +200,6 @@ def exported(text: str, modules: list[str]) -> str:
     # transformers insists on every package that is imported outside of a `try`.
     guarded = r"\1try:\n\1    \2\n\1except ImportError:\n\1    raise"
     return re.sub(r"^( *)((?:import|from) triton\b.*)$", guarded, text, flags=re.MULTILINE)
-
-
-CPU_SOURCE = (
-    'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n',
-    f"""SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
-if not SOURCE.exists():
-    from .{KERNEL_MODULE} import TEXT
-
-    SOURCE.write_text(TEXT)
-""",
-)
 
 
 if __name__ == "__main__":

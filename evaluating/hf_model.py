@@ -8,7 +8,9 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model import GPT, MEANING, ModelConfig
+from model import GPT, MEANING, ModelConfig, preset
+
+MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
 
 
 class LssarConfig(PreTrainedConfig):
@@ -19,25 +21,11 @@ class LssarConfig(PreTrainedConfig):
         "num_attention_heads": "heads",
     }
 
-    def __init__(
-        self,
-        layers: int = 12,
-        heads: int = 12,
-        width: int = 768,
-        vocab_size: int = 50257,
-        vocab_rows: int = 50304,
-        attention: dict | None = None,
-        interpolation: float = 1.0,
-        train_length: int = 1024,
-        meaning: int = MEANING,
-        **options,
-    ):
-        self.layers, self.heads, self.width = layers, heads, width
-        self.vocab_size, self.vocab_rows = vocab_size, vocab_rows
-        self.attention = attention or {"name": "lssar"}
-        self.interpolation = interpolation
+    def __init__(self, train_length: int = 1024, meaning: int = MEANING, **options):
         self.train_length = train_length  # no limit: what the model has seen
         self.meaning = meaning
+        for key, default in MODEL.items():
+            setattr(self, key, options.pop(key, default))
         super().__init__(**options)
 
     @classmethod
@@ -50,18 +38,21 @@ class LssarConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **options)
 
-    def model_config(self) -> ModelConfig:
-        keys = ("layers", "heads", "width", "vocab_size", "vocab_rows", "attention")
-        values = {key: getattr(self, key) for key in keys}
-        return ModelConfig.from_dict(values | {"interpolation": self.interpolation})
-
 
 class Seen:
     """What GPT asks of a cache, over a cache of transformers or none; padding included."""
 
-    def __init__(self, cache, mask: Tensor | None):
-        self.cache, self.mask = cache, mask
+    def __init__(self, cache, tokens: Tensor, mask: Tensor | None):
+        self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
+        keys = self.length + tokens.shape[1]
+        if mask is None:
+            mask = None if cache is None else tokens.new_ones(len(tokens), keys)
+        elif mask.dim() != 2 or mask.shape[1] < keys:
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)}: give (batch, {keys}), 0 for padding"
+            )
+        self.mask = None if mask is None else mask[:, :keys].bool()  # which keys are tokens
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (k, v) if self.cache is None else self.cache.update(k, v, layer)
@@ -74,7 +65,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LssarConfig):
         super().__init__(config)
-        self.gpt = GPT(config.model_config())
+        self.gpt = GPT(ModelConfig.from_dict({key: getattr(config, key) for key in MODEL}))
         self.post_init()
 
     def _init_weights(self, module) -> None:
@@ -107,24 +98,10 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
-        seen = Seen(past_key_values, self._mask(input_ids, attention_mask, past_key_values))
-        hidden = self.gpt.hidden(input_ids, seen)
+        hidden = self.gpt.hidden(input_ids, Seen(past_key_values, input_ids, attention_mask))
         logits = self.gpt.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             targets = labels[:, 1:].flatten()
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-    def _mask(self, input_ids: Tensor, given: Tensor | None, cache) -> Tensor | None:
-        """Which keys are tokens, (B, keys); None where all are and there is no cache."""
-        if given is None and cache is None:
-            return None
-        keys = input_ids.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
-        if given is None:
-            return input_ids.new_ones(len(input_ids), keys, dtype=torch.bool)
-        if given.dim() != 2 or given.shape[1] < keys:
-            raise ValueError(
-                f"attention_mask of shape {tuple(given.shape)}: give (batch, {keys}), 0 for padding"
-            )
-        return given[:, :keys].bool()
