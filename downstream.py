@@ -133,9 +133,6 @@ def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arg
         print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
 def tables(results: Results) -> str:
     """The layouts of tasks.toml, then the metrics that are in none of them."""
     measured = {(r.task, r.quantity) for r in results.records}
@@ -184,9 +181,6 @@ def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:
         [f"paper, {name}", *(f"{values[i]:g}" for i in places)]
         for name, values in paper["rows"].items()
     ]
-
-
-# --- the figure ----------------------------------------------------------------------------------
 
 
 def bars(results: Results):

@@ -56,10 +56,9 @@ from torch import Tensor
 from data.loader import validation_windows
 from data.shards import TokenSet, describe_set, open_split
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.checkpoints import Case, Checkpoint, open_checkpoints, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
-from evaluating.variants import Case, variants
 from lssar.errors import UserError
 from model import GPT, ModelConfig
 from training import distributed
@@ -71,17 +70,10 @@ Spans = list[tuple[int, int]]  # ranges of positions in a window, first included
 class Targets:
     """The tokens to predict: whole segments of the validation set, in batches of fixed shape."""
 
-    def __init__(
-        self,
-        data: TokenSet,
-        wanted: list[int],
-        asked: int,
-        spread: bool = False,
-        segment: int | None = None,
-    ):
+    def __init__(self, data: TokenSet, arguments):
         """As many segments as were asked for and the set has, or an error with the numbers."""
-        segment = segment or wanted[-1]
-        for length in wanted:
+        asked, segment = arguments.tokens, arguments.segment or arguments.lengths[-1]
+        for length in arguments.lengths:
             if segment % length:
                 raise UserError(
                     f"--lengths: {length} does not divide {segment}, so the two could not predict "
@@ -95,7 +87,7 @@ class Targets:
             )
         if asked < segment:
             raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
-        self.data, self.segment, self.spread = data, segment, spread
+        self.data, self.segment, self.spread = data, segment, arguments.spread
         self.count = min(asked, available) // segment
         self.tokens = self.count * segment
         self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
@@ -127,9 +119,6 @@ def position_buckets(length: int) -> Spans:
         edges += [octave + octave * quarter // 4 for quarter in (1, 2, 3, 4)]
         octave *= 2
     return list(pairwise([*(e for e in edges if e < length), length]))
-
-
-# --- measuring -----------------------------------------------------------------------------------
 
 
 def segment_sums(
@@ -190,9 +179,6 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     return found
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     world = distributed.start(arguments.device)
@@ -205,10 +191,7 @@ def main(argv: list[str]) -> None:
 def evaluate(arguments, world: World) -> None:
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
-    data = open_data(arguments.data, checkpoints)
-    targets = Targets(
-        data, arguments.lengths, arguments.tokens, arguments.spread, arguments.segment
-    )
+    targets = Targets(open_data(arguments.data, checkpoints), arguments)
     if world.is_main and targets.tokens != arguments.tokens:
         print(
             f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}: the largest "

@@ -89,9 +89,6 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     model.save_pretrained(out)
 
 
-# --- the tokeniser -------------------------------------------------------------------------------
-
-
 def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
     """The same ids for the same text: byte-level BPE, with no merges for a byte tokeniser."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -139,9 +136,6 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         merges.append(tuple(parts))
     return merges
-
-
-# --- the code ------------------------------------------------------------------------------------
 
 
 def write_code(out: Path) -> None:

@@ -10,6 +10,7 @@ Text from any checkpoint, printed as it is made.
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from evaluating.protocol import EvaluationParser
 from support.command import answer_early, number, positive, run, seed_number, whole
@@ -36,7 +37,6 @@ import torch
 
 from data.tokeniser import REPLACEMENT, Tokeniser
 from evaluating.checkpoints import open_checkpoints
-from model import GPT
 from training import distributed
 
 # A character has at most four bytes and a token at least one, so what is still missing its end
@@ -64,23 +64,6 @@ def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:
         yield tokeniser.decode(pending)
 
 
-def new_tokens(model: GPT, prompt: np.ndarray, eot: int, arguments, device) -> Iterator[int]:
-    batch = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device)
-    stream = model.stream(
-        batch,
-        arguments.tokens,
-        temperature=0.0 if arguments.greedy else arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        stop=(eot,),
-        generator=torch.Generator(device).manual_seed(arguments.seed),
-    )
-    for step in stream:
-        if (token := int(step)) == eot:
-            return
-        yield token
-
-
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
@@ -88,11 +71,18 @@ def main(argv: list[str]) -> None:
     # A document begins after the end of another: that is also the prompt when there is none.
     prompt = np.append(np.uint16(tokeniser.eot), tokeniser.encode(arguments.prompt))
     device = distributed.start(arguments.device).device
-    model = checkpoint.load(device)
+    stream = checkpoint.load(device).stream(
+        torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device),
+        arguments.tokens,
+        temperature=0.0 if arguments.greedy else arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        stop=(tokeniser.eot,),
+        generator=torch.Generator(device).manual_seed(arguments.seed),
+    )
+    tokens = takewhile(lambda token: token != tokeniser.eot, map(int, stream))
     sys.stdout.write(arguments.prompt)
-    for piece in text_pieces(
-        tokeniser, new_tokens(model, prompt, tokeniser.eot, arguments, device)
-    ):
+    for piece in text_pieces(tokeniser, tokens):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 from evaluating.protocol import EvaluationParser
@@ -43,10 +44,9 @@ import torch
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
 from evaluating import by_length
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.checkpoints import Case, Checkpoint, open_checkpoints, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
-from evaluating.variants import Case, variants
 from lssar.errors import UserError
 from model import GPT
 from support import plots
@@ -55,9 +55,6 @@ from support.text import short_number
 from training import distributed
 
 DEPTHS = 10  # equal parts of the filler, for accuracy by depth
-
-
-# --- scores --------------------------------------------------------------------------------------
 
 
 def is_right(answer: str, key: int) -> bool:
@@ -86,9 +83,6 @@ def score(found: list[dict]) -> dict:
         by_depth.append(edges | {"trials": len(here), "correct": sum(here)})
     interval = {"wilson_low": low, "wilson_high": high}
     return {"trials": trials, "correct": correct, **interval, "by_depth": by_depth}
-
-
-# --- asking --------------------------------------------------------------------------------------
 
 
 class Answers:
@@ -158,9 +152,6 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dic
     return [answers.known[key] for key in keys]
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if distributed.world_size() > 1:
@@ -168,31 +159,26 @@ def main(argv: list[str]) -> None:
     device = distributed.start(arguments.device).device
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
-    for checkpoint in checkpoints:  # every prompt can be made, before anything is asked
-        for length in arguments.lengths:
-            for trial in range(arguments.trials):
-                make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)
+    trials = range(arguments.trials)
+    for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
+        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)  # or refuse it now
     with arithmetic(arguments.precision, device) as precision:
-        results, answers = open_files(arguments, precision)
+        settings = {"trials": arguments.trials, "seed": arguments.seed}
+        settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
+        results = open_results(arguments.out, "passkey", settings, about={})
+        answers = open_answers(results)
         with kept_on_interrupt(results.path):
             for checkpoint in checkpoints:
                 suited = [v for v in chosen if v.suits(checkpoint.config)]
                 cases = [Case(checkpoint, v, n) for v in suited for n in arguments.lengths]
                 fill(results, answers, checkpoint, cases, arguments, device)
-    trials = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
-    print(by_length.table(results, trials, by_length.records(results, "accuracy"), cell))
+    title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
+    print(by_length.table(results, title, by_length.records(results, "accuracy"), cell))
     for figure in figures(results):
         print(f"figure: {figure}")
 
 
-def open_files(arguments, precision: str) -> tuple[Results, Answers]:
-    settings = {
-        "trials": arguments.trials,
-        "seed": arguments.seed,
-        "answer_tokens": ANSWER_TOKENS,
-        "precision": precision,
-    }
-    results = open_results(arguments.out, "passkey", settings, about={})
+def open_answers(results: Results) -> Answers:
     path = results.sibling("-answers.jsonl")
     if path.exists() and not results.path.exists():
         raise UserError(
@@ -200,7 +186,7 @@ def open_files(arguments, precision: str) -> tuple[Results, Answers]:
             "another --out"
         )
     results.save()  # the settings, before the first answer
-    return results, Answers(path)
+    return Answers(path)
 
 
 def fill(
@@ -225,9 +211,6 @@ def fill(
         scores["seconds"] = round(time.monotonic() - begun, 2)
         results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
         print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
-
-
-# --- table and figures ---------------------------------------------------------------------------
 
 
 def cell(record: Record) -> str:

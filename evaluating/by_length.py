@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from evaluating.checkpoints import labels
+from evaluating.checkpoints import labels, series_label
 from evaluating.results import AS_TRAINED, Record, Results
-from evaluating.variants import series_label
 from support import plots, text
 
 Key = tuple[str, str, int]  # run, variant, length

@@ -24,9 +24,8 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 import numpy as np
 
 from evaluating import by_length
-from evaluating.checkpoints import labels
+from evaluating.checkpoints import labels, series_label
 from evaluating.results import AS_TRAINED, Results, read_results
-from evaluating.variants import series_label
 from support import plots
 from support.text import short_number, table
 

@@ -90,8 +90,6 @@ class CheckpointLM(TemplateLM):
         rows = [torch.tensor(sequence) for sequence in sequences]
         return pad_sequence(rows, batch_first=True).to(self._device)
 
-    # --- likelihoods -----------------------------------------------------------------------------
-
     @torch.inference_mode()
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_
@@ -142,8 +140,6 @@ class CheckpointLM(TemplateLM):
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
-
-    # --- generation ------------------------------------------------------------------------------
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         groups = defaultdict(list)

@@ -27,12 +27,12 @@ AS_TRAINED = "as trained"
 class Record:
     quantity: str  # "loss", "context_gain", "accuracy", ...
     run: str  # a key of the file's runs
-    value: float | None  # None: it overflowed
+    value: float | int | None  # None: it overflowed
     variant: str = AS_TRAINED
     task: str = ""  # of downstream tasks
     length: int | None = None
     tokens: int | None = None  # that the value is a mean over
-    error: float | None = None  # standard error of the value
+    error: float | int | None = None  # standard error of the value
     command: str = ""
     revision: str = ""  # of the code; ends in + where the checkout had uncommitted changes
     details: dict = field(default_factory=dict)
@@ -40,6 +40,22 @@ class Record:
     @property
     def key(self) -> tuple:
         return self.quantity, self.run, self.variant, self.task, self.length
+
+    def to_json(self) -> dict:
+        """Without the fields that have their default."""
+        defaults = {f.name: f.default for f in fields(self)} | {"details": {}}
+        return {k: v for k, v in asdict(self).items() if k == "value" or v != defaults[k]}
+
+    def check(self, runs: dict) -> None:
+        """Refuse what a damaged file may hold."""
+        if self.run not in runs:
+            raise ValueError(f"a record of the unknown run {self.run!r}")
+        if not isinstance(runs[self.run], dict) or not isinstance(runs[self.run].get("run"), str):
+            raise TypeError(f"run {self.run!r} has no name")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, f.type) or isinstance(value, bool):
+                raise TypeError(f"{f.name} = {value!r} in a record of {self.quantity!r}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,6 @@ class Results:
         kind: str,
         settings: dict,
         about: dict,
-        *,
         made_with: dict | None = None,
     ):
         """Begin or continue a file; `made_with` goes into the details of every record added."""
@@ -90,10 +105,8 @@ class Results:
 
     def _refuse_others(self, found: "Results") -> None:
         if found.kind != self.kind:
-            raise UserError(
-                f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}; "
-                "give another --out"
-            )
+            held = f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}"
+            raise UserError(f"{held}; give another --out")
         for key in {**self.settings, **found.settings}:
             old, new = found.settings.get(key), self.settings.get(key)
             if old != new:
@@ -103,10 +116,8 @@ class Results:
                 )
 
     def _version(self) -> tuple | None:
-        if not self.path.exists():
-            return None
-        found = self.path.stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        found = self.path.stat() if self.path.exists() else None
+        return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def select(self, **fields) -> list[Record]:
         """The records whose fields have these values."""
@@ -138,7 +149,7 @@ class Results:
                     "run the same command again"
                 )
         head = {key: getattr(self, key) for key in ("kind", "settings", "about", "runs")}
-        write_json(self.path, seal(head | {"records": [_plain(r) for r in self.records]}))
+        write_json(self.path, seal(head | {"records": [r.to_json() for r in self.records]}))
 
     def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
         """(run, variant, records by length), in the order in which they were first measured."""
@@ -150,14 +161,6 @@ class Results:
     def sibling(self, suffix: str) -> Path:
         """A file beside the results: `x.json` and "-depth.png" make `x-depth.png`."""
         return self.path.with_name(self.path.stem + suffix)
-
-
-_DEFAULTS = {f.name: f.default for f in fields(Record)} | {"details": {}}
-
-
-def _plain(record: Record) -> dict:
-    """A record as JSON, without the fields that have their default."""
-    return {k: v for k, v in asdict(record).items() if k == "value" or v != _DEFAULTS[k]}
 
 
 def read_results(path: str | Path) -> Results:
@@ -173,7 +176,7 @@ def read_results(path: str | Path) -> Results:
             setattr(results, key, found[key])
         results.records = [Record(**values) for values in found["records"]]
         for record in results.records:
-            _check(record, results.runs)
+            record.check(results.runs)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -182,25 +185,6 @@ def read_results(path: str | Path) -> Results:
             "give another --out"
         ) from None
     return results
-
-
-_TYPES = {
-    **dict.fromkeys(("quantity", "run", "variant", "task", "command", "revision"), str),
-    **dict.fromkeys(("value", "error"), (int, float, type(None))),
-    **dict.fromkeys(("length", "tokens"), (int, type(None))),
-    "details": dict,
-}
-
-
-def _check(record: Record, runs: dict) -> None:
-    if record.run not in runs:
-        raise ValueError(f"a record of the unknown run {record.run!r}")
-    if not isinstance(runs[record.run], dict) or not isinstance(runs[record.run].get("run"), str):
-        raise TypeError(f"run {record.run!r} has no name")
-    for name, kinds in _TYPES.items():
-        value = getattr(record, name)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise TypeError(f"{name} = {value!r} in a record of {record.quantity!r}")
 
 
 def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:

@@ -152,20 +152,16 @@ def _documents_of(name: str, data: Path | None) -> Iterator[None]:
 @contextmanager
 def quiet_harness() -> Iterator[None]:
     """Errors only: the harness and its libraries narrate what they do. Bars, on a terminal."""
-    loggers = [logging.getLogger(n) for n in ("lm_eval", "datasets", "huggingface_hub", "httpx")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
+    disabled, bars_shown = logging.root.manager.disable, not datasets.are_progress_bars_disabled()
     bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
     try:
         with redirect_stdout(io.StringIO()), bars:
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if shown:
+        logging.disable(disabled)
+        if bars_shown:
             datasets.enable_progress_bars()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,7 +169,8 @@ def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
 
 def test_spread_segments_reach_from_the_first_token_to_the_last(tmp_path):
     data = open_split(write_tokens(tmp_path / "data", SET_TOKENS), "val")
-    targets = eval_extrapolation.Targets(data, [64], TOKENS, spread=True)
+    asked = SimpleNamespace(lengths=[64], tokens=TOKENS, spread=True, segment=None)
+    targets = eval_extrapolation.Targets(data, asked)
     inputs = torch.cat([pair[1] for pair in targets.batches()])
     wanted = torch.cat([pair[2] for pair in targets.batches()])
     assert inputs[0].tolist() == data.slice(0, 64).tolist()
@@ -424,6 +426,7 @@ def test_what_is_no_checkpoint_ends_with_one_line_and_code_2(workspace):
 PEAK = """
 import resource, sys
 from pathlib import Path
+from types import SimpleNamespace
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from eval_helpers import tiny_model, write_checkpoint
 
-from evaluating.checkpoints import labels, open_checkpoints
+from evaluating.checkpoints import Variant, labels, open_checkpoints
 from evaluating.results import Record, Results, collect, read_results
-from evaluating.variants import Variant
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
 from support import command
