@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     check(arguments)
     ensure_hub_cache()
     # Here, because the harness takes seconds to import and may not be installed.
-    from evaluating.tasks import BOOTSTRAP, TaskSource, chosen_tasks
+    from evaluating.tasks import BOOTSTRAP, chosen_tasks, load_task
 
     tasks = chosen_tasks(arguments.tasks)
     checkpoints = open_checkpoints(arguments.checkpoints)
@@ -82,12 +82,12 @@ def main(argv: list[str]) -> None:
     about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
     results = open_results(arguments.out, "downstream", settings, about)
     with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
-        source = TaskSource(Path(scratch), arguments.data_dir, arguments.corpus)
+        places = (Path(scratch), arguments.data_dir, arguments.corpus)
         for task in tasks:  # every document can be read, before anything is computed
             if not all(results.find(**key_of(c, task, arguments)) for c in checkpoints):
-                source.load(task)
+                load_task(task, *places)
         for checkpoint in checkpoints:
-            fill(results, checkpoint, tasks, source, arguments)
+            fill(results, checkpoint, tasks, places, arguments)
     print(tables(results))
     for figure in plots.save(bars(results), results.sibling(".png")):
         print(f"figure: {figure}")
@@ -109,10 +109,10 @@ def key_of(checkpoint: Checkpoint, task: str, arguments) -> dict:
     return {"run": checkpoint.identity, "task": name, "length": length}
 
 
-def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arguments) -> None:
+def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], places, arguments) -> None:
     """Measure what the results do not have yet of one checkpoint."""
     from evaluating.lm_eval_model import CheckpointLM
-    from evaluating.tasks import measure
+    from evaluating.tasks import load_task, measure
 
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     lm: CheckpointLM | None = None
@@ -127,7 +127,7 @@ def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arg
             device=arguments.device,
             precision=arguments.precision,
         )
-        found = measure(lm, key, source.load(task), arguments.limit)
+        found = measure(lm, key, load_task(task, *places), arguments.limit)
         results.add(*found)
         shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
         print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)

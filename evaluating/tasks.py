@@ -12,41 +12,30 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import lm_eval.tasks
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.scrolls.task import SummScreenFD, _drop_duplicates_in_input
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu import sentence_chrf
 
 from evaluating.nano_tasks import COUNTS, write_task
 from evaluating.results import Record
-from evaluating.summaries import SummScreen
 from evaluating.task_columns import TASKS
 from lssar.errors import UserError, did_you_mean
 from support.files import write_json
 
 HARNESS = Path(lm_eval.tasks.__file__).parent
 BOOTSTRAP = 1000  # resamples for the standard error of a perplexity
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the harness has a task, and where the hub has its documents."""
-
-    folder: str  # of lm_eval/tasks
-    repository: str
-    configuration: str = ""
-
-    def local(self, data: Path, configuration: str | None = None) -> Path:
-        """The folder of a data set's configuration, or of the whole set where it has none."""
-        return data / self.repository.split("/")[1] / (configuration or self.configuration)
-
-
-PLACES = {name: Place(**place) for name, place in TASKS["places"].items()}
-SUMMSCREEN = "scrolls_summscreenfd"
+PLACES, SUMMSCREEN = TASKS["places"], "scrolls_summscreenfd"
 SETS = {"paper": [*PLACES], "lambada": ["lambada_openai"], "nano": [*COUNTS]}
+ROUGE = ("rouge1", "rouge2", "rougeL")
+SCORER = RougeScorer(ROUGE, use_stemmer=True)
 
 
 def chosen_tasks(text: str) -> list[str]:
@@ -65,77 +54,27 @@ def chosen_tasks(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@dataclass(frozen=True)
-class TaskSource:
-    """Loads tasks by name, with their documents."""
+def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) -> dict:
+    """What `lm_eval.evaluate` takes for one task, or one group of them, with its documents.
 
-    scratch: Path  # for the YAML files that are made
-    data: Path | None = None  # local copies of the hub's data
-    corpus: Path | None = None  # whose held-out text the nano tasks are made from
-
-    def load(self, name: str) -> dict:
-        """What `lm_eval.evaluate` takes for one task, or one group of them."""
-        with quiet_harness(), _documents_of(name, self.data):
-            if name == SUMMSCREEN:
-                folder = self.data and PLACES[name].local(self.data)
-                if folder and not (folder / "validation.jsonl").is_file():
-                    raise _missing(name, "validation.jsonl", folder)
-                return TaskManager(include_defaults=False).load([SummScreen(name, folder)])
-            task, folders = name, []
-            if name in COUNTS:
-                if self.corpus is None:
-                    raise UserError(
-                        f"{name} is made from a corpus' held-out text; give --corpus DIR"
-                    )
-                task = str(write_task(self.scratch, self.corpus, name))
-            elif name in PLACES:
-                folders = [HARNESS / PLACES[name].folder]
-                if self.data is not None:
-                    folders.append(self._localise(name, *folders))
-            return TaskManager(include_defaults=False, include_path=folders).load([task])
-
-    def _localise(self, name: str, harness: Path) -> Path:
-        """YAML files that include the harness' and read local documents."""
-        target = self.scratch / name
-        target.mkdir(parents=True, exist_ok=True)
-        for original in sorted(harness.glob("*.yaml")):
-            task = load_yaml(original, resolve_func=False)
-            if task.get("task") != name and not str(task.get("task")).startswith("mmlu_"):
-                continue
-            configuration = task.get("dataset_name") if name == "mmlu" else None
-            folder = PLACES[name].local(self.data, configuration)
-            split = task.get("test_split") or task["validation_split"]
-            files = [
-                str(path.resolve())
-                for path in sorted(folder.rglob(f"{split}*"))
-                if path.suffix in (".parquet", ".jsonl", ".json") and path.is_file()
-            ]
-            if not files:
-                raise _missing(name, f"{split}*.parquet or {split}*.jsonl", folder)
-            made = {
-                "include": str(original),
-                "dataset_path": "parquet" if files[0].endswith(".parquet") else "json",
-                "dataset_name": None,
-                "dataset_kwargs": {"data_files": {split: files}},
-                "training_split": None,
-                "fewshot_split": None,
-            }
-            if split != task.get("validation_split"):
-                made["validation_split"] = None
-            write_json(target / original.name, made)
-        return target
-
-
-def _missing(name: str, files: str, folder: Path) -> UserError:
-    repository = PLACES[name].repository
-    return UserError(f"{name}: no {files} in {folder}; put {repository} of the hub there")
-
-
-@contextmanager
-def _documents_of(name: str, data: Path | None) -> Iterator[None]:
-    """Turn the many errors of a hub out of reach into one line that names the data set."""
+    `data` has local copies of the hub's data sets, the nano tasks are made from the held-out text
+    of `corpus`, and YAML files are written to `scratch`.
+    """
     try:
-        yield
+        with quiet_harness():
+            task, folders = name, []
+            if name == SUMMSCREEN:
+                task = SummScreen(data and local_folder(name, data))
+            elif name in PLACES:
+                folders = [HARNESS / PLACES[name]["folder"]]
+                if data is not None:
+                    folders.append(localise(name, *folders, scratch / name, data))
+            elif name in COUNTS:
+                if corpus is None:
+                    source = f"{name} is made from a corpus' held-out text"
+                    raise UserError(f"{source}; give --corpus DIR")
+                task = str(write_task(scratch, corpus, name))
+            return TaskManager(include_defaults=False, include_path=folders).load([task])
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -143,10 +82,52 @@ def _documents_of(name: str, data: Path | None) -> Iterator[None]:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise UserError(f"{name}: its documents cannot be read: {reason}") from None
         raise UserError(
-            f"{name}: the data set {PLACES[name].repository} is not reachable on the hub "
+            f"{name}: the data set {PLACES[name]['repository']} is not reachable on the hub "
             f"({type(error).__name__}); give a local copy with --data-dir DIR, in "
-            f"{PLACES[name].local(Path('DIR'))}"
+            f"{local_folder(name, Path('DIR'))}"
         ) from None
+
+
+def local_folder(name: str, data: Path, configuration: str | None = None) -> Path:
+    """The folder of a data set's configuration, or of the whole set where it has none."""
+    place = PLACES[name]
+    configuration = configuration or place.get("configuration", "")
+    return data / place["repository"].split("/")[1] / configuration
+
+
+def missing(name: str, files: str, folder: Path) -> UserError:
+    repository = PLACES[name]["repository"]
+    return UserError(f"{name}: no {files} in {folder}; put {repository} of the hub there")
+
+
+def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
+    """Fill `target` with YAML files that include the harness' and read local documents."""
+    target.mkdir(parents=True, exist_ok=True)
+    for original in sorted(harness.glob("*.yaml")):
+        task = load_yaml(original, resolve_func=False)
+        if task.get("task") != name and not str(task.get("task")).startswith("mmlu_"):
+            continue
+        folder = local_folder(name, data, task.get("dataset_name") if name == "mmlu" else None)
+        split = task.get("test_split") or task["validation_split"]
+        files = [
+            str(path.resolve())
+            for path in sorted(folder.rglob(f"{split}*"))
+            if path.suffix in (".parquet", ".jsonl", ".json") and path.is_file()
+        ]
+        if not files:
+            raise missing(name, f"{split}*.parquet or {split}*.jsonl", folder)
+        made = {
+            "include": str(original),
+            "dataset_path": "parquet" if files[0].endswith(".parquet") else "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {split: files}},
+            "training_split": None,
+            "fewshot_split": None,
+        }
+        if split != task.get("validation_split"):
+            made["validation_split"] = None
+        write_json(target / original.name, made)
+    return target
 
 
 @contextmanager
@@ -195,3 +176,52 @@ def _metrics(scores: dict) -> dict[str, float]:
     """The harness' "acc,none" and "acc_stderr,none" without the name of the filter."""
     numbers = {k: v for k, v in scores.items() if "," in k and isinstance(v, int | float)}
     return {key.partition(",")[0]: float(value) for key, value in numbers.items()}
+
+
+def rouge(text: str, references: list[str]) -> dict[str, float]:
+    """{"rouge1": ..., ...} of the reference that fits best, 0 to 100."""
+    scores = [SCORER.score(reference, text) for reference in references]
+    return {kind: 100 * max(score[kind].fmeasure for score in scores) for kind in ROUGE}
+
+
+def score_line(doc: dict, results: list[str]) -> dict[str, float]:
+    """For a task whose documents have one `target` line: nano/nano_line.yaml."""
+    text, target = results[0], doc["target"]
+    return {
+        "chrf": sentence_chrf(text, [target]).score,
+        "rouge1": rouge(text, [target])["rouge1"],
+        "exact_match": float(text.strip() == target.strip()),
+    }
+
+
+class SummScreen(SummScreenFD):
+    """The harness' prompt and documents; from `folder`/validation.jsonl where one is given.
+
+    The harness scores its SCROLLS tasks with a script that it downloads and runs, which gives one
+    number without a standard error. The same measure is computed here: ROUGE F-measure with
+    stemming, the best reference counts, times 100, averaged over the documents.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        ConfigurableTask.__init__(self, config={"metadata": {"version": self.VERSION}})
+        self.config.task = SUMMSCREEN
+
+    def download(self, *arguments, **options) -> None:
+        if self.folder is None:
+            super().download(*arguments, **options)
+            return
+        file = self.folder / "validation.jsonl"
+        if not file.is_file():
+            raise missing(SUMMSCREEN, file.name, self.folder)
+        self.dataset = datasets.load_dataset("json", data_files={"validation": str(file)})
+        self.dataset["validation"] = _drop_duplicates_in_input(self.dataset["validation"])
+
+    def has_training_docs(self) -> bool:
+        return False
+
+    def process_results(self, doc: dict, results: list[str]) -> dict[str, float]:
+        return rouge(results[0], doc["outputs"])
+
+    def aggregation(self) -> dict:
+        return dict.fromkeys(ROUGE, mean)

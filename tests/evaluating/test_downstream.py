@@ -21,8 +21,7 @@ import downstream
 from data.shards import describe_set
 from evaluating.nano_tasks import COUNTS, PASSAGE, write_task
 from evaluating.results import Record, read_results
-from evaluating.summaries import rouge
-from evaluating.tasks import HARNESS, PLACES, SETS, chosen_tasks
+from evaluating.tasks import HARNESS, PLACES, SETS, chosen_tasks, rouge
 from lssar.errors import UserError
 
 ROOT = Path(__file__).parents[2]
