@@ -61,7 +61,12 @@ HATCHES = ("", "//", "\\\\", "..")  # tell runs of one mechanism apart, which ha
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    check(arguments)
+    if arguments.data_dir is not None and not arguments.data_dir.is_dir():
+        raise UserError(f"--data-dir {arguments.data_dir}: no such folder")
+    if absent := [p for p in PACKAGES if importlib.util.find_spec(p) is None]:
+        raise UserError(f"{absent[0]} is not installed; pip install -r requirements-downstream.txt")
+    if distributed.world_size() > 1:
+        raise UserError("downstream.py runs in one process; start it without torchrun")
     ensure_hub_cache()
     # Here, because the harness takes seconds to import and may not be installed.
     from evaluating.tasks import BOOTSTRAP, chosen_tasks, load_task
@@ -71,13 +76,8 @@ def main(argv: list[str]) -> None:
     versions = {p: importlib.metadata.version(p) for p in PACKAGES}
     with arithmetic(arguments.precision, distributed.start(arguments.device).device) as precision:
         pass  # only its name is needed here
-    settings = {
-        "fewshot": 0,
-        "limit": arguments.limit,
-        "bootstrap": BOOTSTRAP,
-        "precision": precision,
-        "lm_eval": versions["lm_eval"],
-    }
+    settings = {"fewshot": 0, "limit": arguments.limit, "bootstrap": BOOTSTRAP}
+    settings |= {"precision": precision, "lm_eval": versions["lm_eval"]}
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
     about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
     results = open_results(arguments.out, "downstream", settings, about)
@@ -91,15 +91,6 @@ def main(argv: list[str]) -> None:
     print(tables(results))
     for figure in plots.save(bars(results), results.sibling(".png")):
         print(f"figure: {figure}")
-
-
-def check(arguments) -> None:
-    if arguments.data_dir is not None and not arguments.data_dir.is_dir():
-        raise UserError(f"--data-dir {arguments.data_dir}: no such folder")
-    if absent := [p for p in PACKAGES if importlib.util.find_spec(p) is None]:
-        raise UserError(f"{absent[0]} is not installed; pip install -r requirements-downstream.txt")
-    if distributed.world_size() > 1:
-        raise UserError("downstream.py runs in one process; start it without torchrun")
 
 
 def key_of(checkpoint: Checkpoint, task: str, arguments) -> dict:
@@ -121,11 +112,7 @@ def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], places, arg
         if results.find(**key):
             continue
         lm = lm or CheckpointLM(
-            checkpoint,
-            max_length=arguments.max_length,
-            batch_size=arguments.batch,
-            device=arguments.device,
-            precision=arguments.precision,
+            checkpoint, arguments.max_length, arguments.batch, arguments.device, arguments.precision
         )
         found = measure(lm, key, load_task(task, *places), arguments.limit)
         results.add(*found)
@@ -138,10 +125,11 @@ def tables(results: Results) -> str:
     measured = {(r.task, r.quantity) for r in results.records}
     shown = {column[:2] for _, _, columns in LAYOUTS for column in columns}
     rest = [(task, metric, f"{task} {metric}") for task, metric in sorted(measured - shown)]
-    others = [("", [], rest[start : start + 5]) for start in range(0, len(rest), 5)]
-    others[:1] = [("the other metrics of the same tasks", *part[1:]) for part in others[:1]]
-    parts = []
-    for title, in_paper, columns in [*LAYOUTS, *others]:
+    parts, layouts = [], list(LAYOUTS)
+    for start in range(0, len(rest), 5):
+        title = "" if start else "the other metrics of the same tasks"
+        layouts.append((title, [], rest[start : start + 5]))
+    for title, in_paper, columns in layouts:
         if columns := [c for c in columns if c[:2] in measured]:
             rows = [
                 [name, *(cell(*score(results, identity, c)) for c in columns)]
@@ -193,14 +181,9 @@ def bars(results: Results):
     scores = [c for c in columns if c[1] not in LOWER_IS_BETTER]
     losses = [c for c in columns if c[1] in LOWER_IS_BETTER]
     groups = [group for group in (scores, losses) if group]
-    figure, grid = plots.figure(
-        1,
-        len(groups),
-        width=plots.PAGE if len(columns) > 3 else plots.COLUMN,
-        height=2.4,
-        squeeze=False,
-        width_ratios=[len(group) + 0.6 for group in groups],
-    )
+    width = plots.PAGE if len(columns) > 3 else plots.COLUMN
+    ratios = [len(group) + 0.6 for group in groups]
+    figure, grid = plots.figure(1, len(groups), width=width, squeeze=False, width_ratios=ratios)
     for axes, group in zip(grid[0], groups, strict=True):
         draw(axes, results, group)
         axes.set_ylabel("score (0 to 100)" if group is scores else "perplexity")
@@ -215,18 +198,12 @@ def draw(axes, results: Results, columns: list[Column]) -> None:
         mechanism = results.runs[identity]["model"]["attention"]["name"]
         found = [score(results, identity, c) for c in columns]
         values, errors = np.array(found, dtype=float).T  # None becomes NaN
-        axes.bar(
-            np.arange(len(columns)) + (index - (len(names) - 1) / 2) * width,
-            values,
-            width * 0.92,
-            yerr=np.nan_to_num(errors),
-            color=plots.style(mechanism)["color"],
-            hatch=HATCHES[order[mechanism] % len(HATCHES)],
-            edgecolor="white",
-            error_kw={"elinewidth": 0.8},
-            label=name,
-        )
+        x = np.arange(len(columns)) + (index - (len(names) - 1) / 2) * width
+        hatch = HATCHES[order[mechanism] % len(HATCHES)]
         order[mechanism] += 1
+        look = {"color": plots.style(mechanism)["color"], "edgecolor": "white", "hatch": hatch}
+        spread = {"yerr": np.nan_to_num(errors), "error_kw": {"elinewidth": 0.8}}
+        axes.bar(x, values, width * 0.92, label=name, **look, **spread)
     axes.set_xticks(range(len(columns)), [c[2].replace(" ", "\n") for c in columns])
     axes.grid(False, axis="x")
     axes.set_axisbelow(True)

@@ -206,7 +206,7 @@ def evaluate(arguments, world: World) -> None:
             for checkpoint in checkpoints:
                 suited = [v for v in chosen if v.suits(checkpoint.config)]
                 cases = [Case(checkpoint, v, n) for n in arguments.lengths for v in suited]
-                fill(results, checkpoint, cases, targets, world)
+                fill(results, cases, targets, world)
     if world.is_main:
         print(report.tables(results, checkpoints[0].identity))
         for figure in () if arguments.no_figures else report.figures(results):
@@ -231,10 +231,9 @@ def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
         raise UserError(f"{first.path}: {error}") from None
 
 
-def fill(
-    results: Results, checkpoint: Checkpoint, cases: list[Case], targets: Targets, world: World
-) -> None:
+def fill(results: Results, cases: list[Case], targets: Targets, world: World) -> None:
     """Measure what the results do not have yet of one checkpoint."""
+    checkpoint = cases[0].checkpoint
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     model: GPT | None = None
     done: dict[tuple[int, ModelConfig], list[Record]] = {}

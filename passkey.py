@@ -44,7 +44,7 @@ import torch
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
 from evaluating import by_length
-from evaluating.checkpoints import Case, Checkpoint, open_checkpoints, variants
+from evaluating.checkpoints import Case, open_checkpoints, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
 from lssar.errors import UserError
@@ -131,11 +131,9 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dic
     """The answers of one case, asking only what is not on disk."""
     tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
     keys = [(*case.key.values(), trial) for trial in range(trials)]
-    size = max(1, BATCH_TOKENS // length)
+    size = max(1, BATCH_TOKENS // length)  # always the same batches: a rerun rounds alike
     with progress(trials, f"{case.label} at {length}", "trial") as bar:
-        for first in range(
-            0, trials, size
-        ):  # always the same batches, so that a rerun rounds alike
+        for first in range(0, trials, size):
             batch = range(first, min(first + size, trials))
             if any(keys[trial] not in answers.known for trial in batch):
                 prompts = [make_prompt(tokeniser, length, t, arguments.seed) for t in batch]
@@ -171,7 +169,7 @@ def main(argv: list[str]) -> None:
             for checkpoint in checkpoints:
                 suited = [v for v in chosen if v.suits(checkpoint.config)]
                 cases = [Case(checkpoint, v, n) for v in suited for n in arguments.lengths]
-                fill(results, answers, checkpoint, cases, arguments, device)
+                fill(results, answers, cases, arguments, device)
     title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
     print(by_length.table(results, title, by_length.records(results, "accuracy"), cell))
     for figure in figures(results):
@@ -189,15 +187,9 @@ def open_answers(results: Results) -> Answers:
     return Answers(path)
 
 
-def fill(
-    results: Results,
-    answers: Answers,
-    checkpoint: Checkpoint,
-    cases: list[Case],
-    arguments,
-    device: torch.device,
-) -> None:
+def fill(results: Results, answers: Answers, cases: list[Case], arguments, device) -> None:
     """Ask what the results do not have yet of one checkpoint."""
+    checkpoint = cases[0].checkpoint
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     model: GPT | None = None
     for case in cases:
@@ -239,7 +231,9 @@ def accuracy_by_depth(results: Results):
     width = plots.COLUMN if columns == 1 else plots.PAGE
     figure, grid = plots.figure(rows, columns, width=width, height=0.5 + 1.9 * rows, squeeze=False)
     for axes, (label, _, found) in zip(grid.flat, series, strict=False):
-        shares = np.array([[share(part) for part in r.details["by_depth"]] for r in found]).T
+        parts = [[(p["correct"], p["trials"]) for p in r.details["by_depth"]] for r in found]
+        correct, trials = np.array(parts).T  # (depths, lengths)
+        shares = np.divide(correct, trials, out=np.full(correct.shape, np.nan), where=trials > 0)
         image = plots.heatmap(axes, 100 * shares, low=0, high=100, numbers=True)
         axes.set_xticks(range(len(found)), [short_number(r.length) for r in found])
         depths = len(shares)
@@ -253,10 +247,6 @@ def accuracy_by_depth(results: Results):
         grid.flat[index].set_xlabel("prompt length (tokens)")
     figure.colorbar(image, ax=grid, label="accuracy (%)", fraction=0.03, pad=0.02)
     return figure
-
-
-def share(part: dict) -> float:
-    return part["correct"] / part["trials"] if part["trials"] else math.nan
 
 
 if __name__ == "__main__":
