@@ -85,14 +85,9 @@ def heads_table(statistics: dict[str, list[float]]) -> str:
 
 def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
     """Each token as text that can be seen: a blank as a low bar, a newline as an arrow."""
-    shown = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"}
-
-    def visible(character: str) -> str:
-        if character in shown:
-            return shown[character]
-        return character if character.isprintable() else f"<{ord(character):x}>"
-
-    return ["".join(map(visible, tokeniser.decode([t]))) for t in tokens]
+    shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"})
+    texts = [tokeniser.decode([token]).translate(shown) for token in tokens]
+    return ["".join(c if c.isprintable() else f"<{ord(c):x}>" for c in text) for text in texts]
 
 
 def draw(weights: Tensor, sinks: list[float], names: list[str], title: str):
@@ -137,7 +132,13 @@ def main(argv: list[str]) -> None:
         weights = layer_weights(checkpoint.load(device), batch, layer - 1)
         statistics = head_statistics(weights)
         if results.find(run=identity) is None:
-            results.add(*records(identity, layer, len(tokens), statistics))
+            records = []
+            for quantity, heads in statistics.items():
+                mean, details = float(np.mean(heads)), {"layer": layer, "heads": heads}
+                records.append(
+                    Record(quantity, identity, mean, length=len(tokens), details=details)
+                )
+            results.add(*records)
         title = f"{name}, layer {layer}"
         shown = token_names(checkpoint.tokeniser(), tokens)
         figure = draw(weights, statistics["sink"], shown, title)
@@ -145,16 +146,6 @@ def main(argv: list[str]) -> None:
         file = "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
         for path in plots.save(figure, results.sibling(f"-{file}.png")):
             print(f"figure: {path}")
-
-
-def records(identity: str, layer: int, length: int, statistics: dict) -> list[Record]:
-    """The means over heads."""
-    found = []
-    for quantity, heads in statistics.items():
-        details = {"layer": layer, "heads": heads}
-        mean = float(np.mean(heads))
-        found.append(Record(quantity, identity, mean, length=length, details=details))
-    return found
 
 
 def encode(checkpoint: Checkpoint, text: str) -> np.ndarray:

@@ -29,17 +29,13 @@ from itertools import pairwise
 from evaluating.protocol import EvaluationParser
 from support.command import answer_early, lengths, positive, run
 
-PAPER_TOKENS = 10_485_760
-
 
 def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__)
     parser.add_run_arguments()
     parser.add_argument("--data", required=True, help="folder of token shards")
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument(
-        "--tokens", type=positive, default=PAPER_TOKENS, help=f"targets; default {PAPER_TOKENS:,}"
-    )
+    parser.add_argument("--tokens", type=positive, default=10_485_760, help="default %(default)s")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
     parser.add_argument("--segment", type=positive, help="default: the longest length")
     parser.add_argument("--no-figures", action="store_true")
@@ -94,13 +90,9 @@ class Targets:
 
     def batches(self):
         """(first segment, inputs, targets), both (segments, length of one)."""
-        pairs = validation_windows(
-            self.data,
-            length=self.segment,
-            total_tokens=self.tokens,
-            batch=self.batch,
-            segment=self.segment if self.spread else None,
-        )
+        size = {"length": self.segment, "total_tokens": self.tokens, "batch": self.batch}
+        size |= {"segment": self.segment} if self.spread else {}
+        pairs = validation_windows(self.data, **size)
         return ((self.batch * i, *pair) for i, pair in enumerate(pairs))
 
     def settings(self) -> dict:
@@ -134,9 +126,7 @@ def segment_sums(
         for number, (first, *pair) in enumerate(targets.batches()):
             if number % world.size == world.rank:
                 segments = len(pair[0])
-                inputs, wanted = (
-                    tokens.reshape(-1, length)[:, -keep:].to(world.device) for tokens in pair
-                )
+                inputs, wanted = (t.reshape(-1, length)[:, -keep:].to(world.device) for t in pair)
                 losses = model.token_losses(inputs, wanted).cpu().double()  # (windows, keep)
                 for column, (start, stop) in enumerate(spans):
                     part = losses[:, start:stop].reshape(segments, -1)

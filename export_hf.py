@@ -74,9 +74,8 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     from evaluating.hf_model import LssarConfig, LssarForCausalLM
 
     described, train_length = checkpoint.config.to_dict(), checkpoint.info.train_length
-    ends = dict.fromkeys(
-        ("bos_token_id", "eos_token_id", "pad_token_id"), checkpoint.tokeniser().eot
-    )
+    eot = checkpoint.tokeniser().eot
+    ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     config = LssarConfig(**described, train_length=train_length, **ends)
     config.architectures = ["LssarForCausalLM"]
     config.auto_map = {

@@ -61,10 +61,7 @@ def draw(
     scale: float = 1,
     errors: Callable[[Record], tuple[float, float]] = lambda r: (r.error or 0, r.error or 0),
 ):
-    """Values times `scale`, with their errors below and above; bars where there is one length.
-
-    What overflowed is left out.
-    """
+    """Lines with errors below and above, bars where there is one length; None is left out."""
     series = list(styled_series(results, quantity))
     lengths = sorted({r.length for r in results.select(quantity=quantity)})
     figure, axes = new_figure(series)

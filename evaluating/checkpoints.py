@@ -95,26 +95,23 @@ def series_label(run: str, variant: str) -> str:
 @dataclass(frozen=True)
 class Variant:
     name: str = AS_TRAINED
-    key: str | None = None  # an attention setting: p, alpha or window
+    key: str | None = None  # p, alpha, window or interpolation
     value: float | int | None = None
-    interpolated: bool = False
 
     def suits(self, config: ModelConfig) -> bool:
         return self.key not in ("p", "alpha") or config.attention.sharpened
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
-        settings = trained.to_dict()
-        if self.interpolated and length > train_length:
-            settings["interpolation"] = trained.interpolation * length / train_length
-        elif (
-            self.key == "p"
-            or (self.key == "alpha" and length > trained.attention.train_length)
-            or (self.key == "window" and length > self.value)
-        ):
-            settings["attention"] |= {self.key: self.value}
-        else:
+        acts_beyond = {"p": 0, "alpha": trained.attention.train_length, "window": self.value}
+        acts_beyond["interpolation"] = train_length
+        if length <= acts_beyond.get(self.key, length):
             return trained
+        settings = trained.to_dict()
+        if self.key == "interpolation":
+            settings["interpolation"] = trained.interpolation * length / train_length
+        else:
+            settings["attention"] |= {self.key: self.value}
         return ModelConfig.from_dict(settings)
 
 
@@ -124,7 +121,7 @@ def variants(arguments: argparse.Namespace, checkpoints: list[Checkpoint]) -> li
     for key in ("p", "alpha", "window"):
         chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
     if arguments.position_interpolation:
-        chosen.append(Variant("PI", interpolated=True))
+        chosen.append(Variant("PI", "interpolation"))
     for variant in chosen:
         suited = [c for c in checkpoints if variant.suits(c.config)]
         if not suited:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lssar.errors import UserError
 from support.command import Parser, answer_early, run
 
-KIND = "extrapolation"
+KIND, LOSS = "extrapolation", "validation loss (nats per token)"
 
 
 def make_parser() -> Parser:
@@ -37,9 +37,7 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def paired_differences(
-    results: Results, reference: str
-) -> dict[by_length.Key, tuple[float, float | None]]:
+def paired_differences(results: Results, reference: str) -> dict[by_length.Key, tuple]:
     """Every loss minus that of the reference run as trained at that length, by segment."""
     losses = {k: r.details["segment_losses"] for k, r in by_length.records(results, "loss").items()}
     differences = {}
@@ -70,7 +68,6 @@ def short_table(results: Results) -> str:
 
 def tables(results: Results, reference: str) -> str:
     """Loss, perplexity, context gain and difference from the reference run, by length."""
-
     losses, tokens = by_length.records(results, "loss"), results.settings["tokens"]
     parts = (
         (
@@ -104,7 +101,7 @@ def number(value: float | None, form: str, error: float | None = None) -> str:
 
 def figures(results: Results) -> list[Path]:
     """Loss by length, context gain by length, and loss by position at the longest length."""
-    figure, _ = by_length.draw(results, "loss", ylabel="validation loss (nats per token)")
+    figure, _ = by_length.draw(results, "loss", ylabel=LOSS)
     written = plots.save(figure, results.sibling(".png"))
     if results.find(quantity="context_gain"):
         ylabel = "context gain (nats): full − near"
@@ -126,10 +123,8 @@ def loss_by_position(results: Results):
         axes.plot(middles, [b["loss"] for b in found], label=label, **(style | {"marker": ""}))
     ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
     by_length.mark_lengths(axes, results, ticks)
-    axes.set(
-        xlabel=f"position in a window of {short_number(longest)} tokens",
-        ylabel="validation loss (nats per token)",
-    )
+    axes.set_xlabel(f"position in a window of {short_number(longest)} tokens")
+    axes.set_ylabel(LOSS)
     plots.legend_below(figure, axes)
     return figure
 

@@ -58,10 +58,13 @@ class CheckpointLM(TemplateLM):
         self._model = checkpoint.load(self._device)
         self.max_length = max_length or checkpoint.task_length
         self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
-        self.batch_size = _batch_size(batch_size)
         self.precision = precision
         if self.max_length < 2:
             raise UserError(f"max_length {max_length}: must be at least 2")
+        size = str(BATCH if batch_size is None else batch_size)
+        if not size.isdecimal() or size == "0":
+            raise UserError(f"batch_size {size!r}: give a whole number of sequences, at least 1")
+        self.batch_size = int(size)
 
     @property
     def eot_token_id(self) -> int:
@@ -207,10 +210,3 @@ class CheckpointLM(TemplateLM):
             tokens, last = chosen.unsqueeze(1), torch.zeros_like(last)
             mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
         return [t[: min((t.find(s) for s in until if s in t), default=None)] for t in texts]
-
-
-def _batch_size(given: int | str | None) -> int:
-    size = BATCH if given is None else given
-    if not str(size).isdecimal() or int(size) < 1:
-        raise UserError(f"batch_size {given!r}: give a whole number of sequences, at least 1")
-    return int(size)

@@ -1,14 +1,7 @@
 """Three small tasks from the held-out text of a corpus, for models too small for the paper's.
 
-    nano_cloze         the last two letters of a name that the passage already has (as LAMBADA's
-                       last word): accuracy, and perplexity of the two letters together
-    nano_continuation  which of four lines is the next one; the others follow elsewhere (as
-                       HellaSwag): acc and acc_norm, chance is 25 %
-    nano_line          the rest of a line, written until its end (as SummScreen's summary): chrF
-                       (an F-score of character n-grams) and ROUGE-1 against the true rest
-
-Their YAML files are in nano/. Passages have up to 224 bytes, so that a model trained at 128 reads
-beyond its training length. The same corpus gives the same documents, bit for bit.
+What they ask and how they are scored is in nano/*.yaml. Passages have up to 224 bytes, so that a
+model trained at 128 reads beyond its training length. The same corpus gives the same documents.
 """
 
 import json

@@ -1,17 +1,15 @@
-"""What the evaluation commands share: arguments, precision, progress, opening the results."""
+"""What the evaluation commands share: arguments, precision, progress, opening the results.
+
+torch is imported where it is used, as options are parsed without it.
+"""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evaluating.results import Results
 from support.command import Parser, lengths, numbers
-
-if TYPE_CHECKING:  # imported where they are used: options are parsed without them
-    import torch
-    from tqdm import tqdm
 
 # Tokens in one forward pass, or one sequence if that is longer. Fixed, because a matrix product
 # can round differently in another shape, and results must be the same every time.
@@ -41,7 +39,7 @@ class EvaluationParser(Parser):
         group.add_argument("--position-interpolation", action="store_true")
 
 
-def progress(total: int, label: str, unit: str, enabled: bool = True) -> "tqdm":
+def progress(total: int, label: str, unit: str, enabled: bool = True):
     """A bar on a terminal, nothing in a log file, where finished numbers are printed anyway."""
     from tqdm import tqdm
 
@@ -51,7 +49,7 @@ def progress(total: int, label: str, unit: str, enabled: bool = True) -> "tqdm":
 
 
 @contextmanager
-def arithmetic(precision: str, device: "torch.device") -> Iterator[str]:
+def arithmetic(precision: str, device) -> Iterator[str]:
     """Products in bf16 under autocast, or in full fp32 (no TF32); gives the name of the choice."""
     import torch
 

@@ -78,12 +78,7 @@ class Measured:
 
 class Results:
     def __init__(
-        self,
-        path: str | Path,
-        kind: str,
-        settings: dict,
-        about: dict,
-        made_with: dict | None = None,
+        self, path: Path, kind: str, settings: dict, about: dict, made_with: dict | None = None
     ):
         """Begin or continue a file; `made_with` goes into the details of every record added."""
         self.path = Path(path)

@@ -55,11 +55,7 @@ def chosen_tasks(text: str) -> list[str]:
 
 
 def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) -> dict:
-    """What `lm_eval.evaluate` takes for one task, or one group of them, with its documents.
-
-    `data` has local copies of the hub's data sets, the nano tasks are made from the held-out text
-    of `corpus`, and YAML files are written to `scratch`.
-    """
+    """What `lm_eval.evaluate` takes for a task or a group; YAML files are written to `scratch`."""
     try:
         with quiet_harness():
             task, folders = name, []
@@ -71,8 +67,8 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
                     folders.append(localise(name, *folders, scratch / name, data))
             elif name in COUNTS:
                 if corpus is None:
-                    source = f"{name} is made from a corpus' held-out text"
-                    raise UserError(f"{source}; give --corpus DIR")
+                    made = f"{name} is made from a corpus' held-out text"
+                    raise UserError(f"{made}; give --corpus DIR")
                 task = str(write_task(scratch, corpus, name))
             return TaskManager(include_defaults=False, include_path=folders).load([task])
     except UserError:
