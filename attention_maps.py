@@ -20,8 +20,7 @@ CAPTION_TEXT = (
 
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_run_arguments(precision=False)
+    parser = EvaluationParser(__doc__, precision=False)
     parser.add_argument("--text", default=CAPTION_TEXT)
     parser.add_argument("--layer", type=positive, help="from 1; default the last")
     return parser

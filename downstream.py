@@ -26,7 +26,6 @@ from support.command import answer_early, positive, run, whole
 
 def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
     parser.add_argument("--tasks", default="paper", help="paper, lambada, nano, or names and paths")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--corpus", type=Path)

@@ -17,7 +17,7 @@ from support.command import answer_early, number, positive, run, seed_number, wh
 
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
+    parser = EvaluationParser(__doc__, many=False, precision=False)
     parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
     parser.add_argument("--prompt", default="", help="default: the beginning of a document")
     parser.add_argument("--tokens", type=whole(1, 10**6), default=200)

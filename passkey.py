@@ -26,12 +26,10 @@ from support.command import answer_early, lengths, run, seed_number, whole
 
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
+    parser = EvaluationParser(__doc__, variants=True)
     parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
     parser.add_argument("--trials", type=whole(1, 100_000), default=100)
     parser.add_argument("--seed", type=seed_number, default=0)
-    parser.add_variant_arguments()
     return parser
 
 

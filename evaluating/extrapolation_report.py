@@ -68,26 +68,26 @@ def short_table(results: Results) -> str:
 
 def tables(results: Results, reference: str) -> str:
     """Loss, perplexity, context gain and difference from the reference run, by length."""
-    losses, tokens = by_length.records(results, "loss"), results.settings["tokens"]
-    parts = (
-        (
-            f"validation loss over {tokens:,} tokens, ± standard error",
-            losses,
-            lambda r: number(r.value, ".4f", r.error),
-        ),
-        ("perplexity", losses, lambda r: number(perplexity(r.value), ".2f")),
-        (
-            "context gain: full minus near context on the same tokens (< 0: it helps)",
-            by_length.records(results, "context_gain"),
-            lambda r: number(r.value, "+.4f", r.error),
-        ),
-        (
-            f"loss minus that of {labels(results.runs)[reference]}, paired by segment",
-            paired_differences(results, reference),
-            lambda pair: number(pair[0], "+.4f", pair[1]),
-        ),
+    losses, gains = (
+        {k: (r.value, r.error) for k, r in by_length.records(results, quantity).items()}
+        for quantity in ("loss", "context_gain")
     )
-    return "\n".join(filter(None, (by_length.table(results, *part) for part in parts)))
+    perplexities = {k: (perplexity(loss), None) for k, (loss, _) in losses.items()}
+    paired, base = paired_differences(results, reference), labels(results.runs)[reference]
+    tokens = results.settings["tokens"]
+    parts = (
+        (f"validation loss over {tokens:,} tokens, ± standard error", losses, ".4f"),
+        ("perplexity", perplexities, ".2f"),
+        ("context gain: full minus near context on the same tokens (< 0: it helps)", gains, "+.4f"),
+        (f"loss minus that of {base}, paired by segment", paired, "+.4f"),
+    )
+    shown = [
+        by_length.table(
+            results, title, found, lambda pair, form=form: number(pair[0], form, pair[1])
+        )
+        for title, found, form in parts
+    ]
+    return "\n".join(filter(None, shown))
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -62,7 +62,7 @@ class CheckpointLM(TemplateLM):
         if self.max_length < 2:
             raise UserError(f"max_length {max_length}: must be at least 2")
         size = str(BATCH if batch_size is None else batch_size)
-        if not size.isdecimal() or size == "0":
+        if not size.isdecimal() or int(size) < 1:
             raise UserError(f"batch_size {size!r}: give a whole number of sequences, at least 1")
         self.batch_size = int(size)
 

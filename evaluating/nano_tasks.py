@@ -1,6 +1,6 @@
 """Three small tasks from the held-out text of a corpus, for models too small for the paper's.
 
-What they ask and how they are scored is in nano/*.yaml. Passages have up to 224 bytes, so that a
+What they ask and how they are scored is in task_files/. Passages have up to 224 bytes, so that a
 model trained at 128 reads beyond its training length. The same corpus gives the same documents.
 """
 
@@ -31,7 +31,7 @@ def write_task(folder: Path, corpus: str | Path, name: str) -> Path:
         raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
     file = folder / f"{name}.jsonl"
     write_text(file, "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
-    include = str(Path(__file__).parent / f"nano/{name}.yaml")
+    include = str(Path(__file__).parent / f"task_files/{name}.yaml")
     data = {"data_files": {"test": str(file.resolve())}}
     write_json(folder / f"{name}.yaml", {"include": include, "dataset_kwargs": data})
     return folder / f"{name}.yaml"

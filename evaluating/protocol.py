@@ -1,7 +1,4 @@
-"""What the evaluation commands share: arguments, precision, progress, opening the results.
-
-torch is imported where it is used, as options are parsed without it.
-"""
+"""What the evaluation commands share: arguments, precision, progress, opening the results."""
 
 import sys
 from collections.abc import Iterator
@@ -19,19 +16,18 @@ BATCH_TOKENS = 16384
 class EvaluationParser(Parser):
     """The arguments that evaluation commands share."""
 
-    def __init__(self, description: str):
+    def __init__(self, description: str, *, many=True, precision=True, variants=False):
+        """`many`: it evaluates several checkpoints and records the results."""
         super().__init__(description)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-
-    def add_run_arguments(self, precision: bool = True) -> None:
-        """For commands that evaluate several checkpoints and record the results."""
-        self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
-        self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+        if many:
+            self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+            self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
         if precision:
             choices, meaning = ("auto", "bf16", "fp32"), "auto: bf16 on a GPU, fp32 elsewhere"
             self.add_argument("--precision", default="auto", choices=choices, help=meaning)
-
-    def add_variant_arguments(self) -> None:
+        if not variants:
+            return
         group = self.add_argument_group("evaluated in addition, without retraining, one at a time")
         group.add_argument("--p", type=numbers, default=[], help="other sharpening exponents: 3,25")
         group.add_argument("--alpha", type=numbers, default=[], help="adaptive p_i: 0.1,0.2")

@@ -16,11 +16,8 @@ from pathlib import Path
 
 import datasets
 import lm_eval.tasks
-from lm_eval.api.metrics import mean
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.tasks.scrolls.task import SummScreenFD, _drop_duplicates_in_input
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import sentence_chrf
 
@@ -31,8 +28,9 @@ from lssar.errors import UserError, did_you_mean
 from support.files import write_json
 
 HARNESS = Path(lm_eval.tasks.__file__).parent
+OURS = Path(__file__).with_name("task_files")
 BOOTSTRAP = 1000  # resamples for the standard error of a perplexity
-PLACES, SUMMSCREEN = TASKS["places"], "scrolls_summscreenfd"
+PLACES = TASKS["places"]
 SETS = {"paper": [*PLACES], "lambada": ["lambada_openai"], "nano": [*COUNTS]}
 ROUGE = ("rouge1", "rouge2", "rougeL")
 SCORER = RougeScorer(ROUGE, use_stemmer=True)
@@ -59,10 +57,9 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
     try:
         with quiet_harness():
             task, folders = name, []
-            if name == SUMMSCREEN:
-                task = SummScreen(data and local_folder(name, data))
-            elif name in PLACES:
-                folders = [HARNESS / PLACES[name]["folder"]]
+            if name in PLACES:
+                inside = PLACES[name].get("folder")
+                folders = [HARNESS / inside if inside else OURS]
                 if data is not None:
                     folders.append(localise(name, *folders, scratch / name, data))
             elif name in COUNTS:
@@ -91,11 +88,6 @@ def local_folder(name: str, data: Path, configuration: str | None = None) -> Pat
     return data / place["repository"].split("/")[1] / configuration
 
 
-def missing(name: str, files: str, folder: Path) -> UserError:
-    repository = PLACES[name]["repository"]
-    return UserError(f"{name}: no {files} in {folder}; put {repository} of the hub there")
-
-
 def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
     """Fill `target` with YAML files that include the harness' and read local documents."""
     target.mkdir(parents=True, exist_ok=True)
@@ -111,7 +103,10 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
             if path.suffix in (".parquet", ".jsonl", ".json") and path.is_file()
         ]
         if not files:
-            raise missing(name, f"{split}*.parquet or {split}*.jsonl", folder)
+            raise UserError(
+                f"{name}: no {split}*.parquet or {split}*.jsonl in {folder}; put "
+                f"{PLACES[name]['repository']} of the hub there"
+            )
         made = {
             "include": str(original),
             "dataset_path": "parquet" if files[0].endswith(".parquet") else "json",
@@ -180,44 +175,16 @@ def rouge(text: str, references: list[str]) -> dict[str, float]:
     return {kind: 100 * max(score[kind].fmeasure for score in scores) for kind in ROUGE}
 
 
+def score_summary(doc: dict, results: list[str]) -> dict[str, float]:
+    """For task_files/scrolls_summscreenfd.yaml."""
+    return rouge(results[0], doc["outputs"])
+
+
 def score_line(doc: dict, results: list[str]) -> dict[str, float]:
-    """For a task whose documents have one `target` line: nano/nano_line.yaml."""
+    """For task_files/nano_line.yaml."""
     text, target = results[0], doc["target"]
     return {
         "chrf": sentence_chrf(text, [target]).score,
         "rouge1": rouge(text, [target])["rouge1"],
         "exact_match": float(text.strip() == target.strip()),
     }
-
-
-class SummScreen(SummScreenFD):
-    """The harness' prompt and documents; from `folder`/validation.jsonl where one is given.
-
-    The harness scores its SCROLLS tasks with a script that it downloads and runs, which gives one
-    number without a standard error. The same measure is computed here: ROUGE F-measure with
-    stemming, the best reference counts, times 100, averaged over the documents.
-    """
-
-    def __init__(self, folder: Path | None):
-        self.folder = folder
-        ConfigurableTask.__init__(self, config={"metadata": {"version": self.VERSION}})
-        self.config.task = SUMMSCREEN
-
-    def download(self, *arguments, **options) -> None:
-        if self.folder is None:
-            super().download(*arguments, **options)
-            return
-        file = self.folder / "validation.jsonl"
-        if not file.is_file():
-            raise missing(SUMMSCREEN, file.name, self.folder)
-        self.dataset = datasets.load_dataset("json", data_files={"validation": str(file)})
-        self.dataset["validation"] = _drop_duplicates_in_input(self.dataset["validation"])
-
-    def has_training_docs(self) -> bool:
-        return False
-
-    def process_results(self, doc: dict, results: list[str]) -> dict[str, float]:
-        return rouge(results[0], doc["outputs"])
-
-    def aggregation(self) -> dict:
-        return dict.fromkeys(ROUGE, mean)

@@ -242,7 +242,12 @@ def test_mistakes_are_one_line(tmp_path, checkpoint):
     (tmp_path / "empty").mkdir()
     data = ("--data-dir", tmp_path / "empty")
     fails(r"arc_easy: no test\*.parquet or test\*.jsonl in .*ARC-Easy; put allenai/ai2_arc", *data)
-    fails("no validation.jsonl in .*summ_screen_fd", "--tasks", "scrolls_summscreenfd", *data)
+    fails(
+        r"no validation\*.parquet or validation\*.jsonl in .*summ_screen_fd",
+        "--tasks",
+        "scrolls_summscreenfd",
+        *data,
+    )
     bad = write_lines(tmp_path / "bad/sciq/test.jsonl", [])
     bad.write_text("{not json", encoding="utf-8")
     fails("sciq: its documents cannot be read", "--tasks", "sciq", "--data-dir", tmp_path / "bad")
