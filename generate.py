@@ -52,10 +52,9 @@ def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:
     pending: list[int] = []
     for token in tokens:
         pending.append(token)
-        text = tokeniser.decode(pending)
-        cut = len(pending)
+        text, cut = tokeniser.decode(pending), len(pending)
         if text.endswith(REPLACEMENT):  # perhaps the beginning of a character
-            cut = max(0, len(pending) - LONGEST_UNFINISHED)
+            cut = max(0, cut - LONGEST_UNFINISHED)
         ready = tokeniser.decode(pending[:cut])
         if cut and ready + tokeniser.decode(pending[cut:]) == text:
             yield ready

@@ -136,14 +136,12 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dic
             if any(keys[trial] not in answers.known for trial in batch):
                 prompts = [make_prompt(tokeniser, length, t, arguments.seed) for t in batch]
                 texts = answer_batch(model, tokeniser, prompts, device)
-                answers.append(
-                    [
-                        case.key | {"label": case.label, "trial": t, "key": p.key,
-                                    "depth": round(p.depth, 6), "answer": text,
-                                    "right": is_right(text, p.key)}
-                        for t, p, text in zip(batch, prompts, texts, strict=True)
-                    ]
-                )  # fmt: skip
+                new = []
+                for t, p, text in zip(batch, prompts, texts, strict=True):
+                    asked = {"trial": t, "key": p.key, "depth": round(p.depth, 6)}
+                    given = {"answer": text, "right": is_right(text, p.key)}
+                    new.append(case.key | {"label": case.label} | asked | given)
+                answers.append(new)
             bar.update(len(batch))
     return [answers.known[key] for key in keys]
 
@@ -162,7 +160,14 @@ def main(argv: list[str]) -> None:
         settings = {"trials": arguments.trials, "seed": arguments.seed}
         settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
         results = open_results(arguments.out, "passkey", settings, about={})
-        answers = open_answers(results)
+        path = results.sibling("-answers.jsonl")
+        if path.exists() and not results.path.exists():
+            raise UserError(
+                f"{path} has answers of unknown settings, as {results.path} is gone; delete it or "
+                "give another --out"
+            )
+        results.save()  # the settings, before the first answer
+        answers = Answers(path)
         with kept_on_interrupt(results.path):
             for checkpoint in checkpoints:
                 suited = [v for v in chosen if v.suits(checkpoint.config)]
@@ -172,17 +177,6 @@ def main(argv: list[str]) -> None:
     print(by_length.table(results, title, by_length.records(results, "accuracy"), cell))
     for figure in figures(results):
         print(f"figure: {figure}")
-
-
-def open_answers(results: Results) -> Answers:
-    path = results.sibling("-answers.jsonl")
-    if path.exists() and not results.path.exists():
-        raise UserError(
-            f"{path} has answers of unknown settings, as {results.path} is gone; delete it or give "
-            "another --out"
-        )
-    results.save()  # the settings, before the first answer
-    return Answers(path)
 
 
 def fill(results: Results, answers: Answers, cases: list[Case], arguments, device) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from evaluating.checkpoints import labels, series_label
 from evaluating.results import AS_TRAINED, Record, Results
@@ -16,7 +15,7 @@ def records(results: Results, quantity: str) -> dict[Key, Record]:
     return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
 
 
-def table(results: Results, title: str, found: dict[Key, Any], cell: Callable) -> str:
+def table(results: Results, title: str, found: dict, cell: Callable) -> str:
     """A row for each series that has anything; nothing at all where none has."""
     names = labels(results.runs)
     lengths = sorted({r.length for r in results.records})

@@ -4,7 +4,6 @@ A variant is a trained model under another evaluation setting: another sharpenin
 adaptive p_i, a sliding window, or position interpolation. Each changes one thing.
 """
 
-import argparse
 import hashlib
 import json
 from collections.abc import Iterable
@@ -115,7 +114,7 @@ class Variant:
         return ModelConfig.from_dict(settings)
 
 
-def variants(arguments: argparse.Namespace, checkpoints: list[Checkpoint]) -> list[Variant]:
+def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
     """As trained, then what the command line adds; every value is checked on the models."""
     chosen = [Variant()]
     for key in ("p", "alpha", "window"):

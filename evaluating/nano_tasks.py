@@ -55,7 +55,7 @@ def cloze(texts: list[str], draw: random.Random, count: int) -> list[dict]:
             earlier = context[: -NEAR - len(name)]
             if re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", earlier):
                 documents.append({"context": context, "target": name[-LAST:]})
-    return _some(documents, draw, count)
+    return draw.sample(documents, min(count, len(documents)))
 
 
 def continuation(texts: list[str], draw: random.Random, count: int) -> list[dict]:
@@ -68,7 +68,7 @@ def continuation(texts: list[str], draw: random.Random, count: int) -> list[dict
     ]
     lines = sorted({line for _, line in found})
     documents = []
-    for context, line in _some(found, draw, count) if len(lines) > 3 else ():
+    for context, line in draw.sample(found, min(count, len(found)) if len(lines) > 3 else 0):
         others = draw.sample([other for other in lines if other != line], 3)
         label = draw.randrange(4)
         choices = [*others[:label], line, *others[label:]]
@@ -85,11 +85,7 @@ def line_rest(texts: list[str], draw: random.Random, count: int) -> list[dict]:
             target = text[middle : match.end()]
             if middle >= PASSAGE - 32 and re.search(r"[A-Za-z]{3}", target):
                 documents.append({"context": context, "target": target})
-    return _some(documents, draw, count)
-
-
-def _some(items: list, draw: random.Random, count: int) -> list:
-    return draw.sample(items, min(count, len(items)))
+    return draw.sample(documents, min(count, len(documents)))
 
 
 MAKERS = {"nano_cloze": cloze, "nano_continuation": continuation, "nano_line": line_rest}

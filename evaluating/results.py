@@ -2,13 +2,10 @@
 
     {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
 
-A record is one measured number. What it was made of (losses by position, answers by depth) is in
-its `details`; `runs` says what each ID is: name, seed, training length, all settings of the model.
-
-A file grows measurement by measurement, each written as soon as it is known by replacing the file
-atomically, and never computed again. Records of one file are comparable: to add to it, `settings`
-must be equal; `about` is for the reader. Numbers that are not finite become null, as JSON cannot
-hold them.
+A record is one measured number; `details` has what it was made of, `runs` what each ID is: name,
+seed, training length, all settings of the model. A file is replaced atomically with every new
+measurement, and none is computed again. Records of one file are comparable: to add to it,
+`settings` must be equal; `about` is for the reader. Numbers that are not finite become null.
 """
 
 import json
@@ -63,17 +60,11 @@ class Measured:
     """A record with what its file says of it: what a table asks for."""
 
     record: Record
-    run: dict  # name, seed, step, train_length, model
+    run: dict  # step, train_length, model, ...
+    name: str  # of the run
+    seed: int | None
     kind: str
     source: Path
-
-    @property
-    def name(self) -> str:
-        return self.run["run"]
-
-    @property
-    def seed(self) -> int | None:
-        return self.run.get("seed")
 
 
 class Results:
@@ -200,6 +191,7 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
             continue
         for r in results.records:
             run = results.runs[r.run]
-            place = (path, r.quantity, run["run"], r.variant, r.task, r.length)
-            newest[place] = Measured(r, run, results.kind, path)
+            name, seed = run["run"], run.get("seed")
+            place = (path, r.quantity, name, r.variant, r.task, r.length)
+            newest[place] = Measured(r, run, name, seed, results.kind, path)
     return list(newest.values()), problems

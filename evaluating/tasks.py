@@ -1,9 +1,8 @@
 """The task sets of `downstream.py`, where their documents come from, and their scores.
 
-`paper`, `lambada` and `nano` are sets; a task of one of them, or the path of a harness YAML file,
-can be named by itself. Only the folders of the tasks in question are scanned: all of the harness'
-own take 16 seconds. Documents come from the hub, or with a data folder from files in the hub's own
-layout, DIR/ai2_arc/ARC-Easy/test*.parquet (or .jsonl), by YAML files that include the harness'.
+Only the folders of the tasks in question are scanned: all of the harness' own take 16 seconds.
+Documents come from the hub, or with a data folder from files in the hub's own layout,
+DIR/ai2_arc/ARC-Easy/test*.parquet (or .jsonl), by YAML files that include the harness'.
 """
 
 import io
