@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     device = distributed.start(arguments.device).device
     checkpoints = open_checkpoints(arguments.checkpoints)
-    inputs = [(encode(c, arguments.text), chosen_layer(c, arguments.layer)) for c in checkpoints]
+    inputs = [tokens_and_layer(checkpoint, arguments) for checkpoint in checkpoints]
     settings = {"text": arguments.text, "layer": arguments.layer}
     results = open_results(arguments.out, "attention maps", settings, about={"clamp": CLAMP})
     for checkpoint in checkpoints:
@@ -147,22 +147,18 @@ def main(argv: list[str]) -> None:
             print(f"figure: {path}")
 
 
-def encode(checkpoint: Checkpoint, text: str) -> np.ndarray:
-    tokens = checkpoint.tokeniser().encode(text)
+def tokens_and_layer(checkpoint: Checkpoint, arguments) -> tuple[np.ndarray, int]:
+    """Layers are counted from 1; the last where none was chosen."""
+    tokens, layers = checkpoint.tokeniser().encode(arguments.text), checkpoint.config.layers
     if len(tokens) <= UNSHIFTED_ROWS:
         raise UserError(
-            f"--text {text!r} has {len(tokens)} tokens for {checkpoint.path}; at least "
+            f"--text {arguments.text!r} has {len(tokens)} tokens for {checkpoint.path}; at least "
             f"{UNSHIFTED_ROWS + 1} are needed, as the numbers are over the rows after them"
         )
-    return tokens
-
-
-def chosen_layer(checkpoint: Checkpoint, number: int | None) -> int:
-    """Counted from 1; the last where none was chosen."""
-    count = checkpoint.config.layers
-    if number is not None and not 1 <= number <= count:
-        raise UserError(f"--layer {number}: {checkpoint.path} has layers 1 to {count}")
-    return number or count
+    layer = arguments.layer or layers
+    if layer > layers:
+        raise UserError(f"--layer {layer}: {checkpoint.path} has layers 1 to {layers}")
+    return tokens, layer
 
 
 if __name__ == "__main__":

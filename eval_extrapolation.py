@@ -24,7 +24,7 @@ import hashlib
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 
 from evaluating.protocol import EvaluationParser
 from support.command import answer_early, lengths, positive, run
@@ -104,11 +104,8 @@ class Targets:
 
 def position_buckets(length: int) -> Spans:
     """1..16, then four equal parts of each octave: 16-20-24-28-32-40-..., up to the length."""
-    edges, octave = [0, 16], 16
-    while octave < length:
-        edges += [octave + octave * quarter // 4 for quarter in (1, 2, 3, 4)]
-        octave *= 2
-    return list(pairwise([*(e for e in edges if e < length), length]))
+    quarters = (2**octave * quarter for octave in count(2) for quarter in (4, 5, 6, 7))
+    return list(pairwise([0, *takewhile(lambda edge: edge < length, quarters), length]))
 
 
 def segment_sums(

@@ -104,14 +104,10 @@ def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
     fast.post_processor = processors.TemplateProcessing(
         single=f"{EOT_TEXT} $A", special_tokens=[(EOT_TEXT, tokeniser.eot)]
     )
-    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT_TEXT)
-    PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        **ends,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,  # the text "<|endoftext|>" is text
-    ).save_pretrained(out)
+    options = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT_TEXT)
+    options |= {"padding_side": "left", "clean_up_tokenization_spaces": False}
+    options["split_special_tokens"] = True  # the text "<|endoftext|>" is text
+    PreTrainedTokenizerFast(tokenizer_object=fast, **options).save_pretrained(out)
 
 
 def _spelling(token: bytes) -> str:

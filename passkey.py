@@ -41,7 +41,7 @@ import torch
 
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
-from evaluating import by_length
+from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, open_checkpoints, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
@@ -174,7 +174,8 @@ def main(argv: list[str]) -> None:
                 cases = [Case(checkpoint, v, n) for v in suited for n in arguments.lengths]
                 fill(results, answers, cases, arguments, device)
     title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
-    print(by_length.table(results, title, by_length.records(results, "accuracy"), cell))
+    cells = {key: cell(record) for key, record in report.by_key(results, "accuracy").items()}
+    print(report.table_by_length(results, title, cells))
     for figure in figures(results):
         print(f"figure: {figure}")
 
@@ -204,7 +205,7 @@ def cell(record: Record) -> str:
 
 def figures(results: Results) -> list[Path]:
     words = {"xlabel": "prompt length (tokens)", "ylabel": "passkey accuracy (%)"}
-    figure, axes = by_length.draw(results, "accuracy", scale=100, errors=interval, **words)
+    figure, axes = report.figure_by_length(results, "accuracy", scale=100, errors=interval, **words)
     axes.set_ylim(0, 100)
     written = plots.save(figure, results.sibling(".png"))
     return written + plots.save(accuracy_by_depth(results), results.sibling("-depth.png"))
@@ -217,7 +218,7 @@ def interval(record: Record) -> tuple[float, float]:
 
 def accuracy_by_depth(results: Results):
     """One panel per series: length across, depth of the key down, accuracy as colour and number."""
-    series = list(by_length.styled_series(results, "accuracy"))
+    series = list(report.styled_series(results, "accuracy"))
     columns = 2 if len(series) == 4 else min(3, len(series))
     rows = math.ceil(len(series) / columns)
     width = plots.COLUMN if columns == 1 else plots.PAGE

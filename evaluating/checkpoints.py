@@ -1,8 +1,4 @@
-"""Trained models as evaluations see them: opened, identified by their content, named, varied.
-
-A variant is a trained model under another evaluation setting: another sharpening exponent, the
-adaptive p_i, a sliding window, or position interpolation. Each changes one thing.
-"""
+"""Trained models as evaluations see them: opened, identified by their content, named, varied."""
 
 import hashlib
 import json
@@ -93,6 +89,8 @@ def series_label(run: str, variant: str) -> str:
 
 @dataclass(frozen=True)
 class Variant:
+    """A trained model under another setting, without retraining; each changes one thing."""
+
     name: str = AS_TRAINED
     key: str | None = None  # p, alpha, window or interpolation
     value: float | int | None = None

@@ -1,7 +1,4 @@
-"""A checkpoint's model as transformers knows models; `export_hf.py` copies this file.
-
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-"""
+"""A checkpoint's model as transformers knows models; `export_hf.py` copies this file."""
 
 import torch
 from torch import Tensor

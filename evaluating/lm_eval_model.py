@@ -131,10 +131,8 @@ class CheckpointLM(TemplateLM):
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []
         for index, (text,) in enumerate(request.args for request in requests):
-            tokens = self.tok_encode(text)
-            for window in get_rolling_token_windows(
-                tokens, self.prefix_token_id, self.max_length, context_len=1
-            ):
+            tokens, prefix = self.tok_encode(text), self.prefix_token_id
+            for window in get_rolling_token_windows(tokens, prefix, self.max_length, 1):
                 windows.append(((text, ""), *make_disjoint_window(window)))
                 owners.append(index)
         totals = [0.0] * len(requests)
@@ -182,13 +180,9 @@ class CheckpointLM(TemplateLM):
 
     @torch.inference_mode()
     def _continue(self, prompts: list[Sequence], settings: dict) -> list[str]:
-        """The text after each prompt, up to the first stop string or the end of the document.
-
-        Prompts of any lengths go through one KV cache.
-        """
+        """The text after each prompt, up to the first stop string or the end of the document."""
         until = [text for text in settings["until"] if text]
         temperature = settings["temperature"] if settings["do_sample"] else 0
-        filters = {key: settings.get(key) for key in ("top_k", "top_p")}
         tokens, count = self._padded(prompts), settings["max_gen_toks"]
         rows = torch.arange(len(prompts), device=self._device)
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
@@ -199,7 +193,7 @@ class CheckpointLM(TemplateLM):
         for _ in range(count):
             cache.mask = mask
             logits = self._model.logits(self._model.hidden(tokens, cache)[rows, last])
-            chosen = sample(logits, temperature, **filters)
+            chosen = sample(logits, temperature, settings.get("top_k"), settings.get("top_p"))
             for row in sorted(unfinished):
                 new[row].append(int(chosen[row]))
                 texts[row] = self._tokeniser.decode(t for t in new[row] if t != self.eot_token_id)

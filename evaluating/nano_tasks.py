@@ -24,8 +24,10 @@ TEXT_TOKENS = 1 << 20
 NAME = re.compile(r"(?<![A-Za-z0-9_])[A-Za-z_][A-Za-z0-9_]{3,}")
 
 
-def write_task(folder: Path, corpus: str | Path, name: str) -> Path:
+def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
     """Write a task's documents into `folder`; returns its YAML file."""
+    if corpus is None:
+        raise UserError(f"{name} is made from a corpus' held-out text; give --corpus DIR")
     documents = MAKERS[name](held_out_texts(corpus), random.Random(0), COUNTS[name])
     if not documents:
         raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
@@ -37,7 +39,7 @@ def write_task(folder: Path, corpus: str | Path, name: str) -> Path:
     return folder / f"{name}.yaml"
 
 
-def held_out_texts(corpus: str | Path) -> list[str]:
+def held_out_texts(corpus: Path) -> list[str]:
     """The documents at the beginning of a corpus' validation set."""
     tokens = open_split(corpus, "val")
     tokeniser = get_tokeniser(tokens.tokeniser or "gpt2")

@@ -181,10 +181,9 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
     newest: dict[tuple, Measured] = {}
     problems = {}
     for path in sorted(Path(folder).rglob("*.json")):
-        if path.is_symlink() or not path.is_file():  # a pipe would be waited for
-            problems[path] = "it is a link or a device, not a file"
-            continue
         try:
+            if path.is_symlink() or not path.is_file():  # a pipe would be waited for
+                raise UserError("it is a link or a device, not a file")
             results = read_results(path)
         except UserError as error:
             problems[path] = str(error).removesuffix("; give another --out")

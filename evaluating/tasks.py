@@ -62,9 +62,6 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
                 if data is not None:
                     folders.append(localise(name, *folders, scratch / name, data))
             elif name in COUNTS:
-                if corpus is None:
-                    made = f"{name} is made from a corpus' held-out text"
-                    raise UserError(f"{made}; give --corpus DIR")
                 task = str(write_task(scratch, corpus, name))
             return TaskManager(include_defaults=False, include_path=folders).load([task])
     except UserError:
@@ -109,13 +106,10 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
         made = {
             "include": str(original),
             "dataset_path": "parquet" if files[0].endswith(".parquet") else "json",
-            "dataset_name": None,
             "dataset_kwargs": {"data_files": {split: files}},
-            "training_split": None,
-            "fewshot_split": None,
+            "validation_split": split if split == task.get("validation_split") else None,
         }
-        if split != task.get("validation_split"):
-            made["validation_split"] = None
+        made |= dict.fromkeys(("dataset_name", "training_split", "fewshot_split"))
         write_json(target / original.name, made)
     return target
 

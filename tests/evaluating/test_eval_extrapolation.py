@@ -20,7 +20,6 @@ from train_helpers import make_corpus
 import eval_extrapolation
 from data.shards import describe_set, open_split
 from eval_extrapolation import main, position_buckets
-from evaluating import by_length
 from evaluating import extrapolation_report as report
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
@@ -346,11 +345,11 @@ def test_overflow_is_reported_and_the_file_stays_json(tmp_path, capsys):
 def test_one_length_is_drawn_as_bars(workspace, tmp_path):
     results = load(workspace, "all.json")
     results.path, results.records = tmp_path / "x.json", results.select(length=64)
-    _, axes = by_length.draw(results, "loss", ylabel="loss")
+    _, axes = report.figure_by_length(results, "loss", ylabel="loss")
     shown = [label.get_text() for label in axes.get_xticklabels()]
     assert shown[:2] == ["Softmax", "Softmax, window=12"] and "LSSAR p=15, α=0.5" in shown
     assert [round(bar.get_height(), 4) for bar in axes.patches] == [
-        round(r.value, 4) for _, _, found in by_length.styled_series(results, "loss") for r in found
+        round(r.value, 4) for _, _, found in report.styled_series(results, "loss") for r in found
     ]
     colours = {bar.get_facecolor() for bar in axes.patches}
     assert len(colours) == 3  # one per mechanism, one for the window of either
