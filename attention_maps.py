@@ -83,7 +83,7 @@ def heads_table(statistics: dict[str, list[float]]) -> str:
 
 
 def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
-    """Each token as text that can be seen: a blank as a low bar, a newline as an arrow."""
+    """Each token as visible text: a space as an open box, a newline as an arrow."""
     shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"})
     texts = [tokeniser.decode([token]).translate(shown) for token in tokens]
     return ["".join(c if c.isprintable() else f"<{ord(c):x}>" for c in text) for text in texts]

@@ -53,7 +53,7 @@ from support.text import table
 from training import distributed
 
 PACKAGES = ("lm_eval", "transformers", "datasets", "rouge_score")
-HATCHES = ("", "//", "\\\\", "..")  # tell runs of one mechanism apart, which have one colour
+HATCHES = ("", "//", "\\\\", "..")  # for runs of one mechanism, which share a colour
 
 
 def main(argv: list[str]) -> None:
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     results = open_results(arguments.out, "downstream", settings, about)
     with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
         places = (Path(scratch), arguments.data_dir, arguments.corpus)
-        for task in tasks:  # every document can be read, before anything is computed
+        for task in tasks:  # read every document before computing anything
             if not all(results.find(**key_of(c, task, arguments)) for c in checkpoints):
                 load_task(task, *places)
         for checkpoint in checkpoints:
@@ -98,7 +98,7 @@ def key_of(checkpoint: Checkpoint, task: str, arguments) -> dict:
 
 
 def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], places, arguments) -> None:
-    """Measure what the results do not have yet of one checkpoint."""
+    """Measure what the results lack for one checkpoint."""
     from evaluating.lm_eval_model import CheckpointLM
     from evaluating.tasks import load_task, measure
 

@@ -3,11 +3,11 @@
 Validation loss at and beyond the training length (`--lengths 1024,2048,4096,8192,16384`).
 `torchrun --nproc_per_node=N` shares the work and gives the same numbers.
 
-Protocol. The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as
-many segments spread evenly over the set (`--spread`, for sets whose beginning is no fair sample).
-A segment is as long as the longest length (or `--segment`, to predict the same tokens as an
-evaluation at longer lengths does), and each length cuts it into windows that do not overlap: every
-length, model and variant predicts the same tokens. Reported per length:
+The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as many spread
+evenly over it (`--spread`, for sets whose beginning is not a fair sample), in segments of the
+longest length (or of `--segment`, to predict the same tokens as an evaluation at longer lengths).
+Each length cuts a segment into windows that do not overlap, so every length, model and variant
+predicts the same tokens. Reported per length:
 
     loss            mean over tokens; its standard error is over segments
     by position     mean over tokens at a range of positions in their window
@@ -65,7 +65,7 @@ class Targets:
     """The tokens to predict: whole segments of the validation set, in batches of fixed shape."""
 
     def __init__(self, data: TokenSet, arguments):
-        """As many segments as were asked for and the set has, or an error with the numbers."""
+        """As many segments as asked for and available, or an error with the numbers."""
         asked, segment = arguments.tokens, arguments.segment or arguments.lengths[-1]
         for length in arguments.lengths:
             if segment % length:
@@ -113,8 +113,8 @@ def segment_sums(
 ) -> Tensor:
     """Summed losses (segments, spans) of the last `keep` tokens of every window of `length`.
 
-    Batches have the same shape whoever computes them, and each fills its own rows of a matrix
-    that is zero elsewhere: the sum over processes is exact, so their number changes nothing.
+    Batches have the same shape on any process, and each fills its own rows of a matrix that is zero
+    elsewhere: the sum over processes is exact, so their number changes nothing.
     """
     sums = torch.zeros(targets.count, len(spans), dtype=torch.float64)
     with progress(targets.tokens, label, "tok", world.is_main) as bar:
@@ -217,7 +217,7 @@ def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
 
 
 def fill(results: Results, cases: list[Case], targets: Targets, world: World) -> None:
-    """Measure what the results do not have yet of one checkpoint."""
+    """Measure what the results lack for one checkpoint."""
     checkpoint = cases[0].checkpoint
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     model: GPT | None = None

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     out = arguments.out
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give a new folder")
-    temporary = out.with_name(f".{out.name}.tmp")  # the folder is there whole or not at all
+    temporary = out.with_name(f".{out.name}.tmp")  # the folder is whole or absent
     with writing(out):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -121,7 +121,7 @@ _ALPHABET = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enume
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair that made each longer token: what is left of it after all earlier merges."""
+    """The pair merged into each longer token: what is left of it after all earlier merges."""
     merges = []
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.get):
         parts = [token[i : i + 1] for i in range(len(token))]
@@ -148,7 +148,7 @@ def write_code(out: Path) -> None:
 
 
 def modules_of(module: str, found: dict[str, None] | None = None) -> list[str]:
-    """The module and all of this repository that it imports, anywhere in it."""
+    """The module and every module of this repository that it imports, directly or not."""
     found = {} if found is None else found
     found[module] = None
     for node in ast.walk(ast.parse(_file(module).read_text(encoding="utf-8"))):
@@ -169,7 +169,7 @@ def _flat(module: str) -> str:
 
 
 def exported(text: str, modules: list[str]) -> str:
-    """A module's text that imports those of `modules` from beside it, and needs no Triton."""
+    """A module's source that imports `modules` from its own folder and needs no Triton."""
 
     def relative(match: re.Match) -> str:
         indent, package, names = match.groups()
@@ -186,7 +186,7 @@ def exported(text: str, modules: list[str]) -> str:
         )
 
     text = re.sub(r"^( *)from ([\w.]+) import (.+)$", relative, text, flags=re.MULTILINE)
-    # transformers insists on every package that is imported outside of a `try`.
+    # transformers requires every package that is imported outside a `try`.
     guarded = r"\1try:\n\1    \2\n\1except ImportError:\n\1    raise"
     return re.sub(r"^( *)((?:import|from) triton\b.*)$", guarded, text, flags=re.MULTILINE)
 

@@ -39,16 +39,13 @@ from data.tokeniser import REPLACEMENT, Tokeniser
 from evaluating.checkpoints import open_checkpoints
 from training import distributed
 
-# A character has at most four bytes and a token at least one, so what is still missing its end
-# began at most three tokens ago.
+# A character has at most four bytes and a token at least one, so an unfinished character began at
+# most three tokens ago.
 LONGEST_UNFINISHED = 3
 
 
 def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of a stream of tokens, piece by piece, never cut inside a character.
-
-    The pieces joined are exactly `tokeniser.decode` of all tokens.
-    """
+    """The text of a stream of tokens in pieces, never cut inside a character."""
     pending: list[int] = []
     for token in tokens:
         pending.append(token)

@@ -9,8 +9,7 @@ and depth are uniform, drawn from (seed, length, trial): every model of one toke
 prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
 
 Beside the results are the figures and NAME-answers.jsonl with every answer. Accuracy comes with
-its 95 % Wilson interval. `--alpha`, `--p`, `--window` and `--position-interpolation` as in
-eval_extrapolation.py.
+its 95 % Wilson interval. The variants are those of eval_extrapolation.py.
 """
 
 import math
@@ -129,7 +128,7 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dic
     """The answers of one case, asking only what is not on disk."""
     tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
     keys = [(*case.key.values(), trial) for trial in range(trials)]
-    size = max(1, BATCH_TOKENS // length)  # always the same batches: a rerun rounds alike
+    size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike
     with progress(trials, f"{case.label} at {length}", "trial") as bar:
         for first in range(0, trials, size):
             batch = range(first, min(first + size, trials))
@@ -155,7 +154,7 @@ def main(argv: list[str]) -> None:
     chosen = variants(arguments, checkpoints)
     trials = range(arguments.trials)
     for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
-        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)  # or refuse it now
+        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)  # fails if too short
     with arithmetic(arguments.precision, device) as precision:
         settings = {"trials": arguments.trials, "seed": arguments.seed}
         settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
@@ -181,7 +180,7 @@ def main(argv: list[str]) -> None:
 
 
 def fill(results: Results, answers: Answers, cases: list[Case], arguments, device) -> None:
-    """Ask what the results do not have yet of one checkpoint."""
+    """Ask one checkpoint for what the results lack."""
     checkpoint = cases[0].checkpoint
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     model: GPT | None = None

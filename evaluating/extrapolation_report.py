@@ -1,7 +1,6 @@
 """python -m evaluating.extrapolation_report results/x.json: loss by length in one short table.
 
-Tables and figures by length, of `eval_extrapolation.py` and, where they are general, `passkey.py`,
-made from the results file alone.
+Tables and figures of `eval_extrapolation.py`, some of them also for `passkey.py`.
 """
 
 import math
@@ -39,7 +38,7 @@ def by_key(results: Results, quantity: str) -> dict[Key, Record]:
 
 
 def table_by_length(results: Results, title: str, found: dict[Key, str]) -> str:
-    """A row for each series that has anything; nothing at all where none has."""
+    """One row per series, without those that have no cell; no table without rows."""
     names = labels(results.runs)
     lengths = sorted({r.length for r in results.records})
     rows = []
@@ -67,7 +66,7 @@ def new_figure(series: list):
 
 
 def mark_lengths(axes, results: Results, lengths: list[int]) -> None:
-    """Marks the training length where all runs have the same."""
+    """One tick per length, and a mark at the training length if all runs share it."""
     trained = {run["train_length"] for run in results.runs.values()}
     plots.length_axis(axes, lengths, trained.pop() if len(trained) == 1 else None)
 
@@ -111,7 +110,7 @@ def figure_by_length(
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """Mean over segments and its standard error, which one segment alone cannot have."""
+    """Mean over segments and its standard error, None for a single segment."""
     count = len(values)
     error = float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else None
     return float(values.mean()), error

@@ -19,7 +19,7 @@ class LssarConfig(PreTrainedConfig):
     }
 
     def __init__(self, train_length: int = 1024, meaning: int = MEANING, **options):
-        self.train_length = train_length  # no limit: what the model has seen
+        self.train_length = train_length  # not a limit: what it has seen
         self.meaning = meaning
         for key, default in MODEL.items():
             setattr(self, key, options.pop(key, default))
@@ -27,7 +27,7 @@ class LssarConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **options):
-        """A folder's configuration, which must be of weights that mean what this code computes."""
+        """Refuse weights that mean something else than this code computes."""
         if (found := config_dict.get("meaning")) != MEANING:
             raise ValueError(
                 f"the weights have meaning {found!r:.20}, this code computes {MEANING} "
@@ -37,7 +37,7 @@ class LssarConfig(PreTrainedConfig):
 
 
 class Seen:
-    """What GPT asks of a cache, over a cache of transformers or none; padding included."""
+    """The cache that GPT expects, around one of transformers or none, with the padding mask."""
 
     def __init__(self, cache, tokens: Tensor, mask: Tensor | None):
         self.cache = cache
@@ -76,7 +76,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_) -> Tensor | None:
-        """With a static cache too, the padding is all there is to say."""
+        """The padding mask is all that is needed, with a static cache too."""
         return attention_mask
 
     def forward(
@@ -89,10 +89,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_,
     ) -> CausalLMOutputWithPast:
-        """`attention_mask` (B, tokens so far) is 0 where there is padding, on either side.
-
-        Positions follow from it. `labels` are the inputs, -100 where none is wanted.
-        """
+        """`attention_mask` (B, tokens so far): 0 for padding, left or right; `labels`: -100 ignores."""
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
         hidden = self.gpt.hidden(input_ids, Seen(past_key_values, input_ids, attention_mask))

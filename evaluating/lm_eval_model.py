@@ -27,7 +27,7 @@ from model import sample
 from training import distributed
 
 BATCH = 16
-NEW_TOKENS = 256  # where a request does not say; at most half of max_length
+NEW_TOKENS = 256  # default of a request; at most half of max_length
 GENERATION_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
 
 Sequence = tuple[int, ...]  # tokens
@@ -44,7 +44,7 @@ class CheckpointLM(TemplateLM):
         batch_size: int | str | None = None,
         device: str | None = None,
         precision: str = "auto",
-        max_batch_size: int | None = None,  # lm_eval gives it to every model; there is no search
+        max_batch_size: int | None = None,  # passed to every model; not used
     ):
         super().__init__()
         if not isinstance(checkpoint, Checkpoint):
@@ -53,7 +53,7 @@ class CheckpointLM(TemplateLM):
         self._tokeniser = checkpoint.tokeniser()
         wanted = (device or "auto").split(":")[0]
         if wanted == "cuda" and not torch.cuda.is_available():
-            wanted = "auto"  # lm_eval's command says cuda:0 where its user says nothing
+            wanted = "auto"  # lm_eval's command passes cuda:0 by default
         self._device = distributed.start(wanted).device
         self._model = checkpoint.load(self._device)
         self.max_length = max_length or checkpoint.task_length
@@ -83,7 +83,7 @@ class CheckpointLM(TemplateLM):
         for place, sequence in enumerate(sequences):
             places[sequence].append(place)
         ordered = sorted(places, key=lambda s: (-len(s), s))
-        alike = self._model.config.attention.length == "current"  # L, then, is the batch's width
+        alike = self._model.config.attention.length == "current"  # then L is the width of the batch
         for _, group in groupby(ordered, key=len if alike else lambda s: None):
             group = list(group)
             for first in range(0, len(group), self.batch_size):
@@ -124,7 +124,7 @@ class CheckpointLM(TemplateLM):
         logits = self._model.logits(hidden[-len(continuation) :])
         target = torch.tensor(continuation, device=self._device)
         likely = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).sum().item()
-        if not math.isfinite(likely):  # the harness would choose among NaN without a word
+        if not math.isfinite(likely):  # the harness would silently choose among NaNs
             raise UserError(f"{self.checkpoint.path}: the model's logits are not finite")
         return likely, bool((logits.argmax(-1) == target).all())
 

@@ -17,7 +17,7 @@ from lssar.errors import UserError
 from support.files import write_json, write_text
 
 PASSAGE = 224  # characters
-NEAR = 32  # a name that stands this close before its repetition asks for no memory
+NEAR = 32  # a name repeated within this distance does not test memory
 LAST = 2  # letters of it that are asked for
 COUNTS = {"nano_cloze": 400, "nano_continuation": 400, "nano_line": 100}
 TEXT_TOKENS = 1 << 20
@@ -62,7 +62,7 @@ def cloze(texts: list[str], draw: random.Random, count: int) -> list[dict]:
 
 def continuation(texts: list[str], draw: random.Random, count: int) -> list[dict]:
     found = [
-        # The end of a line belongs to what follows it: the harness moves blanks there anyway.
+        # The newline belongs to the continuation: the harness moves whitespace there anyway.
         (text[match.start() + 1 - PASSAGE : match.start() + 1], "\n" + match[1])
         for text in texts
         for match in re.finditer(r"\S\n([^\n]{16,64})(?=\n)", text)

@@ -44,7 +44,7 @@ class Record:
         return {k: v for k, v in asdict(self).items() if k == "value" or v != defaults[k]}
 
     def check(self, runs: dict) -> None:
-        """Refuse what a damaged file may hold."""
+        """Raise for what only a damaged file can hold."""
         if self.run not in runs:
             raise ValueError(f"a record of the unknown run {self.run!r}")
         if not isinstance(runs[self.run], dict) or not isinstance(runs[self.run].get("run"), str):
@@ -57,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Measured:
-    """A record with what its file says of it: what a table asks for."""
+    """A record and what its file says about it."""
 
     record: Record
     run: dict  # step, train_length, model, ...
@@ -113,21 +113,18 @@ class Results:
         return next(iter(self.select(**fields)), None)
 
     def add(self, *records: Record) -> None:
-        """Add the numbers of one measurement, all or none, in place of those they replace.
-
-        A record that has its command and revision keeps them: it was measured before.
-        """
+        """Add the numbers of one measurement, all or none, in place of those they replace."""
         replaced = {r.key for r in records}
         self.records = [r for r in self.records if r.key not in replaced]
         for record in records:
-            if not record.command:
+            if not record.command:  # else it was measured before
                 details = record.details | self._made_with
                 record = replace(record, **self._stamp, details=details)
             self.records.append(Record(**finite(asdict(record))))
         self.save()
 
     def save(self) -> None:
-        if self._claim is None:  # not before: of the processes that read, only one writes
+        if self._claim is None:  # many processes may read, only one writes
             self._claim = Claim(self.path)
             if self._version() != self._opened_as:
                 raise UserError(
@@ -182,7 +179,7 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
     problems = {}
     for path in sorted(Path(folder).rglob("*.json")):
         try:
-            if path.is_symlink() or not path.is_file():  # a pipe would be waited for
+            if path.is_symlink() or not path.is_file():  # reading a pipe would block
                 raise UserError("it is a link or a device, not a file")
             results = read_results(path)
         except UserError as error:

@@ -116,7 +116,7 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Errors only: the harness and its libraries narrate what they do. Bars, on a terminal."""
+    """Show only errors, and progress bars on a terminal: the harness logs a lot."""
     disabled, bars_shown = logging.root.manager.disable, not datasets.are_progress_bars_disabled()
     bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     logging.disable(logging.WARNING)
@@ -131,7 +131,7 @@ def quiet_harness() -> Iterator[None]:
 
 
 def measure(lm, key: dict, loaded: dict, limit: int | None) -> list[Record]:
-    """Every metric of one task with its standard error, the whole group's where it is one."""
+    """Every metric of one task, or of a group as a whole, with its standard error."""
     begun = time.monotonic()
     with quiet_harness():
         found = lm_eval.evaluate(
