@@ -30,7 +30,7 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--max-length", type=whole(2))
-    parser.add_argument("--batch", type=positive, default=16, help="size; changes no result")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences; changes no result")
     parser.add_argument("--limit", type=positive)
     return parser
 

@@ -34,7 +34,7 @@ def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__, variants=True)
     parser.add_argument("--data", required=True, help="folder of token shards")
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--tokens", type=positive, default=10_485_760, help="default %(default)s")
+    parser.add_argument("--tokens", type=positive, default=10_485_760, help="targets; %(default)s")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
     parser.add_argument("--segment", type=positive, help="default: the longest length")
     parser.add_argument("--no-figures", action="store_true")
