@@ -89,7 +89,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_,
     ) -> CausalLMOutputWithPast:
-        """`attention_mask` (B, tokens so far): 0 for padding, left or right. Label -100 is ignored."""
+        """`attention_mask` (B, keys): 0 for padding, left or right. Label -100 is ignored."""
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
         hidden = self.gpt.hidden(input_ids, Seen(past_key_values, input_ids, attention_mask))

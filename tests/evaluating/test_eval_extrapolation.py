@@ -425,7 +425,6 @@ def test_what_is_no_checkpoint_ends_with_one_line_and_code_2(workspace):
 PEAK = """
 import resource, sys
 from pathlib import Path
-from types import SimpleNamespace
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)
