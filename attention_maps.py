@@ -10,8 +10,6 @@ Per head, over rows i > 3 (the first rows have little choice):
     zeros     share of the visible weights that are exactly zero
 """
 
-from pathlib import Path
-
 from evaluating.protocol import EvaluationParser
 from support.command import answer_early, positive, run
 
@@ -22,9 +20,7 @@ CAPTION_TEXT = (
 
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
-    parser.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+    parser = EvaluationParser(__doc__, precision=False)
     parser.add_argument("--text", default=CAPTION_TEXT)
     parser.add_argument("--layer", type=positive, help="from 1; default the last")
     return parser
@@ -54,33 +50,24 @@ PANEL = 2.3  # inches
 SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 
 
-# --- numbers -------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
     """The attention matrices (heads, L, L) that the model computes in `layer` for tokens (L,)."""
-    attention = model.blocks[layer].attention
-    seen = {}
-
-    def keep_input(module, arguments):
-        seen["x"], seen["rope"], _ = arguments
-
-    hook = attention.register_forward_pre_hook(keep_input)
+    attention, seen = model.blocks[layer].attention, []
+    hook = attention.register_forward_pre_hook(lambda module, given: seen.extend(given))
     try:
         model.hidden(tokens.unsqueeze(0))
     finally:
         hook.remove()
-    q, k, _ = attention.queries_keys_values(seen["x"], seen["rope"])
-    params = attention.head_scale
-    return attention_weights(q, k, attention.mechanism, params=params)[0].cpu()
+    x, rope, _ = seen
+    q, k, _ = attention.queries_keys_values(x, rope)
+    return attention_weights(q, k, attention.mechanism, params=attention.head_scale)[0].cpu()
 
 
 def head_statistics(weights: Tensor) -> dict[str, list[float]]:
     """sink, entropy and zeros, one number per head; weights (heads, L, L)."""
     rows = weights[:, UNSHIFTED_ROWS:].double()  # (heads, L - 3, L)
-    length = weights.shape[-1]
-    visible = torch.ones(length, length, dtype=torch.bool).tril()[UNSHIFTED_ROWS:]
+    visible = torch.ones(weights.shape[1:], dtype=torch.bool).tril()[UNSHIFTED_ROWS:]
     share = rows.abs() / rows.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     entropy = -torch.special.xlogy(share, share).sum(-1).mean(-1)
     zeros = ((rows == 0) & visible).sum((-1, -2)) / visible.sum()
@@ -88,35 +75,27 @@ def head_statistics(weights: Tensor) -> dict[str, list[float]]:
     return {"sink": sink.tolist(), "entropy": entropy.tolist(), "zeros": zeros.tolist()}
 
 
-# --- the figure ----------------------------------------------------------------------------------
+def heads_table(statistics: dict[str, list[float]]) -> str:
+    rows = [*zip(*statistics.values(), strict=True), map(np.mean, statistics.values())]
+    names = [*map(str, range(1, len(rows))), "mean"]
+    body = [[n, *(f"{v:.3f}" for v in row)] for n, row in zip(names, rows, strict=True)]
+    return table(["head", *statistics], body)
 
 
 def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
-    """Each token as text that can be seen: a blank as a low bar, a newline as an arrow."""
-    shown = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"}
-
-    def visible(character: str) -> str:
-        if character in shown:
-            return shown[character]
-        return character if character.isprintable() else f"<{ord(character):x}>"
-
-    return ["".join(map(visible, tokeniser.decode([t]))) for t in tokens]
+    """Each token as visible text: a space as an open box, a newline as an arrow."""
+    shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"})
+    texts = [tokeniser.decode([token]).translate(shown) for token in tokens]
+    return ["".join(c if c.isprintable() else f"<{ord(c):x}>" for c in text) for text in texts]
 
 
 def draw(weights: Tensor, sinks: list[float], names: list[str], title: str):
     heads = len(weights)
     columns = min(COLUMNS, heads)
     rows = -(-heads // columns)
+    size = {"width": PANEL * columns + 0.9, "height": (PANEL + 0.2) * rows + 0.5}
+    figure, grid = plots.figure(rows, columns, **size, squeeze=False, sharex=True, sharey=True)
     type_size = min(7.0, 0.8 * PANEL * 72 / len(names))
-    figure, grid = plots.figure(
-        rows,
-        columns,
-        width=PANEL * columns + 0.9,
-        height=(PANEL + 0.2) * rows + 0.5,
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-    )
     panels = zip(grid.flat, weights.numpy(), sinks, strict=False)
     for head, (axes, matrix, sink) in enumerate(panels, start=1):
         image = plots.heatmap(axes, np.clip(matrix, 0, CLAMP), low=0, high=CLAMP)
@@ -136,77 +115,50 @@ def draw(weights: Tensor, sinks: list[float], names: list[str], title: str):
     return figure
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     device = distributed.start(arguments.device).device
     checkpoints = open_checkpoints(arguments.checkpoints)
-    texts = {c.identity: encode(c, arguments.text) for c in checkpoints}
-    layers = {c.identity: chosen_layer(c, arguments.layer) for c in checkpoints}
+    inputs = [tokens_and_layer(checkpoint, arguments) for checkpoint in checkpoints]
     settings = {"text": arguments.text, "layer": arguments.layer}
     results = open_results(arguments.out, "attention maps", settings, about={"clamp": CLAMP})
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     names = labels(results.runs)
-    for checkpoint in checkpoints:
-        identity = checkpoint.identity
-        tokens, layer = texts[identity], layers[identity]
-        weights = layer_weights(
-            checkpoint.load(device), torch.from_numpy(tokens.astype(np.int64)).to(device), layer
-        )
+    for checkpoint, (tokens, layer) in zip(checkpoints, inputs, strict=True):
+        identity, name = checkpoint.identity, names[checkpoint.identity]
+        batch = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        weights = layer_weights(checkpoint.load(device), batch, layer - 1)
         statistics = head_statistics(weights)
         if results.find(run=identity) is None:
-            results.add(*records(identity, layer, len(tokens), statistics))
-        title = f"{names[identity]}, layer {layer + 1}"
+            records = []
+            for quantity, heads in statistics.items():
+                mean, details = float(np.mean(heads)), {"layer": layer, "heads": heads}
+                records.append(
+                    Record(quantity, identity, mean, length=len(tokens), details=details)
+                )
+            results.add(*records)
+        title = f"{name}, layer {layer}"
         shown = token_names(checkpoint.tokeniser(), tokens)
         figure = draw(weights, statistics["sink"], shown, title)
         print(f"\n{title}\n{heads_table(statistics)}")
-        for path in plots.save(figure, results.sibling(f"-{file_name(names[identity])}.png")):
+        file = "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
+        for path in plots.save(figure, results.sibling(f"-{file}.png")):
             print(f"figure: {path}")
 
 
-def records(identity: str, layer: int, length: int, statistics: dict) -> list[Record]:
-    """The means over heads."""
-    return [
-        Record(
-            quantity,
-            identity,
-            float(np.mean(heads)),
-            length=length,
-            details={"layer": layer + 1, "heads": heads},
-        )
-        for quantity, heads in statistics.items()
-    ]
-
-
-def encode(checkpoint: Checkpoint, text: str) -> np.ndarray:
-    tokens = checkpoint.tokeniser().encode(text)
+def tokens_and_layer(checkpoint: Checkpoint, arguments) -> tuple[np.ndarray, int]:
+    """Layers are counted from 1; the last where none was chosen."""
+    tokens, layers = checkpoint.tokeniser().encode(arguments.text), checkpoint.config.layers
     if len(tokens) <= UNSHIFTED_ROWS:
         raise UserError(
-            f"--text {text!r} has {len(tokens)} tokens for {checkpoint.path}; at least "
+            f"--text {arguments.text!r} has {len(tokens)} tokens for {checkpoint.path}; at least "
             f"{UNSHIFTED_ROWS + 1} are needed, as the numbers are over the rows after them"
         )
-    return tokens
-
-
-def chosen_layer(checkpoint: Checkpoint, number: int | None) -> int:
-    count = checkpoint.config.layers
-    if number is not None and not 1 <= number <= count:
-        raise UserError(f"--layer {number}: {checkpoint.path} has layers 1 to {count}")
-    return (number or count) - 1
-
-
-def heads_table(statistics: dict[str, list[float]]) -> str:
-    rows = [*zip(*statistics.values(), strict=True), map(np.mean, statistics.values())]
-    names = [*map(str, range(1, len(rows))), "mean"]
-    body = [[n, *(f"{v:.3f}" for v in row)] for n, row in zip(names, rows, strict=True)]
-    return table(["head", *statistics], body)
-
-
-def file_name(label: str) -> str:
-    return "".join(c if c.isalnum() or c in ".-" else "_" for c in label)
+    layer = arguments.layer or layers
+    if layer > layers:
+        raise UserError(f"--layer {layer}: {checkpoint.path} has layers 1 to {layers}")
+    return tokens, layer
 
 
 if __name__ == "__main__":

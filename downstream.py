@@ -14,10 +14,10 @@ The harness' own command works too, see evaluating/harness/sitecustomize.py.
 
 import importlib.metadata
 import importlib.util
-import os
+import json
 import sys
 import tempfile
-import time
+from collections import Counter
 from pathlib import Path
 
 from evaluating.protocol import EvaluationParser
@@ -26,14 +26,11 @@ from support.command import answer_early, positive, run, whole
 
 def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
     parser.add_argument("--tasks", default="paper", help="paper, lambada, nano, or names and paths")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--max-length", type=whole(2))
-    parser.add_argument(
-        "--batch", type=positive, default=16, help="sequences at once; changes no result"
-    )
+    parser.add_argument("--batch", type=positive, default=16, help="sequences; changes no result")
     parser.add_argument("--limit", type=positive)
     return parser
 
@@ -41,79 +38,69 @@ def make_parser() -> EvaluationParser:
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
 
+import numpy as np
+
 from data.shards import describe_set
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
 from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
-from evaluating.results import Record, Results
+from evaluating.results import Results
+from evaluating.task_columns import LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError
+from support import plots
+from support.files import read_text
+from support.text import table
 from training import distributed
 
-BOOTSTRAP = 1000  # resamples for the standard error of a perplexity
 PACKAGES = ("lm_eval", "transformers", "datasets", "rouge_score")
+HATCHES = ("", "//", "\\\\", "..")  # for runs of one mechanism, which share a colour
 
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    check(arguments)
-    ensure_hub_cache()
-    # Here, because the harness takes seconds to import and --help should not.
-    from evaluating import downstream_report as report
-    from evaluating.tasks import TaskSource, chosen_tasks
-
-    tasks = chosen_tasks(arguments.tasks)
-    checkpoints = open_checkpoints(arguments.checkpoints)
-    results = open_results(arguments.out, "downstream", *protocol(arguments))
-    with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
-        source = TaskSource(Path(scratch), arguments.data_dir, arguments.corpus)
-        for task in tasks:  # every document can be read, before anything is computed
-            if not all(results.find(**key_of(c, task, arguments)) for c in checkpoints):
-                source.load(task)
-        for checkpoint in checkpoints:
-            fill(results, checkpoint, tasks, source, arguments)
-    print(report.tables(results))
-    for figure in report.figures(results):
-        print(f"figure: {figure}")
-
-
-def check(arguments) -> None:
     if arguments.data_dir is not None and not arguments.data_dir.is_dir():
         raise UserError(f"--data-dir {arguments.data_dir}: no such folder")
     if absent := [p for p in PACKAGES if importlib.util.find_spec(p) is None]:
         raise UserError(f"{absent[0]} is not installed; pip install -r requirements-downstream.txt")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if distributed.world_size() > 1:
         raise UserError("downstream.py runs in one process; start it without torchrun")
+    ensure_hub_cache()
+    # Here, because the harness takes seconds to import and may not be installed.
+    from evaluating.tasks import BOOTSTRAP, chosen_tasks, load_task
 
-
-def protocol(arguments) -> tuple[dict, dict]:
-    """What has to be equal for scores to be comparable, and what is good to know."""
+    tasks = chosen_tasks(arguments.tasks)
+    checkpoints = open_checkpoints(arguments.checkpoints)
     versions = {p: importlib.metadata.version(p) for p in PACKAGES}
     with arithmetic(arguments.precision, distributed.start(arguments.device).device) as precision:
         pass  # only its name is needed here
-    settings = {
-        "fewshot": 0,
-        "limit": arguments.limit,
-        "bootstrap": BOOTSTRAP,
-        "precision": precision,
-        "lm_eval": versions["lm_eval"],
-    }
+    settings = {"fewshot": 0, "limit": arguments.limit, "bootstrap": BOOTSTRAP}
+    settings |= {"precision": precision, "lm_eval": versions["lm_eval"]}
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
-    corpus = {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
-    return settings, about | corpus
+    about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
+    results = open_results(arguments.out, "downstream", settings, about)
+    with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
+        places = (Path(scratch), arguments.data_dir, arguments.corpus)
+        for task in tasks:  # read every document before computing anything
+            if not all(results.find(**key_of(c, task, arguments)) for c in checkpoints):
+                load_task(task, *places)
+        for checkpoint in checkpoints:
+            fill(results, checkpoint, tasks, places, arguments)
+    print(tables(results))
+    for figure in plots.save(bars(results), results.sibling(".png")):
+        print(f"figure: {figure}")
 
 
 def key_of(checkpoint: Checkpoint, task: str, arguments) -> dict:
     """What the records of one task of one checkpoint share; their length is max_length."""
-    from evaluating.lm_eval_model import default_max_length
-
-    length = arguments.max_length or default_max_length(checkpoint)
     name = Path(task).stem if task.endswith(".yaml") else task
+    length = arguments.max_length or checkpoint.task_length
     return {"run": checkpoint.identity, "task": name, "length": length}
 
 
-def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arguments) -> None:
-    """Measure what the results do not have yet of one checkpoint."""
+def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], places, arguments) -> None:
+    """Measure what the results lack for one checkpoint."""
     from evaluating.lm_eval_model import CheckpointLM
+    from evaluating.tasks import load_task, measure
 
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     lm: CheckpointLM | None = None
@@ -122,53 +109,101 @@ def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], source, arg
         if results.find(**key):
             continue
         lm = lm or CheckpointLM(
-            checkpoint,
-            max_length=arguments.max_length,
-            batch_size=arguments.batch,
-            device=arguments.device,
-            precision=arguments.precision,
+            checkpoint, arguments.max_length, arguments.batch, arguments.device, arguments.precision
         )
-        found = measure(lm, key, source.load(task), arguments.limit)
+        found = measure(lm, key, load_task(task, *places), arguments.limit)
         results.add(*found)
         shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
         print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
 
 
-def measure(lm, key: dict, loaded: dict, limit: int | None) -> list[Record]:
-    """Every metric of one task with its standard error, the whole group's where it is one."""
-    import lm_eval
-
-    from evaluating.tasks import quiet_harness
-
-    begun = time.monotonic()
-    with quiet_harness():
-        found = lm_eval.evaluate(
-            lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False
-        )
-    name = next(iter(loaded["groups"]), None) or next(iter(loaded["tasks"]))
-    details = {
-        "samples": sum(found["n-samples"][t]["effective"] for t in loaded["tasks"]),
-        "max_gen_toks": lm.max_gen_toks,
-        "version": found["versions"].get(name),
-        "seconds": round(time.monotonic() - begun, 2),
-    }
-    whole = metrics(found["results"][name])
-    parts = {t: metrics(found["results"][t]) for t in loaded["tasks"] if t != name}
-    records = []
-    for metric, value in whole.items():
-        if metric.endswith("_stderr"):
-            continue
-        subtasks = {t: scores[metric] for t, scores in parts.items() if metric in scores}
-        more = {"subtasks": subtasks} if subtasks else {}
-        error = whole.get(f"{metric}_stderr")
-        records.append(Record(metric, value=value, error=error, details=details | more, **key))
-    return records
+def tables(results: Results) -> str:
+    """The layouts of tasks.toml, then the metrics that are in none of them."""
+    measured = {(r.task, r.quantity) for r in results.records}
+    shown = {column[:2] for _, _, columns in LAYOUTS for column in columns}
+    rest = [(task, metric, f"{task} {metric}") for task, metric in sorted(measured - shown)]
+    parts, layouts = [], list(LAYOUTS)
+    for start in range(0, len(rest), 5):
+        title = "" if start else "the other metrics of the same tasks"
+        layouts.append((title, [], rest[start : start + 5]))
+    for title, in_paper, columns in layouts:
+        if columns := [c for c in columns if c[:2] in measured]:
+            rows = [
+                [name, *(cell(*score(results, identity, c)) for c in columns)]
+                for identity, name in labels(results.runs).items()
+            ]
+            rows += [row for label in in_paper for row in paper_rows(label, columns)]
+            heading = f"\n{title}\n" if title else "\n"
+            parts.append(heading + table(["", *(c[2] for c in columns)], rows))
+    lengths = ", ".join(str(n) for n in sorted({r.length for r in results.records}))
+    note = f"inputs longer than max_length = {lengths} tokens lose their beginning"
+    return "\n".join([*parts, "", f"± standard error; {note}"])
 
 
-def metrics(scores: dict) -> dict[str, float]:
-    """The harness' "acc,none" and "acc_stderr,none" without the name of the filter."""
-    numbers = {k: v for k, v in scores.items() if "," in k and isinstance(v, int | float)}
-    return {key.partition(",")[0]: float(value) for key, value in numbers.items()}
+def score(results: Results, identity: str, column: Column) -> tuple[float | None, float | None]:
+    """Value and error in the unit of the tables, at the longest max_length where there are two."""
+    task, metric, _ = column
+    found = results.select(run=identity, task=task, quantity=metric)
+    if not found:
+        return None, None
+    record, factor = max(found, key=lambda r: r.length), 100 if metric in PER_CENT else 1
+    value, error = (n if n is None else factor * n for n in (record.value, record.error))
+    return value, error
+
+
+def cell(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" + ("" if error is None else f" ±{error:.2f}")
+
+
+def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:
+    """The paper's own numbers of one table, for the columns that are shown."""
+    paper = json.loads(read_text(Path(__file__).parent / "paper/paper.json"))[label]
+    keys = paper["columns"]
+    places = [keys.index(metric if metric in keys else task) for task, metric, _ in columns]
+    return [
+        [f"paper, {name}", *(f"{values[i]:g}" for i in places)]
+        for name, values in paper["rows"].items()
+    ]
+
+
+def bars(results: Results):
+    """Scores to the left, where more is better; perplexities to the right, where less is."""
+    # Of each task the columns of the tables, or else its first metric.
+    first = {r.task: r.quantity for r in reversed(results.records)}
+    columns = [c for _, _, layout in LAYOUTS for c in layout if c[0] in first]
+    listed = {task for task, _, _ in columns}
+    columns += [(t, first[t], t) for t in reversed(first) if t not in listed]
+    scores = [c for c in columns if c[1] not in LOWER_IS_BETTER]
+    losses = [c for c in columns if c[1] in LOWER_IS_BETTER]
+    groups = [group for group in (scores, losses) if group]
+    width = plots.PAGE if len(columns) > 3 else plots.COLUMN
+    ratios = [len(group) + 0.6 for group in groups]
+    figure, grid = plots.figure(1, len(groups), width=width, squeeze=False, width_ratios=ratios)
+    for axes, group in zip(grid[0], groups, strict=True):
+        draw(axes, results, group)
+        axes.set_ylabel("score (0 to 100)" if group is scores else "perplexity")
+    plots.legend_below(figure, grid[0, 0], columns=4)
+    return figure
+
+
+def draw(axes, results: Results, columns: list[Column]) -> None:
+    names, order = labels(results.runs), Counter()
+    width = 0.8 / len(names)
+    for index, (identity, name) in enumerate(names.items()):
+        mechanism = results.runs[identity]["model"]["attention"]["name"]
+        found = [score(results, identity, c) for c in columns]
+        values, errors = np.array(found, dtype=float).T  # None becomes NaN
+        x = np.arange(len(columns)) + (index - (len(names) - 1) / 2) * width
+        hatch = HATCHES[order[mechanism] % len(HATCHES)]
+        order[mechanism] += 1
+        look = {"color": plots.style(mechanism)["color"], "edgecolor": "white", "hatch": hatch}
+        spread = {"yerr": np.nan_to_num(errors), "error_kw": {"elinewidth": 0.8}}
+        axes.bar(x, values, width * 0.92, label=name, **look, **spread)
+    axes.set_xticks(range(len(columns)), [c[2].replace(" ", "\n") for c in columns])
+    axes.grid(False, axis="x")
+    axes.set_axisbelow(True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 Validation loss at and beyond the training length (`--lengths 1024,2048,4096,8192,16384`).
 `torchrun --nproc_per_node=N` shares the work and gives the same numbers.
 
-Protocol. The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as
-many segments spread evenly over the set (`--spread`, for sets whose beginning is no fair sample).
-A segment is as long as the longest length (or `--segment`, to predict the same tokens as an
-evaluation at longer lengths does), and each length cuts it into windows that do not overlap: every
-length, model and variant predicts the same tokens. Reported per length:
+The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as many spread
+evenly over it (`--spread`, for sets whose beginning is not a fair sample), in segments of the
+longest length (or of `--segment`, to predict the same tokens as an evaluation at longer lengths).
+Each length cuts a segment into windows that do not overlap, so every length, model and variant
+predicts the same tokens. Reported per length:
 
     loss            mean over tokens; its standard error is over segments
     by position     mean over tokens at a range of positions in their window
@@ -24,24 +24,20 @@ import hashlib
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 
 from evaluating.protocol import EvaluationParser
 from support.command import answer_early, lengths, positive, run
 
-PAPER_TOKENS = 10_485_760
-
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
+    parser = EvaluationParser(__doc__, variants=True)
     parser.add_argument("--data", required=True, help="folder of token shards")
     parser.add_argument("--lengths", type=lengths, default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--tokens", type=positive, help=f"targets; default {PAPER_TOKENS:,}")
+    parser.add_argument("--tokens", type=positive, default=10_485_760, help="targets; %(default)s")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
     parser.add_argument("--segment", type=positive, help="default: the longest length")
     parser.add_argument("--no-figures", action="store_true")
-    parser.add_variant_arguments()
     return parser
 
 
@@ -54,10 +50,9 @@ from torch import Tensor
 from data.loader import validation_windows
 from data.shards import TokenSet, describe_set, open_split
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.checkpoints import Case, Checkpoint, open_checkpoints, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
-from evaluating.variants import Variant, configure, series_label, variants
 from lssar.errors import UserError
 from model import GPT, ModelConfig
 from training import distributed
@@ -67,65 +62,50 @@ Spans = list[tuple[int, int]]  # ranges of positions in a window, first included
 
 
 class Targets:
-    """The tokens to predict: segments of the validation set, read in batches of fixed shape."""
+    """The tokens to predict: whole segments of the validation set, in batches of fixed shape."""
 
-    def __init__(self, data: TokenSet, segment: int, tokens: int, spread: bool):
-        self.data, self.segment, self.tokens, self.spread = data, segment, tokens, spread
-        self.count = tokens // segment
+    def __init__(self, data: TokenSet, arguments):
+        """As many segments as asked for and available, or an error with the numbers."""
+        asked, segment = arguments.tokens, arguments.segment or arguments.lengths[-1]
+        for length in arguments.lengths:
+            if segment % length:
+                raise UserError(
+                    f"--lengths: {length} does not divide {segment}, so the two could not predict "
+                    "the same tokens; use lengths that divide the longest, or the --segment"
+                )
+        available = data.total_tokens - 1  # the last token has no successor to predict
+        if available < segment:
+            raise UserError(
+                f"{data.directory} has {data.total_tokens} validation tokens, too few for one "
+                f"window of {segment} and the token after it; use shorter --lengths or more data"
+            )
+        if asked < segment:
+            raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
+        self.data, self.segment, self.spread = data, segment, arguments.spread
+        self.count = min(asked, available) // segment
+        self.tokens = self.count * segment
         self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
 
     def batches(self):
         """(first segment, inputs, targets), both (segments, length of one)."""
-        pairs = validation_windows(
-            self.data,
-            length=self.segment,
-            total_tokens=self.tokens,
-            batch=self.batch,
-            segment=self.segment if self.spread else None,
-        )
+        size = {"length": self.segment, "total_tokens": self.tokens, "batch": self.batch}
+        size |= {"segment": self.segment} if self.spread else {}
+        pairs = validation_windows(self.data, **size)
         return ((self.batch * i, *pair) for i, pair in enumerate(pairs))
 
-    def sha256(self) -> str:
+    def settings(self) -> dict:
+        """What has to be equal for losses to be comparable."""
         digest = hashlib.sha256()
         for _, inputs, targets in self.batches():
             digest.update(inputs.numpy().tobytes() + targets[:, -1].numpy().tobytes())
-        return digest.hexdigest()
-
-
-def choose_targets(
-    data: TokenSet, wanted: list[int], tokens: int | None, spread: bool, segment: int | None = None
-) -> Targets:
-    """As many whole segments as were asked for and the set has, or an error with the numbers."""
-    segment = segment or wanted[-1]
-    for length in wanted:
-        if segment % length:
-            raise UserError(
-                f"--lengths: {length} does not divide {segment}, so the two could not predict the "
-                "same tokens; use lengths that divide the longest, or the --segment"
-            )
-    available = data.total_tokens - 1  # the last token has no successor to predict
-    if available < segment:
-        raise UserError(
-            f"{data.directory} has {data.total_tokens} validation tokens, too few for one window "
-            f"of {segment} and the token after it; use shorter --lengths or more data"
-        )
-    asked = PAPER_TOKENS if tokens is None else tokens
-    if asked < segment:
-        raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
-    return Targets(data, segment, min(asked, available) // segment * segment, spread)
+        named = {key: getattr(self, key) for key in ("tokens", "segment", "spread")}
+        return named | {"targets_sha256": digest.hexdigest()}
 
 
 def position_buckets(length: int) -> Spans:
     """1..16, then four equal parts of each octave: 16-20-24-28-32-40-..., up to the length."""
-    edges, octave = [0, 16], 16
-    while octave < length:
-        edges += [octave + octave * quarter // 4 for quarter in (1, 2, 3, 4)]
-        octave *= 2
-    edges = [e for e in edges if e < length] + [length]
-    return list(pairwise(edges))
-
-
-# --- measuring -----------------------------------------------------------------------------------
+    quarters = (2**octave * quarter for octave in count(2) for quarter in (4, 5, 6, 7))
+    return list(pairwise([0, *takewhile(lambda edge: edge < length, quarters), length]))
 
 
 def segment_sums(
@@ -133,77 +113,55 @@ def segment_sums(
 ) -> Tensor:
     """Summed losses (segments, spans) of the last `keep` tokens of every window of `length`.
 
-    Batches have the same shape whoever computes them, and each fills its own rows of a matrix
-    that is zero elsewhere: the sum over processes is exact, so their number changes nothing.
+    Batches have the same shape on any process, and each fills its own rows of a matrix that is zero
+    elsewhere: the sum over processes is exact, so their number changes nothing.
     """
     sums = torch.zeros(targets.count, len(spans), dtype=torch.float64)
-    bar = progress(targets.tokens, label, "tok", world.is_main)
-    with bar:
-        for number, (first, inputs, wanted) in enumerate(targets.batches()):
+    with progress(targets.tokens, label, "tok", world.is_main) as bar:
+        for number, (first, *pair) in enumerate(targets.batches()):
             if number % world.size == world.rank:
-                segments = len(inputs)
-                inputs, wanted = (
-                    t.reshape(-1, length)[:, -keep:].to(world.device) for t in (inputs, wanted)
-                )
+                segments = len(pair[0])
+                inputs, wanted = (t.reshape(-1, length)[:, -keep:].to(world.device) for t in pair)
                 losses = model.token_losses(inputs, wanted).cpu().double()  # (windows, keep)
                 for column, (start, stop) in enumerate(spans):
                     part = losses[:, start:stop].reshape(segments, -1)
                     sums[first : first + segments, column] = part.sum(1)
-            bar.update(wanted.numel() if keep == length else len(wanted) * length)
+            bar.update(pair[0].numel())
     return world.sum(sums)
 
 
-def measure(
-    model: GPT,
-    checkpoint: Checkpoint,
-    variant: Variant,
-    targets: Targets,
-    length: int,
-    world: World,
-    label: str,
-) -> list[Record]:
-    """Loss and, beyond the training length, context gain of a model, a variant and a length."""
+def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Record]:
+    """The loss and, beyond the training length, the context gain."""
     begun = time.monotonic()
-    trained, train_length = checkpoint.config, checkpoint.info.train_length
-    key = {"run": checkpoint.identity, "variant": variant.name, "length": length}
+    length, train_length = case.length, case.checkpoint.info.train_length
+    windows, label = targets.tokens // length, f"{case.label} at {length}"
     buckets = position_buckets(length)
     tail = train_length // 2 if length > train_length else 0
     spans = buckets + ([(length - tail, length)] if tail else [])
-    configure(model, variant.config(trained, train_length, length))
+    case.configure(model)
     sums = segment_sums(model, targets, length, length, spans, world, label).numpy()
     by_bucket = sums[:, : len(buckets)]
     segment_losses = by_bucket.sum(1) / targets.segment
     loss, error = report.mean_and_error(segment_losses)
-    windows = targets.tokens // length
     by_position = [
         {"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))}
         for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True)
     ]
     details = {"by_position": by_position, "segment_losses": segment_losses.tolist()}
-    found = [Record("loss", value=loss, error=error, tokens=targets.tokens, details=details, **key)]
+    size = {"tokens": targets.tokens, "details": details}
+    found = [Record("loss", value=loss, error=error, **size, **case.key)]
     if tail:
-        configure(model, variant.config(trained, train_length, train_length))
-        span = [(train_length - tail, train_length)]
-        near = segment_sums(
-            model, targets, length, train_length, span, world, f"{label}, near context"
-        )
+        replace(case, length=train_length).configure(model)
+        span, label = [(train_length - tail, train_length)], f"{label}, near context"
+        near = segment_sums(model, targets, length, train_length, span, world, label).numpy()
         scored = tail * targets.segment // length  # tokens per segment
-        full, near = sums[:, -1] / scored, near.numpy()[:, 0] / scored
+        full, near = sums[:, -1] / scored, near[:, 0] / scored
         gain, error = report.mean_and_error(full - near)
-        parts = {
-            "full_context": float(full.mean()),
-            "near_context": float(near.mean()),
-            "tokens_per_window": tail,
-        }
-        tokens = tail * windows
-        found.append(
-            Record("context_gain", value=gain, error=error, tokens=tokens, details=parts, **key)
-        )
+        means = {"full_context": float(full.mean()), "near_context": float(near.mean())}
+        size = {"tokens": tail * windows, "details": means | {"tokens_per_window": tail}}
+        found.append(Record("context_gain", value=gain, error=error, **size, **case.key))
     details["seconds"] = round(time.monotonic() - begun, 2)
     return found
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
@@ -218,91 +176,65 @@ def main(argv: list[str]) -> None:
 def evaluate(arguments, world: World) -> None:
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
-    for checkpoint in checkpoints:
-        if checkpoint.config.channels > 1 or checkpoint.config.outputs:
-            raise UserError(f"{checkpoint.path} is no text model: it reads orbits; see physics/")
-    vocabularies = {c.config.vocab_size: c for c in checkpoints}
-    for vocab_size, checkpoint in vocabularies.items():
-        try:
-            data = open_split(arguments.data, "val", vocab_size=vocab_size)
-        except UserError as error:
-            raise UserError(f"{checkpoint.path}: {error}") from None
-    if len(vocabularies) > 1:
-        (a, first), (b, other) = list(vocabularies.items())[:2]
-        raise UserError(
-            f"{first.path} has a vocabulary of {a}, {other.path} one of {b}: losses of different "
-            "tokens cannot be compared; evaluate them separately"
+    targets = Targets(open_data(arguments.data, checkpoints), arguments)
+    if world.is_main and targets.tokens != arguments.tokens:
+        print(
+            f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}: the largest "
+            f"multiple of {targets.segment} that was asked for and {arguments.data} has"
         )
-    targets = choose_targets(
-        data, arguments.lengths, arguments.tokens, arguments.spread, arguments.segment
-    )
     with arithmetic(arguments.precision, world.device) as precision:
-        if world.is_main:
-            announce(arguments, targets)
-        results = open_results(
-            arguments.out, "extrapolation", *protocol(arguments, targets, precision), world.is_main
-        )
+        settings = targets.settings() | {"precision": precision}
+        about = describe_set(arguments.data)
+        results = open_results(arguments.out, "extrapolation", settings, about, world.is_main)
         world.barrier()  # everyone has read the file before the first writes to it
         with kept_on_interrupt(results.path):
             for checkpoint in checkpoints:
-                fill(results, checkpoint, chosen, arguments.lengths, targets, world)
+                suited = [v for v in chosen if v.suits(checkpoint.config)]
+                cases = [Case(checkpoint, v, n) for n in arguments.lengths for v in suited]
+                fill(results, cases, targets, world)
     if world.is_main:
         print(report.tables(results, checkpoints[0].identity))
         for figure in () if arguments.no_figures else report.figures(results):
             print(f"figure: {figure}")
 
 
-def announce(arguments, targets: Targets) -> None:
-    asked = PAPER_TOKENS if arguments.tokens is None else arguments.tokens
-    if targets.tokens != asked:
-        print(
-            f"{targets.tokens:,} target tokens instead of {asked:,}: the largest multiple of "
-            f"{targets.segment} that was asked for and {arguments.data} has"
+def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
+    """The validation set, once all checkpoints are known to read its tokens."""
+    for checkpoint in checkpoints:
+        if checkpoint.config.channels > 1 or checkpoint.config.outputs:
+            raise UserError(f"{checkpoint.path} is no text model: it reads orbits; see physics/")
+    (size, first), *others = {c.config.vocab_size: c for c in checkpoints}.items()
+    if others:
+        other_size, other = others[0]
+        raise UserError(
+            f"{first.path} has a vocabulary of {size}, {other.path} one of {other_size}: losses of "
+            "different tokens cannot be compared; evaluate them separately"
         )
+    try:
+        return open_split(directory, "val", vocab_size=size)
+    except UserError as error:
+        raise UserError(f"{first.path}: {error}") from None
 
 
-def protocol(arguments, targets: Targets, precision: str) -> tuple[dict, dict]:
-    """What has to be equal for losses to be comparable, and what is good to know."""
-    settings = {
-        "tokens": targets.tokens,
-        "segment": targets.segment,
-        "spread": targets.spread,
-        "targets_sha256": targets.sha256(),
-        "precision": precision,
-    }
-    about = describe_set(arguments.data)
-    return settings, about
-
-
-def fill(
-    results: Results,
-    checkpoint: Checkpoint,
-    chosen: list[Variant],
-    wanted: list[int],
-    targets: Targets,
-    world: World,
-) -> None:
-    """Measure what the results do not have yet of one checkpoint."""
+def fill(results: Results, cases: list[Case], targets: Targets, world: World) -> None:
+    """Measure what the results lack for one checkpoint."""
+    checkpoint = cases[0].checkpoint
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     model: GPT | None = None
-    for length in wanted:
-        done: dict[ModelConfig, list[Record]] = {}  # a variant may change nothing at a length
-        for variant in (v for v in chosen if v.suits(checkpoint.config)):
-            config = variant.config(checkpoint.config, checkpoint.info.train_length, length)
-            label = f"{series_label(checkpoint.info.run, variant.name)} at {length}"
-            found = results.select(run=checkpoint.identity, variant=variant.name, length=length)
-            if not found:
-                if config not in done:
-                    model = model or checkpoint.load(world.device)
-                    done[config] = measure(
-                        model, checkpoint, variant, targets, length, world, label
-                    )
-                found = [replace(record, variant=variant.name) for record in done[config]]
-                if world.is_main:
-                    results.add(*found)
-                    shown = report.number(found[0].value, ".4f")
-                    print(f"{label}: loss {shown}", file=sys.stderr)
-            done.setdefault(config, found)
+    done: dict[tuple[int, ModelConfig], list[Record]] = {}
+    for case in cases:
+        setting = case.length, case.config  # a variant may change nothing at a length
+        found = results.select(**case.key)
+        if not found:
+            if setting not in done:
+                model = model or checkpoint.load(world.device)
+                done[setting] = measure(model, case, targets, world)
+            found = [replace(record, variant=case.variant.name) for record in done[setting]]
+            if world.is_main:
+                results.add(*found)
+                shown = report.number(found[0].value, ".4f")
+                print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
+        done.setdefault(setting, found)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,14 @@ from training.checkpoint import load_model
 
 ROOT = Path(__file__).parent
 MODEL = "evaluating.hf_model"
-KERNEL = ROOT / "lssar/lssar_cpu.cpp"
-KERNEL_MODULE = "lssar_cpu_source"
 MODEL_MODULE = "modeling_lssar"
+KERNEL_MODULE = "lssar_cpu_source"
+CPU_SOURCE = 'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n'
+WRITE_SOURCE = f"""if not SOURCE.exists():
+    from .{KERNEL_MODULE} import TEXT
+
+    SOURCE.write_text(TEXT)
+"""
 
 
 def main(argv: list[str]) -> None:
@@ -49,15 +54,10 @@ def main(argv: list[str]) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
-    if arguments.out.exists() and any(arguments.out.iterdir()):
-        raise UserError(f"{arguments.out} is not empty; give a new folder")
-    export(checkpoint, arguments.out)
-    print(f"{checkpoint.path} is in {arguments.out}")
-
-
-def export(checkpoint: Checkpoint, out: Path) -> None:
-    """Weights, configuration, tokeniser and code, whole or not at all."""
-    temporary = out.with_name(f".{out.name}.tmp")
+    out = arguments.out
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; give a new folder")
+    temporary = out.with_name(f".{out.name}.tmp")  # the folder is whole or absent
     with writing(out):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -67,16 +67,16 @@ def export(checkpoint: Checkpoint, out: Path) -> None:
         if out.exists():
             out.rmdir()
         temporary.rename(out)
+    print(f"{checkpoint.path} is in {out}")
 
 
 def write_model(checkpoint: Checkpoint, out: Path) -> None:
     from evaluating.hf_model import LssarConfig, LssarForCausalLM
 
-    described, tokeniser = checkpoint.config.to_dict(), checkpoint.tokeniser()
-    ends = {"bos_token_id": tokeniser.eot, "eos_token_id": tokeniser.eot}
-    config = LssarConfig(
-        **described, train_length=checkpoint.info.train_length, pad_token_id=tokeniser.eot, **ends
-    )
+    described, train_length = checkpoint.config.to_dict(), checkpoint.info.train_length
+    eot = checkpoint.tokeniser().eot
+    ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
+    config = LssarConfig(**described, train_length=train_length, **ends)
     config.architectures = ["LssarForCausalLM"]
     config.auto_map = {
         "AutoConfig": f"{MODEL_MODULE}.LssarConfig",
@@ -84,11 +84,8 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     }
     model = LssarForCausalLM(config)
     model.gpt = load_model(checkpoint.path)[0]
-    model.generation_config.update(**ends, pad_token_id=tokeniser.eot, do_sample=False)
+    model.generation_config.update(**ends, do_sample=False)
     model.save_pretrained(out)
-
-
-# --- the tokeniser -------------------------------------------------------------------------------
 
 
 def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
@@ -107,14 +104,10 @@ def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
     fast.post_processor = processors.TemplateProcessing(
         single=f"{EOT_TEXT} $A", special_tokens=[(EOT_TEXT, tokeniser.eot)]
     )
-    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT_TEXT)
-    PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        **ends,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,  # the text "<|endoftext|>" is text
-    ).save_pretrained(out)
+    options = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOT_TEXT)
+    options |= {"padding_side": "left", "clean_up_tokenization_spaces": False}
+    options["split_special_tokens"] = True  # the text "<|endoftext|>" is text
+    PreTrainedTokenizerFast(tokenizer_object=fast, **options).save_pretrained(out)
 
 
 def _spelling(token: bytes) -> str:
@@ -128,7 +121,7 @@ _ALPHABET = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enume
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair that made each longer token: what is left of it after all earlier merges."""
+    """The pair merged into each longer token: what is left of it after all earlier merges."""
     merges = []
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.get):
         parts = [token[i : i + 1] for i in range(len(token))]
@@ -140,25 +133,22 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-# --- the code ------------------------------------------------------------------------------------
-
-
 def write_code(out: Path) -> None:
     """Copies of what the model needs of this repository, as flat modules that import each other."""
     needed = modules_of(MODEL)
     for module in needed:
         text = exported(_file(module).read_text(encoding="utf-8"), needed)
         if module == "lssar.cpu":
-            text = text.replace(*CPU_SOURCE)
+            text = text.replace(CPU_SOURCE, CPU_SOURCE + WRITE_SOURCE)
         write_text(out / f"{_flat(module)}.py", text)
     about = '"""lssar/lssar_cpu.cpp: transformers copies Python files only."""'
-    source = KERNEL.read_text(encoding="utf-8")
+    source = (ROOT / "lssar/lssar_cpu.cpp").read_text(encoding="utf-8")
     write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXT = {source!r}\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
 
 
 def modules_of(module: str, found: dict[str, None] | None = None) -> list[str]:
-    """The module and all of this repository that it imports, anywhere in it."""
+    """The module and every module of this repository that it imports, directly or not."""
     found = {} if found is None else found
     found[module] = None
     for node in ast.walk(ast.parse(_file(module).read_text(encoding="utf-8"))):
@@ -179,7 +169,7 @@ def _flat(module: str) -> str:
 
 
 def exported(text: str, modules: list[str]) -> str:
-    """A module's text that imports those of `modules` from beside it, and needs no Triton."""
+    """A module's source that imports `modules` from its own folder and needs no Triton."""
 
     def relative(match: re.Match) -> str:
         indent, package, names = match.groups()
@@ -196,20 +186,9 @@ def exported(text: str, modules: list[str]) -> str:
         )
 
     text = re.sub(r"^( *)from ([\w.]+) import (.+)$", relative, text, flags=re.MULTILINE)
-    # transformers insists on every package that is imported outside of a `try`.
+    # transformers requires every package that is imported outside a `try`.
     guarded = r"\1try:\n\1    \2\n\1except ImportError:\n\1    raise"
     return re.sub(r"^( *)((?:import|from) triton\b.*)$", guarded, text, flags=re.MULTILINE)
-
-
-CPU_SOURCE = (
-    'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n',
-    f"""SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
-if not SOURCE.exists():
-    from .{KERNEL_MODULE} import TEXT
-
-    SOURCE.write_text(TEXT)
-""",
-)
 
 
 if __name__ == "__main__":

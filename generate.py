@@ -10,13 +10,14 @@ Text from any checkpoint, printed as it is made.
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from evaluating.protocol import EvaluationParser
 from support.command import answer_early, number, positive, run, seed_number, whole
 
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
+    parser = EvaluationParser(__doc__, many=False, precision=False)
     parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
     parser.add_argument("--prompt", default="", help="default: the beginning of a document")
     parser.add_argument("--tokens", type=whole(1, 10**6), default=200)
@@ -36,49 +37,27 @@ import torch
 
 from data.tokeniser import REPLACEMENT, Tokeniser
 from evaluating.checkpoints import open_checkpoints
-from model import GPT
 from training import distributed
 
-# A character has at most four bytes and a token at least one, so what is still missing its end
-# began at most three tokens ago.
+# A character has at most four bytes and a token at least one, so an unfinished character began at
+# most three tokens ago.
 LONGEST_UNFINISHED = 3
 
 
 def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of a stream of tokens, piece by piece, never cut inside a character.
-
-    The pieces joined are exactly `tokeniser.decode` of all tokens.
-    """
+    """The text of a stream of tokens in pieces, never cut inside a character."""
     pending: list[int] = []
     for token in tokens:
         pending.append(token)
-        text = tokeniser.decode(pending)
-        cut = len(pending)
+        text, cut = tokeniser.decode(pending), len(pending)
         if text.endswith(REPLACEMENT):  # perhaps the beginning of a character
-            cut = max(0, len(pending) - LONGEST_UNFINISHED)
+            cut = max(0, cut - LONGEST_UNFINISHED)
         ready = tokeniser.decode(pending[:cut])
         if cut and ready + tokeniser.decode(pending[cut:]) == text:
             yield ready
             pending = pending[cut:]
     if pending:
         yield tokeniser.decode(pending)
-
-
-def new_tokens(model: GPT, prompt: np.ndarray, eot: int, arguments, device) -> Iterator[int]:
-    batch = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device)
-    stream = model.stream(
-        batch,
-        arguments.tokens,
-        temperature=0.0 if arguments.greedy else arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        stop=(eot,),
-        generator=torch.Generator(device).manual_seed(arguments.seed),
-    )
-    for step in stream:
-        if (token := int(step)) == eot:
-            return
-        yield token
 
 
 def main(argv: list[str]) -> None:
@@ -88,11 +67,18 @@ def main(argv: list[str]) -> None:
     # A document begins after the end of another: that is also the prompt when there is none.
     prompt = np.append(np.uint16(tokeniser.eot), tokeniser.encode(arguments.prompt))
     device = distributed.start(arguments.device).device
-    model = checkpoint.load(device)
+    stream = checkpoint.load(device).stream(
+        torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device),
+        arguments.tokens,
+        temperature=0.0 if arguments.greedy else arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        stop=(tokeniser.eot,),
+        generator=torch.Generator(device).manual_seed(arguments.seed),
+    )
+    tokens = takewhile(lambda token: token != tokeniser.eot, map(int, stream))
     sys.stdout.write(arguments.prompt)
-    for piece in text_pieces(
-        tokeniser, new_tokens(model, prompt, tokeniser.eot, arguments, device)
-    ):
+    for piece in text_pieces(tokeniser, tokens):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -9,8 +9,7 @@ and depth are uniform, drawn from (seed, length, trial): every model of one toke
 prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
 
 Beside the results are the figures and NAME-answers.jsonl with every answer. Accuracy comes with
-its 95 % Wilson interval. `--alpha`, `--p`, `--window` and `--position-interpolation` as in
-eval_extrapolation.py.
+its 95 % Wilson interval. The variants are those of eval_extrapolation.py.
 """
 
 import math
@@ -18,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from evaluating.protocol import EvaluationParser
@@ -26,12 +25,10 @@ from support.command import answer_early, lengths, run, seed_number, whole
 
 
 def make_parser() -> EvaluationParser:
-    parser = EvaluationParser(__doc__)
-    parser.add_run_arguments()
+    parser = EvaluationParser(__doc__, variants=True)
     parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
     parser.add_argument("--trials", type=whole(1, 100_000), default=100)
     parser.add_argument("--seed", type=seed_number, default=0)
-    parser.add_variant_arguments()
     return parser
 
 
@@ -43,20 +40,18 @@ import torch
 
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
-from evaluating import passkey_report as report
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating import extrapolation_report as report
+from evaluating.checkpoints import Case, open_checkpoints, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
-from evaluating.variants import Variant, configure, series_label, variants
 from lssar.errors import UserError
 from model import GPT
+from support import plots
 from support.files import are_checked, checked_line, open_regular, read_line, writing
+from support.text import short_number
 from training import distributed
 
 DEPTHS = 10  # equal parts of the filler, for accuracy by depth
-
-
-# --- scores --------------------------------------------------------------------------------------
 
 
 def is_right(answer: str, key: int) -> bool:
@@ -74,94 +69,8 @@ def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-# --- asking --------------------------------------------------------------------------------------
-
-
-class Answers:
-    """NAME-answers.jsonl: one line per trial, appended batch by batch."""
-
-    KEY = ("run", "variant", "length", "trial")
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.known: dict[tuple, dict] = {}
-        if path.exists():
-            self._continue()
-
-    def _continue(self) -> None:
-        with writing(self.path):
-            with open_regular(self.path) as file:
-                found = file.read()
-            whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
-            try:
-                lines = whole.decode().split("\n")[:-1]
-                checked = are_checked(lines)
-                for line in lines:
-                    self._remember(read_line(line, checked))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise UserError(
-                    f"{self.path} is damaged; delete it and the results beside it, or give another "
-                    "--out"
-                ) from None
-            if whole != found:
-                self.path.write_bytes(whole)
-
-    def _remember(self, answer: dict) -> None:
-        self.known[tuple(answer[k] for k in self.KEY)] = answer
-
-    def find(self, *key) -> dict | None:
-        return self.known.get(key)
-
-    def append(self, answers: list[dict]) -> None:
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(map(checked_line, answers))
-            file.flush()
-            os.fsync(file.fileno())
-        for answer in answers:
-            self._remember(answer)
-
-
-def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device) -> list[str]:
-    """Greedy continuations, all at once: prompts of one length need no padding."""
-    batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
-    steps = model.stream(batch, ANSWER_TOKENS, temperature=0)
-    new = torch.stack(list(steps), dim=1).cpu()  # (prompts, ANSWER_TOKENS)
-    return [tokeniser.decode(row.tolist()) for row in new]
-
-
-def batches(length: int, trials: int) -> Iterator[range]:
-    """Trials that are asked together: always the same ones, so that a rerun rounds alike."""
-    size = max(1, BATCH_TOKENS // length)
-    return (range(i, min(i + size, trials)) for i in range(0, trials, size))
-
-
-def ask(
-    model: GPT, tokeniser: Tokeniser, key: dict, trials: int, seed: int, answers: Answers, device
-) -> list[dict]:
-    """The answers of one (run, variant, length), asking only what is not on disk."""
-    length = key["length"]
-    with progress(trials, f"{key['label']} at {length}", "trial") as bar:
-        for batch in batches(length, trials):
-            if any(answers.find(*identity(key), t) is None for t in batch):
-                prompts = [make_prompt(tokeniser, length, t, seed) for t in batch]
-                texts = answer_batch(model, tokeniser, prompts, device)
-                answers.append(
-                    [
-                        key | {"trial": t, "key": p.key, "depth": round(p.depth, 6),
-                               "answer": text, "right": is_right(text, p.key)}
-                        for t, p, text in zip(batch, prompts, texts, strict=True)
-                    ]
-                )  # fmt: skip
-            bar.update(len(batch))
-    return [answers.find(*identity(key), t) for t in range(trials)]
-
-
-def identity(key: dict) -> tuple:
-    return tuple(key[k] for k in Answers.KEY[:3])
-
-
-def details(found: list[dict]) -> dict:
-    """What an accuracy was made of: its interval, and the answers by depth."""
+def score(found: list[dict]) -> dict:
+    """What an accuracy is made of: its interval, and the answers by depth."""
     correct, trials = sum(a["right"] for a in found), len(found)
     low, high = wilson(correct, trials)
     by_depth = []
@@ -173,78 +82,163 @@ def details(found: list[dict]) -> dict:
     return {"trials": trials, "correct": correct, **interval, "by_depth": by_depth}
 
 
-# --- the command ---------------------------------------------------------------------------------
+class Answers:
+    """NAME-answers.jsonl: one line per trial, appended batch by batch."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.known: dict[tuple, dict] = {}  # by run, variant, length and trial
+        if not path.exists():
+            return
+        with writing(path):
+            with open_regular(path) as file:
+                found = file.read()
+            whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
+            try:
+                lines = whole.decode().split("\n")[:-1]
+                checked = are_checked(lines)
+                self._remember([read_line(line, checked) for line in lines])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise UserError(
+                    f"{path} is damaged; delete it and the results beside it, or give another --out"
+                ) from None
+            if whole != found:
+                path.write_bytes(whole)
+
+    def _remember(self, answers: list[dict]) -> None:
+        self.known |= {(a["run"], a["variant"], a["length"], a["trial"]): a for a in answers}
+
+    def append(self, answers: list[dict]) -> None:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.writelines(map(checked_line, answers))
+            file.flush()
+            os.fsync(file.fileno())
+        self._remember(answers)
+
+
+def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device) -> list[str]:
+    """Greedy continuations, all at once: prompts of one length need no padding."""
+    batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
+    steps = model.stream(batch, ANSWER_TOKENS, temperature=0)
+    new = torch.stack(list(steps), dim=1).cpu()  # (prompts, ANSWER_TOKENS)
+    return [tokeniser.decode(row.tolist()) for row in new]
+
+
+def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dict]:
+    """The answers of one case, asking only what is not on disk."""
+    tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
+    keys = [(*case.key.values(), trial) for trial in range(trials)]
+    size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike
+    with progress(trials, f"{case.label} at {length}", "trial") as bar:
+        for first in range(0, trials, size):
+            batch = range(first, min(first + size, trials))
+            if any(keys[trial] not in answers.known for trial in batch):
+                prompts = [make_prompt(tokeniser, length, t, arguments.seed) for t in batch]
+                texts = answer_batch(model, tokeniser, prompts, device)
+                new = []
+                for t, p, text in zip(batch, prompts, texts, strict=True):
+                    asked = {"trial": t, "key": p.key, "depth": round(p.depth, 6)}
+                    given = {"answer": text, "right": is_right(text, p.key)}
+                    new.append(case.key | {"label": case.label} | asked | given)
+                answers.append(new)
+            bar.update(len(batch))
+    return [answers.known[key] for key in keys]
 
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if distributed.world_size() > 1:
         raise UserError("passkey.py runs in one process; start it without torchrun")
     device = distributed.start(arguments.device).device
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
-    for checkpoint in checkpoints:  # every prompt can be made, before anything is asked
-        for length in arguments.lengths:
-            for trial in range(arguments.trials):
-                make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)
+    trials = range(arguments.trials)
+    for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
+        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)  # fails if too short
     with arithmetic(arguments.precision, device) as precision:
-        results, answers = open_files(arguments, precision)
+        settings = {"trials": arguments.trials, "seed": arguments.seed}
+        settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
+        results = open_results(arguments.out, "passkey", settings, about={})
+        path = results.sibling("-answers.jsonl")
+        if path.exists() and not results.path.exists():
+            raise UserError(
+                f"{path} has answers of unknown settings, as {results.path} is gone; delete it or "
+                "give another --out"
+            )
+        results.save()  # the settings, before the first answer
+        answers = Answers(path)
         with kept_on_interrupt(results.path):
             for checkpoint in checkpoints:
-                fill(results, answers, checkpoint, chosen, arguments, device)
-    print(report.tables(results))
-    for figure in report.figures(results):
+                suited = [v for v in chosen if v.suits(checkpoint.config)]
+                cases = [Case(checkpoint, v, n) for v in suited for n in arguments.lengths]
+                fill(results, answers, cases, arguments, device)
+    title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
+    cells = {key: cell(record) for key, record in report.by_key(results, "accuracy").items()}
+    print(report.table_by_length(results, title, cells))
+    for figure in figures(results):
         print(f"figure: {figure}")
 
 
-def open_files(arguments, precision: str) -> tuple[Results, Answers]:
-    settings = {
-        "trials": arguments.trials,
-        "seed": arguments.seed,
-        "answer_tokens": ANSWER_TOKENS,
-        "precision": precision,
-    }
-    results = open_results(arguments.out, "passkey", settings, about={})
-    path = results.sibling("-answers.jsonl")
-    if path.exists() and not results.path.exists():
-        raise UserError(
-            f"{path} has answers of unknown settings, as {results.path} is gone; delete it or give "
-            "another --out"
-        )
-    results.save()  # the settings, before the first answer
-    return results, Answers(path)
-
-
-def fill(
-    results: Results,
-    answers: Answers,
-    checkpoint: Checkpoint,
-    chosen: list[Variant],
-    arguments,
-    device: torch.device,
-) -> None:
-    """Ask what the results do not have yet of one checkpoint."""
+def fill(results: Results, answers: Answers, cases: list[Case], arguments, device) -> None:
+    """Ask one checkpoint for what the results lack."""
+    checkpoint = cases[0].checkpoint
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-    tokeniser = checkpoint.tokeniser()
     model: GPT | None = None
-    for variant in (v for v in chosen if v.suits(checkpoint.config)):
-        for length in arguments.lengths:
-            key = {"run": checkpoint.identity, "variant": variant.name, "length": length}
-            if results.find(**key):
-                continue
-            model = model or checkpoint.load(device)
-            train_length = checkpoint.info.train_length
-            configure(model, variant.config(checkpoint.config, train_length, length))
-            begun = time.monotonic()
-            label = series_label(checkpoint.info.run, variant.name)
-            found = ask(
-                model, tokeniser, key | {"label": label}, arguments.trials, arguments.seed,
-                answers, device,
-            )  # fmt: skip
-            made_of = details(found) | {"seconds": round(time.monotonic() - begun, 2)}
-            accuracy = made_of["correct"] / made_of["trials"]
-            results.add(Record("accuracy", value=accuracy, details=made_of, **key))
-            print(f"{label} at {length}: {100 * accuracy:.0f} %", file=sys.stderr)
+    for case in cases:
+        if results.find(**case.key):
+            continue
+        model = model or checkpoint.load(device)
+        case.configure(model)
+        begun = time.monotonic()
+        scores = score(ask(model, case, arguments, answers, device))
+        accuracy = scores["correct"] / scores["trials"]
+        scores["seconds"] = round(time.monotonic() - begun, 2)
+        results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
+        print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
+
+
+def cell(record: Record) -> str:
+    low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
+    return f"{100 * record.value:.0f} % [{low}, {high}]"
+
+
+def figures(results: Results) -> list[Path]:
+    words = {"xlabel": "prompt length (tokens)", "ylabel": "passkey accuracy (%)"}
+    figure, axes = report.figure_by_length(results, "accuracy", scale=100, errors=interval, **words)
+    axes.set_ylim(0, 100)
+    written = plots.save(figure, results.sibling(".png"))
+    return written + plots.save(accuracy_by_depth(results), results.sibling("-depth.png"))
+
+
+def interval(record: Record) -> tuple[float, float]:
+    low, high = record.details["wilson_low"], record.details["wilson_high"]
+    return max(0, record.value - low), max(0, high - record.value)
+
+
+def accuracy_by_depth(results: Results):
+    """One panel per series: length across, depth of the key down, accuracy as colour and number."""
+    series = list(report.styled_series(results, "accuracy"))
+    columns = 2 if len(series) == 4 else min(3, len(series))
+    rows = math.ceil(len(series) / columns)
+    width = plots.COLUMN if columns == 1 else plots.PAGE
+    figure, grid = plots.figure(rows, columns, width=width, height=0.5 + 1.9 * rows, squeeze=False)
+    for axes, (label, _, found) in zip(grid.flat, series, strict=False):
+        parts = [[(p["correct"], p["trials"]) for p in r.details["by_depth"]] for r in found]
+        correct, trials = np.array(parts).T  # (depths, lengths)
+        shares = np.divide(correct, trials, out=np.full(correct.shape, np.nan), where=trials > 0)
+        image = plots.heatmap(axes, 100 * shares, low=0, high=100, numbers=True)
+        axes.set_xticks(range(len(found)), [short_number(r.length) for r in found])
+        depths = len(shares)
+        axes.set_yticks([-0.5, depths / 2 - 0.5, depths - 0.5], ["0", "50", "100"])
+        axes.set_title(label)
+    for axes in grid.flat[len(series) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("depth of the key (%)")
+    for index in range(max(0, len(series) - columns), len(series)):  # the last of each column
+        grid.flat[index].set_xlabel("prompt length (tokens)")
+    figure.colorbar(image, ax=grid, label="accuracy (%)", fraction=0.03, pad=0.02)
+    return figure
 
 
 if __name__ == "__main__":

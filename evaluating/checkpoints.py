@@ -1,14 +1,15 @@
-"""Trained models as evaluations see them: opened, identified by their content, named."""
+"""Trained models as evaluations see them: opened, identified by their content, named, varied."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
+from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
 from model import GPT, ModelConfig
@@ -23,6 +24,11 @@ class Checkpoint:
     config: ModelConfig
     info: CheckpointInfo
 
+    @property
+    def task_length(self) -> int:
+        """Default max_length of downstream tasks: 2,048, as in the paper, if trained at 1,024."""
+        return 2 * self.info.train_length
+
     def load(self, device: torch.device) -> GPT:
         return load_model(self.path, device)[0].eval()
 
@@ -30,7 +36,7 @@ class Checkpoint:
         """The one it was trained with; without a record of it, the one that fits."""
         fitting = [n for n, t in TOKENISERS.items() if t.vocab_size == self.config.vocab_size]
         name = self.info.tokeniser or next(iter(fitting), None)
-        if name is None or TOKENISERS.get(name) is None or name not in fitting:
+        if name not in fitting:
             known = ", ".join(f"{n} {t.vocab_size}" for n, t in TOKENISERS.items())
             raise UserError(
                 f"{self.path} has a vocabulary of {self.config.vocab_size} and the tokeniser "
@@ -45,29 +51,29 @@ class Checkpoint:
 
 def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
     """Read and check every description before anything is computed."""
-    checkpoints: list[Checkpoint] = []
+    checkpoints: dict[str, Checkpoint] = {}
     for given in paths:
         directory = find(given)
         config, info = read_description(directory)
         digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
         digest.update(sha256_of(directory / WEIGHTS).encode())
-        checkpoint = Checkpoint(directory, digest.hexdigest()[:16], config, info)
-        if twin := next((c for c in checkpoints if c.identity == checkpoint.identity), None):
-            raise UserError(f"{given} is the same model as {twin.path}; give it once")
-        checkpoints.append(checkpoint)
-    return checkpoints
+        identity = digest.hexdigest()[:16]
+        if identity in checkpoints:
+            twin = checkpoints[identity].path
+            raise UserError(f"{given} is the same model as {twin}; give it once")
+        checkpoints[identity] = Checkpoint(directory, identity, config, info)
+    return list(checkpoints.values())
 
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
     """A short name for each of the `runs` of a results file: the first that tells all apart."""
-    kinds: tuple[Callable[[dict], str], ...] = (
-        lambda c: mechanism_label(ModelConfig.from_dict(c["model"]).attention),
-        lambda c: c["run"],
-        lambda c: f"{c['run']} @ {c['step']}",
-        lambda c: c["path"],
-    )
-    for kind in kinds:
-        names = {identity: kind(c) for identity, c in runs.items()}
+    for name in (
+        lambda run: mechanism_label(ModelConfig.from_dict(run["model"]).attention),
+        lambda run: run["run"],
+        lambda run: f"{run['run']} @ {run['step']}",
+        lambda run: run["path"],
+    ):
+        names = {identity: name(run) for identity, run in runs.items()}
         if len(set(names.values())) == len(names):
             return names
     return {identity: identity for identity in runs}
@@ -75,3 +81,78 @@ def labels(runs: dict[str, dict]) -> dict[str, str]:
 
 def mechanism_label(m: Mechanism) -> str:
     return f"{m.label} p={m.p:g}" if m.sharpened else m.label
+
+
+def series_label(run: str, variant: str) -> str:
+    return run if variant == AS_TRAINED else f"{run}, {variant}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A trained model under another setting, without retraining; each changes one thing."""
+
+    name: str = AS_TRAINED
+    key: str | None = None  # p, alpha, window or interpolation
+    value: float | int | None = None
+
+    def suits(self, config: ModelConfig) -> bool:
+        return self.key not in ("p", "alpha") or config.attention.sharpened
+
+    def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
+        """The model's config at this evaluation length; `trained` itself where nothing changes."""
+        acts_beyond = {"p": 0, "alpha": trained.attention.train_length, "window": self.value}
+        acts_beyond["interpolation"] = train_length
+        if length <= acts_beyond.get(self.key, length):
+            return trained
+        settings = trained.to_dict()
+        if self.key == "interpolation":
+            settings["interpolation"] = trained.interpolation * length / train_length
+        else:
+            settings["attention"] |= {self.key: self.value}
+        return ModelConfig.from_dict(settings)
+
+
+def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
+    """As trained, then what the command line adds; every value is checked on the models."""
+    chosen = [Variant()]
+    for key in ("p", "alpha", "window"):
+        chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
+    if arguments.position_interpolation:
+        chosen.append(Variant("PI", "interpolation"))
+    for variant in chosen:
+        suited = [c for c in checkpoints if variant.suits(c.config)]
+        if not suited:
+            raise UserError(
+                f"--{variant.key} {variant.value:g}: no checkpoint given re-weights its attention, "
+                "so there is no exponent to change; leave it out"
+            )
+        for c in suited:  # raises for an impossible value
+            variant.config(c.config, c.info.train_length, length=2**40)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint under one variant at one length: what is measured at a time."""
+
+    checkpoint: Checkpoint
+    variant: Variant
+    length: int
+
+    @property
+    def key(self) -> dict:
+        """The fields that its records share."""
+        run = self.checkpoint.identity
+        return {"run": run, "variant": self.variant.name, "length": self.length}
+
+    @property
+    def label(self) -> str:
+        return series_label(self.checkpoint.info.run, self.variant.name)
+
+    @property
+    def config(self) -> ModelConfig:
+        c = self.checkpoint
+        return self.variant.config(c.config, c.info.train_length, self.length)
+
+    def configure(self, model: GPT) -> None:
+        model.configure(attention=self.config.attention, interpolation=self.config.interpolation)

@@ -1,15 +1,17 @@
 """python -m evaluating.extrapolation_report results/x.json: loss by length in one short table.
 
-Tables and figures of `eval_extrapolation.py`, made from its results file alone.
+Tables and figures of `eval_extrapolation.py`, some of them also for `passkey.py`.
 """
 
 import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lssar.errors import UserError
 from support.command import Parser, answer_early, run
 
-KIND = "extrapolation"
+KIND, LOSS = "extrapolation", "validation loss (nats per token)"
 
 
 def make_parser() -> Parser:
@@ -23,24 +25,98 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import numpy as np
 
-from evaluating.by_length import common_train_length, figure_by_length, new_figure, styled_series
-from evaluating.checkpoints import labels
+from evaluating.checkpoints import labels, series_label
 from evaluating.results import AS_TRAINED, Record, Results, read_results
-from evaluating.variants import series_label
 from support import plots
 from support.text import short_number, table
 
 Key = tuple[str, str, int]  # run, variant, length
 
 
+def by_key(results: Results, quantity: str) -> dict[Key, Record]:
+    return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
+
+
+def table_by_length(results: Results, title: str, found: dict[Key, str]) -> str:
+    """One row per series, without those that have no cell; no table without rows."""
+    names = labels(results.runs)
+    lengths = sorted({r.length for r in results.records})
+    rows = []
+    for identity, variant in dict.fromkeys((r.run, r.variant) for r in results.records):
+        cells = [found.get((identity, variant, n), "") for n in lengths]
+        if any(cells):
+            rows.append([series_label(names[identity], variant), *cells])
+    return f"\n{title}\n" + table(["", *map(str, lengths)], rows) if rows else ""
+
+
+def styled_series(results: Results, quantity: str) -> Iterator[tuple[str, dict, list[Record]]]:
+    """(label, style, records): one colour per mechanism, one dash per run or variant of it."""
+    names, runs, order = labels(results.runs), list(results.runs), Counter()
+    series = sorted(results.series(quantity), key=lambda s: (runs.index(s[0]), s[1] != AS_TRAINED))
+    for identity, variant, found in series:
+        mechanism = results.runs[identity]["model"]["attention"]["name"]
+        style = plots.style(mechanism, variant, order[mechanism])
+        order[mechanism] += 1
+        yield series_label(names[identity], variant).replace("alpha", "α"), style, found
+
+
+def new_figure(series: list):
+    """One column wide, with room for the legend below."""
+    return plots.figure(height=2.1 + 0.16 * math.ceil(len(series) / 2))
+
+
+def mark_lengths(axes, results: Results, lengths: list[int]) -> None:
+    """One tick per length, and a mark at the training length if all runs share it."""
+    trained = {run["train_length"] for run in results.runs.values()}
+    plots.length_axis(axes, lengths, trained.pop() if len(trained) == 1 else None)
+
+
+def figure_by_length(
+    results: Results,
+    quantity: str,
+    *,
+    xlabel: str = "evaluation length (tokens)",
+    ylabel: str,
+    scale: float = 1,
+    errors: Callable[[Record], tuple[float, float]] = lambda r: (r.error or 0, r.error or 0),
+):
+    """Lines with errors below and above, bars where there is one length; None is left out."""
+    series = list(styled_series(results, quantity))
+    lengths = sorted({r.length for r in results.select(quantity=quantity)})
+    figure, axes = new_figure(series)
+    for place, (label, style, found) in enumerate(series):
+        if not (found := [r for r in found if r.value is not None]):
+            continue
+        values = [scale * r.value for r in found]
+        spread = [[scale * e for e in side] for side in zip(*map(errors, found), strict=True)]
+        if len(lengths) == 1:
+            bar = {"color": style["color"], "error_kw": {"elinewidth": 0.8}}
+            axes.bar([place], values, 0.8, yerr=spread, **bar)
+        else:
+            x = [r.length for r in found]
+            axes.errorbar(x, values, spread, elinewidth=0.7, label=label, clip_on=False, **style)
+    if len(lengths) == 1:
+        figure.set_figheight(3.2)  # the names below the bars need room
+        axes.grid(False, axis="x")
+        axes.set_axisbelow(True)
+        axes.set_xticks(range(len(series)), [s[0] for s in series], rotation=30, ha="right")
+        axes.set_xlabel(f"{xlabel}: {short_number(lengths[0])}")
+    else:
+        mark_lengths(axes, results, lengths)
+        axes.set_xlabel(xlabel)
+        plots.legend_below(figure, axes)
+    axes.set_ylabel(ylabel)
+    return figure, axes
+
+
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """Mean over segments and its standard error, which one segment alone cannot have."""
-    if len(values) < 2:
-        return float(values.mean()), None
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+    """Mean over segments and its standard error, None for a single segment."""
+    count = len(values)
+    error = float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else None
+    return float(values.mean()), error
 
 
-def paired_differences(results: Results, reference: str) -> dict[Key, tuple[float, float | None]]:
+def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
     """Every loss minus that of the reference run as trained at that length, by segment."""
     losses = {k: r.details["segment_losses"] for k, r in by_key(results, "loss").items()}
     differences = {}
@@ -51,10 +127,6 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple[floa
     return differences
 
 
-def by_key(results: Results, quantity: str) -> dict[Key, Record]:
-    return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
-
-
 def short_table(results: Results) -> str:
     """Loss by length, its rise, and the context gain at the longest: one line per series."""
     if results.kind != KIND:
@@ -62,78 +134,45 @@ def short_table(results: Results) -> str:
     names, gains = labels(results.runs), by_key(results, "context_gain")
     lengths = sorted({r.length for r in results.records})
     body = []
-    for identity, variant, records in results.series("loss"):
-        losses = {r.length: r.value for r in records}
-        first, last = records[0].value, records[-1].value
+    for identity, variant, found in results.series("loss"):
+        losses = {r.length: number(r.value, ".3f") for r in found}
+        first, last = found[0].value, found[-1].value
         rise = None if None in (first, last) else last - first
-        gain = gains.get((identity, variant, records[-1].length))
-        body.append(
-            [
-                series_label(names[identity], variant),
-                *(number(losses[n], ".3f") if n in losses else "" for n in lengths),
-                number(rise, "+.3f"),
-                number(gain.value, "+.3f") if gain else "",
-            ]
-        )
+        gain = gains.get((identity, variant, found[-1].length))
+        label, shown = series_label(names[identity], variant), [losses.get(n, "") for n in lengths]
+        ends = [number(rise, "+.3f"), number(gain.value, "+.3f") if gain else ""]
+        body.append([label, *shown, *ends])
     return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)
 
 
 def tables(results: Results, reference: str) -> str:
     """Loss, perplexity, context gain and difference from the reference run, by length."""
-    names = labels(results.runs)
-    lengths = sorted({r.length for r in results.records})
-
-    def part(title: str, found: dict, cell) -> str:
-        body = []
-        for identity, variant, _ in results.series("loss"):
-            cells = [found.get((identity, variant, n)) for n in lengths]
-            if any(cells):
-                label = series_label(names[identity], variant)
-                body.append([label, *(cell(c) if c else "" for c in cells)])
-        return f"\n{title}\n" + table(["", *map(str, lengths)], body) if body else ""
-
-    losses, gains = by_key(results, "loss"), by_key(results, "context_gain")
-    paired = paired_differences(results, reference)
-    sections = [
-        part(
-            f"validation loss over {results.settings['tokens']:,} tokens, ± standard error",
-            losses,
-            lambda r: _with_error(r.value, r.error),
-        ),
-        part("perplexity", losses, lambda r: number(perplexity(r.value), ".2f")),
-        part(
-            "context gain: full minus near context on the same tokens (< 0: it helps)",
-            gains,
-            lambda r: _with_error(r.value, r.error, sign="+"),
-        ),
-        part(
-            f"loss minus that of {names[reference]}, paired by segment",
-            paired,
-            lambda pair: _with_error(*pair, sign="+"),
-        ),
-    ]
-    return "\n".join(section for section in sections if section)
+    losses, gains = by_key(results, "loss").items(), by_key(results, "context_gain").items()
+    paired = paired_differences(results, reference).items()
+    against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
+    title = f"validation loss over {results.settings['tokens']:,} tokens, ± standard error"
+    helps = "context gain: full minus near context on the same tokens (< 0: it helps)"
+    parts = (
+        (title, {k: number(r.value, ".4f", r.error) for k, r in losses}),
+        ("perplexity", {k: number(perplexity(r.value), ".2f") for k, r in losses}),
+        (helps, {k: number(r.value, "+.4f", r.error) for k, r in gains}),
+        (against, {k: number(value, "+.4f", error) for k, (value, error) in paired}),
+    )
+    return "\n".join(filter(None, (table_by_length(results, *part) for part in parts)))
 
 
 def perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def number(value: float | None, form: str) -> str:
-    return "overflow" if value is None or math.isnan(value) else format(value, form)
-
-
-def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
-    text = number(value, f"{sign}.4f")
-    return text if error is None else f"{text} ±{error:.4f}"
-
-
-# --- figures -------------------------------------------------------------------------------------
+def number(value: float | None, form: str, error: float | None = None) -> str:
+    shown = "overflow" if value is None or math.isnan(value) else format(value, form)
+    return shown if error is None else f"{shown} ±{error:.4f}"
 
 
 def figures(results: Results) -> list[Path]:
     """Loss by length, context gain by length, and loss by position at the longest length."""
-    figure, _ = figure_by_length(results, "loss", ylabel="validation loss (nats per token)")
+    figure, _ = figure_by_length(results, "loss", ylabel=LOSS)
     written = plots.save(figure, results.sibling(".png"))
     if results.find(quantity="context_gain"):
         ylabel = "context gain (nats): full − near"
@@ -147,18 +186,16 @@ def loss_by_position(results: Results):
     longest = max(r.length for r in results.records)
     series = list(styled_series(results, "loss"))
     figure, axes = new_figure(series)
-    for label, style, records in series:
-        found = records[-1].details["by_position"]
-        if records[-1].length != longest or any(b["loss"] is None for b in found):
+    for label, style, found in series:
+        buckets = found[-1].details["by_position"]
+        if found[-1].length != longest or any(b["loss"] is None for b in buckets):
             continue
-        middles = [math.sqrt(b["from"] * b["to"]) for b in found]
-        axes.plot(middles, [b["loss"] for b in found], label=label, **(style | {"marker": ""}))
+        middles = [math.sqrt(b["from"] * b["to"]) for b in buckets]
+        axes.plot(middles, [b["loss"] for b in buckets], label=label, **(style | {"marker": ""}))
     ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
-    plots.length_axis(axes, ticks, common_train_length(results))
-    axes.set(
-        xlabel=f"position in a window of {short_number(longest)} tokens",
-        ylabel="validation loss (nats per token)",
-    )
+    mark_lengths(axes, results, ticks)
+    axes.set_xlabel(f"position in a window of {short_number(longest)} tokens")
+    axes.set_ylabel(LOSS)
     plots.legend_below(figure, axes)
     return figure
 

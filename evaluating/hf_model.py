@@ -1,14 +1,13 @@
-"""A checkpoint's model as transformers knows models; `export_hf.py` copies this file.
-
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
-"""
+"""A checkpoint's model as transformers knows models; `export_hf.py` copies this file."""
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model import GPT, MEANING, ModelConfig
+from model import GPT, MEANING, ModelConfig, preset
+
+MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
 
 
 class LssarConfig(PreTrainedConfig):
@@ -19,30 +18,16 @@ class LssarConfig(PreTrainedConfig):
         "num_attention_heads": "heads",
     }
 
-    def __init__(
-        self,
-        layers: int = 12,
-        heads: int = 12,
-        width: int = 768,
-        vocab_size: int = 50257,
-        vocab_rows: int = 50304,
-        attention: dict | None = None,
-        interpolation: float = 1.0,
-        train_length: int = 1024,
-        meaning: int = MEANING,
-        **options,
-    ):
-        self.layers, self.heads, self.width = layers, heads, width
-        self.vocab_size, self.vocab_rows = vocab_size, vocab_rows
-        self.attention = attention or {"name": "lssar"}
-        self.interpolation = interpolation
-        self.train_length = train_length  # no limit: what the model has seen
+    def __init__(self, train_length: int = 1024, meaning: int = MEANING, **options):
+        self.train_length = train_length  # not a limit: what it has seen
         self.meaning = meaning
+        for key, default in MODEL.items():
+            setattr(self, key, options.pop(key, default))
         super().__init__(**options)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **options):
-        """A folder's configuration, which must be of weights that mean what this code computes."""
+        """Refuse weights that mean something else than this code computes."""
         if (found := config_dict.get("meaning")) != MEANING:
             raise ValueError(
                 f"the weights have meaning {found!r:.20}, this code computes {MEANING} "
@@ -50,18 +35,21 @@ class LssarConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **options)
 
-    def model_config(self) -> ModelConfig:
-        keys = ("layers", "heads", "width", "vocab_size", "vocab_rows", "attention")
-        values = {key: getattr(self, key) for key in keys}
-        return ModelConfig.from_dict(values | {"interpolation": self.interpolation})
-
 
 class Seen:
-    """What GPT asks of a cache, over a cache of transformers or none; padding included."""
+    """The cache that GPT expects, around one of transformers or none, with the padding mask."""
 
-    def __init__(self, cache, mask: Tensor | None):
-        self.cache, self.mask = cache, mask
+    def __init__(self, cache, tokens: Tensor, mask: Tensor | None):
+        self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
+        keys = self.length + tokens.shape[1]
+        if mask is None:
+            mask = None if cache is None else tokens.new_ones(len(tokens), keys)
+        elif mask.dim() != 2 or mask.shape[1] < keys:
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)}: give (batch, {keys}), 0 for padding"
+            )
+        self.mask = None if mask is None else mask[:, :keys].bool()  # which keys are tokens
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (k, v) if self.cache is None else self.cache.update(k, v, layer)
@@ -74,7 +62,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LssarConfig):
         super().__init__(config)
-        self.gpt = GPT(config.model_config())
+        self.gpt = GPT(ModelConfig.from_dict({key: getattr(config, key) for key in MODEL}))
         self.post_init()
 
     def _init_weights(self, module) -> None:
@@ -88,7 +76,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_) -> Tensor | None:
-        """With a static cache too, the padding is all there is to say."""
+        """The padding mask is all that is needed, with a static cache too."""
         return attention_mask
 
     def forward(
@@ -101,30 +89,13 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_,
     ) -> CausalLMOutputWithPast:
-        """`attention_mask` (B, tokens so far) is 0 where there is padding, on either side.
-
-        Positions follow from it. `labels` are the inputs, -100 where none is wanted.
-        """
+        """`attention_mask` (B, keys): 0 for padding, left or right. Label -100 is ignored."""
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
-        seen = Seen(past_key_values, self._mask(input_ids, attention_mask, past_key_values))
-        hidden = self.gpt.hidden(input_ids, seen)
+        hidden = self.gpt.hidden(input_ids, Seen(past_key_values, input_ids, attention_mask))
         logits = self.gpt.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             targets = labels[:, 1:].flatten()
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-    def _mask(self, input_ids: Tensor, given: Tensor | None, cache) -> Tensor | None:
-        """Which keys are tokens, (B, keys); None where all are and there is no cache."""
-        if given is None and cache is None:
-            return None
-        keys = input_ids.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
-        if given is None:
-            return input_ids.new_ones(len(input_ids), keys, dtype=torch.bool)
-        if given.dim() != 2 or given.shape[1] < keys:
-            raise ValueError(
-                f"attention_mask of shape {tuple(given.shape)}: give (batch, {keys}), 0 for padding"
-            )
-        return given[:, :keys].bool()

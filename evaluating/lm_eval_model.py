@@ -7,7 +7,9 @@ empty one becomes that token.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -15,22 +17,20 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
 from evaluating.checkpoints import Checkpoint, open_checkpoints
 from evaluating.protocol import arithmetic, progress
 from lssar.errors import UserError
-from model import GPT, sample
+from model import sample
 from training import distributed
 
 BATCH = 16
-NEW_TOKENS = 256  # where a request does not say; at most half of max_length
+NEW_TOKENS = 256  # default of a request; at most half of max_length
 GENERATION_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
 
-
-def default_max_length(checkpoint: Checkpoint) -> int:
-    """Twice the training length: the paper's 2,048 for models trained at 1,024."""
-    return 2 * checkpoint.info.train_length
+Sequence = tuple[int, ...]  # tokens
 
 
 @register_model("lssar")
@@ -44,7 +44,7 @@ class CheckpointLM(TemplateLM):
         batch_size: int | str | None = None,
         device: str | None = None,
         precision: str = "auto",
-        max_batch_size: int | None = None,  # lm_eval gives it to every model; there is no search
+        max_batch_size: int | None = None,  # passed to every model; not used
     ):
         super().__init__()
         if not isinstance(checkpoint, Checkpoint):
@@ -53,15 +53,18 @@ class CheckpointLM(TemplateLM):
         self._tokeniser = checkpoint.tokeniser()
         wanted = (device or "auto").split(":")[0]
         if wanted == "cuda" and not torch.cuda.is_available():
-            wanted = "auto"  # lm_eval's command says cuda:0 where its user says nothing
+            wanted = "auto"  # lm_eval's command passes cuda:0 by default
         self._device = distributed.start(wanted).device
         self._model = checkpoint.load(self._device)
-        self.max_length = max_length or default_max_length(checkpoint)
+        self.max_length = max_length or checkpoint.task_length
         self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
-        self.batch_size = _batch_size(batch_size)
         self.precision = precision
         if self.max_length < 2:
             raise UserError(f"max_length {max_length}: must be at least 2")
+        size = str(BATCH if batch_size is None else batch_size)
+        if not size.isdecimal() or int(size) < 1:
+            raise UserError(f"batch_size {size!r}: give a whole number of sequences, at least 1")
+        self.batch_size = int(size)
 
     @property
     def eot_token_id(self) -> int:
@@ -74,71 +77,62 @@ class CheckpointLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         return self._tokeniser.encode(string).tolist()
 
-    # --- likelihoods -----------------------------------------------------------------------------
+    def _batches(self, sequences: Iterable[Sequence]) -> Iterator[dict[Sequence, list[int]]]:
+        """Distinct sequences with the places where each occurs, the longest first."""
+        places = defaultdict(list)
+        for place, sequence in enumerate(sequences):
+            places[sequence].append(place)
+        ordered = sorted(places, key=lambda s: (-len(s), s))
+        alike = self._model.config.attention.length == "current"  # then L is the width of the batch
+        for _, group in groupby(ordered, key=len if alike else lambda s: None):
+            group = list(group)
+            for first in range(0, len(group), self.batch_size):
+                yield {s: places[s] for s in group[first : first + self.batch_size]}
 
+    def _padded(self, sequences: Iterable[Sequence]) -> Tensor:
+        rows = [torch.tensor(sequence) for sequence in sequences]
+        return pad_sequence(rows, batch_first=True).to(self._device)
+
+    @torch.inference_mode()
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_
     ) -> list[tuple[float, bool]]:
-        inputs: dict[tuple[int, ...], list[int]] = {}  # what the model reads -> who asked for it
-        for index, (_, context, continuation) in enumerate(requests):
+        for _, _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
                     f"a continuation of {len(continuation)} tokens cannot be scored; it must have "
                     f"at least 1 and at most max_length = {self.max_length}"
                 )
-            context = context or [self.prefix_token_id]
-            read = (context + continuation)[-self.max_length - 1 : -1]
-            inputs.setdefault(tuple(read), []).append(index)
+        inputs = [
+            tuple(((context or [self.prefix_token_id]) + continuation)[-self.max_length - 1 : -1])
+            for _, context, continuation in requests
+        ]
         answers: list = [None] * len(requests)
-        with progress(len(requests), self.checkpoint.info.run, "request") as bar:
-            for batch in self._batches(list(inputs)):
-                for read, hidden in zip(batch, self._hidden(batch), strict=True):
-                    for index in inputs[read]:
-                        text, _, continuation = requests[index]
-                        answers[index] = self._score(hidden, continuation)
-                        self.cache_hook.add_partial("loglikelihood", text, answers[index])
+        bar = progress(len(requests), self.checkpoint.info.run, "request")
+        with bar, arithmetic(self.precision, self._device):
+            for batch in self._batches(inputs):
+                hidden = self._model.hidden(self._padded(batch))  # (B, longest, width)
+                for row, (sequence, places) in zip(hidden, batch.items(), strict=True):
+                    for place in places:
+                        text, _, continuation = requests[place]
+                        answers[place] = self._score(row[: len(sequence)], continuation)
+                        self.cache_hook.add_partial("loglikelihood", text, answers[place])
                         bar.update()
         return answers
 
-    def _batches(self, sequences: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """From the longest to the shortest; of one length where the mechanism asks for it."""
-        alike = self._model.config.attention.length == "current"  # L, then, is the batch's width
-        batch: list[tuple[int, ...]] = []
-        for sequence in sorted(sequences, key=lambda s: (-len(s), s)):
-            if len(batch) == self.batch_size or (alike and batch and len(sequence) < len(batch[0])):
-                yield batch
-                batch = []
-            batch.append(sequence)
-        if batch:
-            yield batch
-
-    @torch.inference_mode()
-    def _hidden(self, batch: list[tuple[int, ...]]) -> Iterator[Tensor]:
-        """The final hidden states (length, width) of each sequence."""
-        tokens, _ = _right_padded(batch, self._device)
-        with arithmetic(self.precision, self._device):
-            hidden = self._model.hidden(tokens)
-        return (row[: len(read)] for row, read in zip(hidden, batch, strict=True))
-
-    @torch.inference_mode()
     def _score(self, hidden: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        with arithmetic(self.precision, self._device):
-            logits = self._model.logits(hidden[-len(continuation) :])
+        logits = self._model.logits(hidden[-len(continuation) :])
         target = torch.tensor(continuation, device=self._device)
         likely = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).sum().item()
-        if not math.isfinite(likely):  # the harness would choose among NaN without a word
+        if not math.isfinite(likely):  # the harness would silently choose among NaNs
             raise UserError(f"{self.checkpoint.path}: the model's logits are not finite")
         return likely, bool((logits.argmax(-1) == target).all())
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []
         for index, (text,) in enumerate(request.args for request in requests):
-            for window in get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            ):
+            tokens, prefix = self.tok_encode(text), self.prefix_token_id
+            for window in get_rolling_token_windows(tokens, prefix, self.max_length, 1):
                 windows.append(((text, ""), *make_disjoint_window(window)))
                 owners.append(index)
         totals = [0.0] * len(requests)
@@ -148,28 +142,25 @@ class CheckpointLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    # --- generation ------------------------------------------------------------------------------
-
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        groups: dict[str, list[int]] = {}
+        groups = defaultdict(list)
         for index, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
+            groups[repr(sorted(request.args[1].items()))].append(index)
         answers: list = [None] * len(requests)
-        with progress(len(requests), self.checkpoint.info.run, "text") as bar:
+        bar = progress(len(requests), self.checkpoint.info.run, "text")
+        with bar, arithmetic(self.precision, self._device):
             for members in groups.values():
                 settings = self._settings(requests[members[0]].args[1])
-                prompts: dict[tuple[int, ...], list[int]] = {}
-                for index in members:
-                    prompt = self._prompt(requests[index].args[0], settings["max_gen_toks"])
-                    prompts.setdefault(prompt, []).append(index)
-                for batch in self._batches(list(prompts)):
-                    texts = self._continue(batch, settings)
-                    for prompt, text in zip(batch, texts, strict=True):
-                        for index in prompts[prompt]:
+                room = self.max_length - settings["max_gen_toks"]
+                contexts = (self.tok_encode(requests[index].args[0]) for index in members)
+                prompts = [tuple((c or [self.prefix_token_id])[-room:]) for c in contexts]
+                for batch in self._batches(prompts):
+                    texts = self._continue(list(batch), settings)
+                    for text, places in zip(texts, batch.values(), strict=True):
+                        for index in (members[place] for place in places):
                             answers[index] = text
-                            self.cache_hook.add_partial(
-                                "generate_until", requests[index].args, text
-                            )
+                            given = requests[index].args
+                            self.cache_hook.add_partial("generate_until", given, text)
                             bar.update()
         return answers
 
@@ -187,77 +178,29 @@ class CheckpointLM(TemplateLM):
             )
         return settings
 
-    def _prompt(self, context: str, new_tokens: int) -> tuple[int, ...]:
-        tokens = self.tok_encode(context) or [self.prefix_token_id]
-        return tuple(tokens[-(self.max_length - new_tokens) :])
-
-    def _continue(self, prompts: list[tuple[int, ...]], settings: dict) -> list[str]:
+    @torch.inference_mode()
+    def _continue(self, prompts: list[Sequence], settings: dict) -> list[str]:
         """The text after each prompt, up to the first stop string or the end of the document."""
         until = [text for text in settings["until"] if text]
-
-        def finished(tokens: list[int]) -> bool:
-            text = self._tokeniser.decode(tokens)
-            return tokens[-1] == self.eot_token_id or any(stop in text for stop in until)
-
-        def choose(logits: Tensor) -> Tensor:
-            options = {key: settings.get(key) for key in ("top_k", "top_p")}
-            return sample(
-                logits, settings["temperature"] if settings["do_sample"] else 0, **options
-            )
-
-        with arithmetic(self.precision, self._device):
-            new = continue_batch(self._model, prompts, settings["max_gen_toks"], choose, finished)
-        texts = []
-        for tokens in new:
-            text = self._tokeniser.decode(t for t in tokens if t != self.eot_token_id)
-            texts.append(text[: min((text.find(s) for s in until if s in text), default=None)])
-        return texts
-
-
-@torch.inference_mode()
-def continue_batch(
-    model: GPT,
-    prompts: list[tuple[int, ...]],
-    new_tokens: int,
-    choose: Callable[[Tensor], Tensor],
-    finished: Callable[[list[int]], bool],
-) -> list[list[int]]:
-    """The new tokens after each prompt, through one KV cache, whatever the prompts' lengths."""
-    device = model.embedding.weight.device
-    tokens, mask = _right_padded(prompts, device)
-    cache = KVCache(tokens.shape[1] + new_tokens - 1)
-    new: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(len(prompts)))
-    last = mask.sum(1) - 1  # where each row's newest token is among those just read
-    rows = torch.arange(len(prompts), device=device)
-    for _ in range(new_tokens):
-        cache.mask = mask
-        chosen = choose(model.logits(model.hidden(tokens, cache)[rows, last]))
-        for row in sorted(open_rows):
-            new[row].append(int(chosen[row]))
-            if finished(new[row]):
-                open_rows.discard(row)
-        if not open_rows:
-            break
-        tokens, last = chosen.unsqueeze(1), torch.zeros_like(last)
-        mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
-    return new
-
-
-def _right_padded(sequences: list[tuple[int, ...]], device) -> tuple[Tensor, Tensor]:
-    """Tokens (B, longest) and which of them are not padding."""
-    rows = [torch.tensor(s) for s in sequences]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(s) for s in sequences])
-    mask = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
-    return tokens.to(device), mask.to(device)
-
-
-def _batch_size(given: int | str | None) -> int:
-    try:
-        size = BATCH if given is None else int(given)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise UserError(f"batch_size {given!r}: give a whole number of sequences, at least 1")
-    return size
+        temperature = settings["temperature"] if settings["do_sample"] else 0
+        tokens, count = self._padded(prompts), settings["max_gen_toks"]
+        rows = torch.arange(len(prompts), device=self._device)
+        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
+        mask = torch.arange(tokens.shape[1], device=self._device) < lengths.unsqueeze(1)
+        cache, last = KVCache(tokens.shape[1] + count - 1), lengths - 1
+        new: list[list[int]] = [[] for _ in prompts]
+        texts, unfinished = [""] * len(prompts), set(range(len(prompts)))
+        for _ in range(count):
+            cache.mask = mask
+            logits = self._model.logits(self._model.hidden(tokens, cache)[rows, last])
+            chosen = sample(logits, temperature, settings.get("top_k"), settings.get("top_p"))
+            for row in sorted(unfinished):
+                new[row].append(int(chosen[row]))
+                texts[row] = self._tokeniser.decode(t for t in new[row] if t != self.eot_token_id)
+                if new[row][-1] == self.eot_token_id or any(stop in texts[row] for stop in until):
+                    unfinished.discard(row)
+            if not unfinished:
+                break
+            tokens, last = chosen.unsqueeze(1), torch.zeros_like(last)
+            mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
+        return [t[: min((t.find(s) for s in until if s in t), default=None)] for t in texts]

@@ -1,14 +1,7 @@
 """Three small tasks from the held-out text of a corpus, for models too small for the paper's.
 
-    nano_cloze         the last letters of a name that stands in the passage already (as LAMBADA's
-                       last word does): accuracy and perplexity of these two letters together
-    nano_continuation  which of four lines is the next one; the others follow elsewhere (as
-                       HellaSwag): acc and acc_norm, chance is 25 %
-    nano_line          the rest of a line, written until its end (as SummScreen's summary): chrF
-                       (an F-score of character n-grams) and ROUGE-1 against the true rest
-
-Passages have up to 224 bytes, so that a model trained at 128 reads beyond its training length.
-The same corpus gives the same documents, bit for bit.
+What they ask and how they are scored is in task_files/. Passages have up to 224 bytes, so that a
+model trained at 128 reads beyond its training length. The same corpus gives the same documents.
 """
 
 import json
@@ -21,70 +14,32 @@ import numpy as np
 from data.shards import open_split
 from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
-from support.files import write_text
+from support.files import write_json, write_text
 
 PASSAGE = 224  # characters
-NEAR = 32  # a name that stands this close before its repetition asks for no memory
+NEAR = 32  # a name repeated within this distance does not test memory
 LAST = 2  # letters of it that are asked for
 COUNTS = {"nano_cloze": 400, "nano_continuation": 400, "nano_line": 100}
 TEXT_TOKENS = 1 << 20
 NAME = re.compile(r"(?<![A-Za-z0-9_])[A-Za-z_][A-Za-z0-9_]{3,}")
 
-COMMON = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "doc_to_text": "context",
-    "target_delimiter": "",
-    "num_fewshot": 0,
-    "metadata": {"version": 1.0},
-}
-METRICS = {
-    "nano_cloze": {"acc": "mean", "perplexity": "perplexity"},
-    "nano_continuation": {"acc": "mean", "acc_norm": "mean"},
-    "nano_line": {"chrf": "mean", "rouge1": "mean", "exact_match": "mean"},
-}
-SETTINGS = {
-    "nano_cloze": {"output_type": "loglikelihood", "doc_to_target": "target"},
-    "nano_continuation": {
-        "output_type": "multiple_choice",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-    },
-    "nano_line": {
-        "output_type": "generate_until",
-        "doc_to_target": "target",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
-    },
-}
+
+def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
+    """Write a task's documents into `folder`; returns its YAML file."""
+    if corpus is None:
+        raise UserError(f"{name} is made from a corpus' held-out text; give --corpus DIR")
+    documents = MAKERS[name](held_out_texts(corpus), random.Random(0), COUNTS[name])
+    if not documents:
+        raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
+    file = folder / f"{name}.jsonl"
+    write_text(file, "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
+    include = str(Path(__file__).parent / f"task_files/{name}.yaml")
+    data = {"data_files": {"test": str(file.resolve())}}
+    write_json(folder / f"{name}.yaml", {"include": include, "dataset_kwargs": data})
+    return folder / f"{name}.yaml"
 
 
-def write_tasks(folder: Path, corpus: str | Path, names: list[str]) -> dict[str, Path]:
-    """Make the named tasks in `folder`; returns the YAML file of each."""
-    texts = held_out_texts(corpus)
-    written = {}
-    for name in names:
-        documents = MAKERS[name](texts, random.Random(0), COUNTS[name])
-        if not documents:
-            raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
-        lines = "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents)
-        write_text(folder / f"{name}.jsonl", lines)
-        files = {"test": str((folder / f"{name}.jsonl").resolve())}
-        metrics = [
-            {"metric": m, "aggregation": a, "higher_is_better": m != "perplexity"}
-            for m, a in METRICS[name].items()
-        ]
-        task = {"task": name} | COMMON | SETTINGS[name]
-        task |= {"dataset_kwargs": {"data_files": files}, "metric_list": metrics}
-        # JSON is YAML, but for the one tag that names a function.
-        yaml = json.dumps(task, indent=1)
-        if name == "nano_line":
-            yaml = yaml[:-2] + ',\n "process_results": !function evaluating.summaries.score_line\n}'
-        written[name] = folder / f"{name}.yaml"
-        write_text(written[name], yaml + "\n")
-    return written
-
-
-def held_out_texts(corpus: str | Path) -> list[str]:
+def held_out_texts(corpus: Path) -> list[str]:
     """The documents at the beginning of a corpus' validation set."""
     tokens = open_split(corpus, "val")
     tokeniser = get_tokeniser(tokens.tokeniser or "gpt2")
@@ -102,12 +57,12 @@ def cloze(texts: list[str], draw: random.Random, count: int) -> list[dict]:
             earlier = context[: -NEAR - len(name)]
             if re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", earlier):
                 documents.append({"context": context, "target": name[-LAST:]})
-    return _some(documents, draw, count)
+    return draw.sample(documents, min(count, len(documents)))
 
 
 def continuation(texts: list[str], draw: random.Random, count: int) -> list[dict]:
     found = [
-        # The end of a line belongs to what follows it: the harness moves blanks there anyway.
+        # The newline belongs to the continuation: the harness moves whitespace there anyway.
         (text[match.start() + 1 - PASSAGE : match.start() + 1], "\n" + match[1])
         for text in texts
         for match in re.finditer(r"\S\n([^\n]{16,64})(?=\n)", text)
@@ -115,7 +70,7 @@ def continuation(texts: list[str], draw: random.Random, count: int) -> list[dict
     ]
     lines = sorted({line for _, line in found})
     documents = []
-    for context, line in _some(found, draw, count) if len(lines) > 3 else ():
+    for context, line in draw.sample(found, min(count, len(found)) if len(lines) > 3 else 0):
         others = draw.sample([other for other in lines if other != line], 3)
         label = draw.randrange(4)
         choices = [*others[:label], line, *others[label:]]
@@ -128,17 +83,11 @@ def line_rest(texts: list[str], draw: random.Random, count: int) -> list[dict]:
     for text in texts:
         for match in re.finditer(r"\n([^\n]{16,48})(?=\n)", text):
             middle = match.start(1) + len(match[1]) // 2
-            context, target = (
-                text[max(0, middle - PASSAGE + 32) : middle],
-                text[middle : match.end()],
-            )
+            context = text[max(0, middle - PASSAGE + 32) : middle]
+            target = text[middle : match.end()]
             if middle >= PASSAGE - 32 and re.search(r"[A-Za-z]{3}", target):
                 documents.append({"context": context, "target": target})
-    return _some(documents, draw, count)
-
-
-def _some(items: list, draw: random.Random, count: int) -> list:
-    return draw.sample(items, min(count, len(items)))
+    return draw.sample(documents, min(count, len(documents)))
 
 
 MAKERS = {"nano_cloze": cloze, "nano_continuation": continuation, "nano_line": line_rest}

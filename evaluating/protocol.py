@@ -4,14 +4,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from evaluating.results import Results
 from support.command import Parser, lengths, numbers
-
-if TYPE_CHECKING:  # imported where they are used: options are parsed without them
-    import torch
-    from tqdm import tqdm
 
 # Tokens in one forward pass, or one sequence if that is longer. Fixed, because a matrix product
 # can round differently in another shape, and results must be the same every time.
@@ -19,24 +14,20 @@ BATCH_TOKENS = 16384
 
 
 class EvaluationParser(Parser):
-    """The arguments that every evaluation script has."""
+    """The arguments that evaluation commands share."""
 
-    def __init__(self, description: str):
+    def __init__(self, description: str, *, many=True, precision=True, variants=False):
+        """`many`: it evaluates several checkpoints and records the results."""
         super().__init__(description)
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-
-    def add_run_arguments(self) -> None:
-        """What every script needs that runs models over many inputs and records the results."""
-        self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
-        self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
-        self.add_argument(
-            "--precision",
-            default="auto",
-            choices=("auto", "bf16", "fp32"),
-            help="auto: bf16 on a GPU, fp32 elsewhere",
-        )
-
-    def add_variant_arguments(self) -> None:
+        if many:
+            self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
+            self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
+        if precision:
+            choices, meaning = ("auto", "bf16", "fp32"), "auto: bf16 on a GPU, fp32 elsewhere"
+            self.add_argument("--precision", default="auto", choices=choices, help=meaning)
+        if not variants:
+            return
         group = self.add_argument_group("evaluated in addition, without retraining, one at a time")
         group.add_argument("--p", type=numbers, default=[], help="other sharpening exponents: 3,25")
         group.add_argument("--alpha", type=numbers, default=[], help="adaptive p_i: 0.1,0.2")
@@ -44,24 +35,17 @@ class EvaluationParser(Parser):
         group.add_argument("--position-interpolation", action="store_true")
 
 
-def progress(total: int, label: str, unit: str, enabled: bool = True) -> "tqdm":
+def progress(total: int, label: str, unit: str, enabled: bool = True):
     """A bar on a terminal, nothing in a log file, where finished numbers are printed anyway."""
     from tqdm import tqdm
 
-    hidden = not (enabled and sys.stderr.isatty())
-    return tqdm(
-        total=total,
-        desc=label,
-        unit=unit,
-        unit_scale=total > 10_000,
-        leave=False,
-        dynamic_ncols=True,
-        disable=hidden,
-    )
+    shown = enabled and sys.stderr.isatty()
+    large = {"unit_scale": total > 10_000, "leave": False, "dynamic_ncols": True}
+    return tqdm(total=total, desc=label, unit=unit, disable=not shown, **large)
 
 
 @contextmanager
-def arithmetic(precision: str, device: "torch.device") -> Iterator[str]:
+def arithmetic(precision: str, device) -> Iterator[str]:
     """Products in bf16 under autocast, or in full fp32 (no TF32); gives the name of the choice."""
     import torch
 

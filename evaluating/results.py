@@ -2,20 +2,14 @@
 
     {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
 
-A record is one measured number: which quantity of which run, under which variant, at which length,
-on how many tokens, its value and standard error, and the command and code revision that measured
-it. What the number was made of (losses by position, answers by depth), and with which torch on how
-many threads, is in its `details`. `runs` says what each ID is: name, seed, training length,
-mechanism and all other settings of the model.
-
-A file grows measurement by measurement and can be continued: each is written, by replacing the
-file atomically, as soon as it is known, and never computed again. Records of one file are
-comparable: to add to it, `settings` must be equal. `about` is for the reader: where the data were,
-and so on. Numbers that are not finite become null, as JSON cannot hold them.
+A record is one measured number; `details` has what it was made of, `runs` what each ID is: name,
+seed, training length, all settings of the model. A file is replaced atomically with every new
+measurement, and none is computed again. Records of one file are comparable: to add to it,
+`settings` must be equal; `about` is for the reader. Numbers that are not finite become null.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -30,12 +24,12 @@ AS_TRAINED = "as trained"
 class Record:
     quantity: str  # "loss", "context_gain", "accuracy", ...
     run: str  # a key of the file's runs
-    value: float | None  # None: it overflowed
+    value: float | int | None  # None: it overflowed
     variant: str = AS_TRAINED
     task: str = ""  # of downstream tasks
     length: int | None = None
     tokens: int | None = None  # that the value is a mean over
-    error: float | None = None  # standard error of the value
+    error: float | int | None = None  # standard error of the value
     command: str = ""
     revision: str = ""  # of the code; ends in + where the checkout had uncommitted changes
     details: dict = field(default_factory=dict)
@@ -44,40 +38,40 @@ class Record:
     def key(self) -> tuple:
         return self.quantity, self.run, self.variant, self.task, self.length
 
+    def to_json(self) -> dict:
+        """Without the fields that have their default."""
+        defaults = {f.name: f.default for f in fields(self)} | {"details": {}}
+        return {k: v for k, v in asdict(self).items() if k == "value" or v != defaults[k]}
+
+    def check(self, runs: dict) -> None:
+        """Raise for what only a damaged file can hold."""
+        if self.run not in runs:
+            raise ValueError(f"a record of the unknown run {self.run!r}")
+        if not isinstance(runs[self.run], dict) or not isinstance(runs[self.run].get("run"), str):
+            raise TypeError(f"run {self.run!r} has no name")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, f.type) or isinstance(value, bool):
+                raise TypeError(f"{f.name} = {value!r} in a record of {self.quantity!r}")
+
 
 @dataclass(frozen=True)
 class Measured:
-    """A record with what its file says of it: what a table asks for."""
+    """A record and what its file says about it."""
 
     record: Record
-    run: dict  # name, seed, step, train_length, model
+    run: dict  # step, train_length, model, ...
+    name: str  # of the run
+    seed: int | None
     kind: str
     source: Path
-
-    @property
-    def name(self) -> str:
-        return self.run["run"]
-
-    @property
-    def seed(self) -> int | None:
-        return self.run.get("seed")
 
 
 class Results:
     def __init__(
-        self,
-        path: str | Path,
-        kind: str,
-        settings: dict,
-        about: dict,
-        *,
-        made_with: dict | None = None,
-        fresh: bool = False,
+        self, path: Path, kind: str, settings: dict, about: dict, made_with: dict | None = None
     ):
-        """Open `path` to continue it, or begin it, as is always done where `fresh`.
-
-        `made_with` goes into the details of every record that is added.
-        """
+        """Begin or continue a file; `made_with` goes into the details of every record added."""
         self.path = Path(path)
         if self.path.suffix != ".json":
             raise UserError(f"--out {self.path}: give a name that ends in .json")
@@ -88,17 +82,17 @@ class Results:
         self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
         self._claim: Claim | None = None
         self._opened_as = self._version()
-        if self.path.exists() and not fresh:
-            self._continue(read_results(self.path))
+        if self.path.exists():
+            found = read_results(self.path)
+            self._refuse_others(found)
+            self.runs, self.records = found.runs, found.records
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def _continue(self, found: "Results") -> None:
+    def _refuse_others(self, found: "Results") -> None:
         if found.kind != self.kind:
-            raise UserError(
-                f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}; "
-                "give another --out"
-            )
+            held = f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}"
+            raise UserError(f"{held}; give another --out")
         for key in {**self.settings, **found.settings}:
             old, new = found.settings.get(key), self.settings.get(key)
             if old != new:
@@ -106,13 +100,10 @@ class Results:
                     f"{self.path} was made with {key} = {old}, this is {new}: the numbers would "
                     "not be comparable; give another --out or delete it"
                 )
-        self.runs, self.records = found.runs, found.records
 
     def _version(self) -> tuple | None:
-        if not self.path.exists():
-            return None
-        found = self.path.stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        found = self.path.stat() if self.path.exists() else None
+        return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def select(self, **fields) -> list[Record]:
         """The records whose fields have these values."""
@@ -122,21 +113,18 @@ class Results:
         return next(iter(self.select(**fields)), None)
 
     def add(self, *records: Record) -> None:
-        """Add the numbers of one measurement, all or none, in place of those they replace.
-
-        A record that has its command and revision keeps them: it was measured before.
-        """
+        """Add the numbers of one measurement, all or none, in place of those they replace."""
         replaced = {r.key for r in records}
         self.records = [r for r in self.records if r.key not in replaced]
         for record in records:
-            if not record.command:
+            if not record.command:  # else it was measured before
                 details = record.details | self._made_with
                 record = replace(record, **self._stamp, details=details)
             self.records.append(Record(**finite(asdict(record))))
         self.save()
 
     def save(self) -> None:
-        if self._claim is None:  # not before: of the processes that read, only one writes
+        if self._claim is None:  # many processes may read, only one writes
             self._claim = Claim(self.path)
             if self._version() != self._opened_as:
                 raise UserError(
@@ -144,7 +132,7 @@ class Results:
                     "run the same command again"
                 )
         head = {key: getattr(self, key) for key in ("kind", "settings", "about", "runs")}
-        write_json(self.path, seal(head | {"records": [_plain(r) for r in self.records]}))
+        write_json(self.path, seal(head | {"records": [r.to_json() for r in self.records]}))
 
     def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
         """(run, variant, records by length), in the order in which they were first measured."""
@@ -156,14 +144,6 @@ class Results:
     def sibling(self, suffix: str) -> Path:
         """A file beside the results: `x.json` and "-depth.png" make `x-depth.png`."""
         return self.path.with_name(self.path.stem + suffix)
-
-
-_DEFAULTS = {f.name: f.default for f in fields(Record)} | {"details": {}}
-
-
-def _plain(record: Record) -> dict:
-    """A record as JSON, without the fields that have their default."""
-    return {k: v for k, v in asdict(record).items() if k == "value" or v != _DEFAULTS[k]}
 
 
 def read_results(path: str | Path) -> Results:
@@ -179,7 +159,7 @@ def read_results(path: str | Path) -> Results:
             setattr(results, key, found[key])
         results.records = [Record(**values) for values in found["records"]]
         for record in results.records:
-            _check(record, results.runs)
+            record.check(results.runs)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -190,48 +170,24 @@ def read_results(path: str | Path) -> Results:
     return results
 
 
-def _check(record: Record, runs: dict) -> None:
-    if record.run not in runs:
-        raise ValueError(f"a record of the unknown run {record.run!r}")
-    if not isinstance(runs[record.run], dict) or not isinstance(runs[record.run].get("run"), str):
-        raise TypeError(f"run {record.run!r} has no name")
-    for name, kinds in _TYPES.items():
-        value = getattr(record, name)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise TypeError(f"{name} = {value!r} in a record of {record.quantity!r}")
-
-
-_TYPES = {
-    **dict.fromkeys(("quantity", "run", "variant", "task", "command", "revision"), str),
-    **dict.fromkeys(("value", "error"), (int, float, type(None))),
-    **dict.fromkeys(("length", "tokens"), (int, type(None))),
-    "details": dict,
-}
-
-
 def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
     """Every measured number below a folder, and what could not be read, by file, with the reason.
 
     Of a number that was measured again, after its run was trained again, only the last counts.
     """
-    found, problems = [], {}
+    newest: dict[tuple, Measured] = {}
+    problems = {}
     for path in sorted(Path(folder).rglob("*.json")):
-        if path.is_symlink() or not path.is_file():  # a pipe would be waited for
-            problems[path] = "it is a link or a device, not a file"
-            continue
         try:
+            if path.is_symlink() or not path.is_file():  # reading a pipe would block
+                raise UserError("it is a link or a device, not a file")
             results = read_results(path)
         except UserError as error:
             problems[path] = str(error).removesuffix("; give another --out")
             continue
-        found += list(_last(results))
-    return found, problems
-
-
-def _last(results: Results) -> Iterable[Measured]:
-    newest = {}
-    for record in results.records:
-        run = results.runs[record.run]
-        place = (record.quantity, run["run"], record.variant, record.task, record.length)
-        newest[place] = Measured(record, run, results.kind, results.path)
-    return newest.values()
+        for r in results.records:
+            run = results.runs[r.run]
+            name, seed = run["run"], run.get("seed")
+            place = (path, r.quantity, name, r.variant, r.task, r.length)
+            newest[place] = Measured(r, run, name, seed, results.kind, path)
+    return list(newest.values()), problems

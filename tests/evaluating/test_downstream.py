@@ -19,10 +19,9 @@ from eval_helpers import tiny_model, write_checkpoint
 
 import downstream
 from data.shards import describe_set
-from evaluating.nano_tasks import COUNTS, PASSAGE, write_tasks
+from evaluating.nano_tasks import COUNTS, PASSAGE, write_task
 from evaluating.results import Record, read_results
-from evaluating.summaries import rouge
-from evaluating.tasks import HARNESS, PLACES, SETS, chosen_tasks
+from evaluating.tasks import HARNESS, PLACES, SETS, chosen_tasks, rouge
 from lssar.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +170,8 @@ def corpus(tmp_path_factory):
 def test_nano_tasks_are_the_same_every_time_and_what_they_say(tmp_path, corpus):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write_tasks(tmp_path / name, corpus, list(COUNTS))
+        for task in COUNTS:
+            write_task(tmp_path / name, corpus, task)
     documents = {}
     for task in COUNTS:
         first, second = (tmp_path / n / f"{task}.jsonl" for n in "ab")
@@ -242,7 +242,12 @@ def test_mistakes_are_one_line(tmp_path, checkpoint):
     (tmp_path / "empty").mkdir()
     data = ("--data-dir", tmp_path / "empty")
     fails(r"arc_easy: no test\*.parquet or test\*.jsonl in .*ARC-Easy; put allenai/ai2_arc", *data)
-    fails("no validation.jsonl in .*summ_screen_fd", "--tasks", "scrolls_summscreenfd", *data)
+    fails(
+        r"no validation\*.parquet or validation\*.jsonl in .*summ_screen_fd",
+        "--tasks",
+        "scrolls_summscreenfd",
+        *data,
+    )
     bad = write_lines(tmp_path / "bad/sciq/test.jsonl", [])
     bad.write_text("{not json", encoding="utf-8")
     fails("sciq: its documents cannot be read", "--tasks", "sciq", "--data-dir", tmp_path / "bad")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from train_helpers import make_corpus
 import eval_extrapolation
 from data.shards import describe_set, open_split
 from eval_extrapolation import main, position_buckets
-from evaluating import by_length
 from evaluating import extrapolation_report as report
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
@@ -168,7 +168,8 @@ def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
 
 def test_spread_segments_reach_from_the_first_token_to_the_last(tmp_path):
     data = open_split(write_tokens(tmp_path / "data", SET_TOKENS), "val")
-    targets = eval_extrapolation.choose_targets(data, [64], TOKENS, spread=True)
+    asked = SimpleNamespace(lengths=[64], tokens=TOKENS, spread=True, segment=None)
+    targets = eval_extrapolation.Targets(data, asked)
     inputs = torch.cat([pair[1] for pair in targets.batches()])
     wanted = torch.cat([pair[2] for pair in targets.batches()])
     assert inputs[0].tolist() == data.slice(0, 64).tolist()
@@ -344,11 +345,11 @@ def test_overflow_is_reported_and_the_file_stays_json(tmp_path, capsys):
 def test_one_length_is_drawn_as_bars(workspace, tmp_path):
     results = load(workspace, "all.json")
     results.path, results.records = tmp_path / "x.json", results.select(length=64)
-    _, axes = by_length.figure_by_length(results, "loss", ylabel="loss")
+    _, axes = report.figure_by_length(results, "loss", ylabel="loss")
     shown = [label.get_text() for label in axes.get_xticklabels()]
     assert shown[:2] == ["Softmax", "Softmax, window=12"] and "LSSAR p=15, α=0.5" in shown
     assert [round(bar.get_height(), 4) for bar in axes.patches] == [
-        round(r.value, 4) for _, _, found in by_length.styled_series(results, "loss") for r in found
+        round(r.value, 4) for _, _, found in report.styled_series(results, "loss") for r in found
     ]
     colours = {bar.get_facecolor() for bar in axes.patches}
     assert len(colours) == 3  # one per mechanism, one for the window of either

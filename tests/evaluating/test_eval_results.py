@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from eval_helpers import tiny_model, write_checkpoint
 
-from evaluating.checkpoints import labels, open_checkpoints
+from evaluating.checkpoints import Variant, labels, open_checkpoints
 from evaluating.results import Record, Results, collect, read_results
-from evaluating.variants import Variant
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
 from support import command
@@ -211,7 +210,7 @@ def test_a_described_checkpoint_has_its_seed_as_a_field(tmp_path):
 def test_variants_act_only_where_they_change_something():
     trained = tiny_model("lssar", train_length=32).config
     alpha, window = Variant("a", "alpha", 0.5), Variant("w", "window", 20)
-    interpolated = Variant("PI", interpolated=True)
+    interpolated = Variant("PI", "interpolation")
     # Fine-tuned at 64 with positions halved: p_i grows from the mechanism's own training length.
     tuned = replace(trained, interpolation=2.0)
     assert alpha.config(tuned, 64, 32) is tuned
