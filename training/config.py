@@ -6,24 +6,44 @@ A file may name another as its `base` and changes what it lists. An unknown key,
 impossible batch is an error that names the file, the key, the value and what would be right.
 """
 
+import contextlib
 import json
 import math
 import tomllib
 import types
 import typing
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
 from support.files import read_text
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a mistyped key is found without it
-    from model import ModelConfig
-
 CONFIGS = Path(__file__).parents[1] / "configs"
 LARGEST_FILE = 2**16  # characters; ours have a thousand
+LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them stays quick and exact
+
+
+def _rule(holds: Callable, otherwise: str) -> Callable:
+    """Returns what is wrong with a value, or None."""
+    return lambda value: None if holds(value) else otherwise
+
+
+def _one_of(*options: str) -> Callable:
+    return lambda value: None if value in options else f"unknown; {did_you_mean(value, options)}"
+
+
+_above_0 = _rule(lambda x: 0 < x < math.inf, "must be above 0")
+_from_0 = _rule(lambda x: 0 <= x < math.inf, "must be 0 or more")
+
+Count, CountOrZero = Annotated[int, _above_0], Annotated[int, _from_0]
+Positive, NotNegative = Annotated[float, _above_0], Annotated[float, _from_0]
+Beta = Annotated[float, _rule(lambda x: 0 <= x < 1, "must be in [0, 1)")]
+PathText = Annotated[str, _rule(lambda text: "\0" not in text, "no path has a zero byte")]
+Schedule = Annotated[str, _one_of("cosine", "constant")]
+Precision = Annotated[str, _one_of("auto", "bf16", "fp32")]
 
 
 @dataclass(frozen=True)
@@ -49,57 +69,57 @@ class AttentionSection:
     length: str | None = None
     numerics: str | None = None
     window: int | None = None
-    backend: str = "auto"  # of attention.BACKENDS: how it is computed, not what
+    backend: str = "auto"  # of lssar.backends.BACKENDS: how it is computed, not what
 
 
 @dataclass(frozen=True)
 class DataSection:
-    directory: str = "corpora/fineweb10B"
+    directory: PathText = "corpora/fineweb10B"
     shuffle: bool = True  # windows in a seeded order that visits each once an epoch
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    length: int = 1024
-    steps: int = 18865
-    batch_tokens: int = 524288  # of one optimiser step, over all processes
-    micro_batch: int = 4  # sequences a process takes at once
-    lr: float = 6e-4
-    warmup: int = 700
-    schedule: str = "cosine"  # to zero; or "constant"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
-    clip: float = 1.0  # of the gradient's norm; 0 for none
-    seed: int = 0
-    precision: str = "auto"  # "bf16" autocast on GPUs, "fp32" elsewhere
+    length: Count = 1024
+    steps: Count = 18865
+    batch_tokens: Count = 524288  # of one optimiser step, over all processes
+    micro_batch: Count = 4  # sequences per process and forward pass
+    lr: Positive = 6e-4
+    warmup: CountOrZero = 700
+    schedule: Schedule = "cosine"  # to zero; or "constant"
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    weight_decay: NotNegative = 0.1
+    clip: NotNegative = 1.0  # of the gradient's norm; 0 for none
+    seed: CountOrZero = 0
+    precision: Precision = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
     compile: bool = False
-    init_from: str = ""  # a run or checkpoint whose weights to start from
+    init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
-    max_skipped_steps: int = 3  # non-finite steps in a row before the run stops
+    max_skipped_steps: CountOrZero = 3  # non-finite steps in a row before the run stops
 
 
 @dataclass(frozen=True)
 class EvalSection:
-    interval: int = 250
-    tokens: int = 10485760  # the first ones of the validation set
-    batch: int = 0  # sequences at once; 0: train.micro_batch
-    sample_interval: int = 0  # steps between samples of text; 0: none
+    interval: Count = 250
+    tokens: Count = 10485760  # the first ones of the validation set
+    batch: CountOrZero = 0  # sequences at once; 0: train.micro_batch
+    sample_interval: CountOrZero = 0  # steps between samples of text; 0: none
     sample_prompt: str = "\n"
-    sample_tokens: int = 64
+    sample_tokens: CountOrZero = 64
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    interval: int = 1000
-    keep: int = 2  # besides the best
+    interval: Count = 1000
+    keep: Count = 2  # besides the best
 
 
 @dataclass(frozen=True)
 class LogSection:
     name: str = ""  # of the run; empty: the config file's name
-    directory: str = "runs"
-    interval: int = 10
+    directory: PathText = "runs"
+    interval: Count = 10
     wandb: bool = False
     wandb_project: str = "lssar"
 
@@ -116,13 +136,13 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelSection = field(default_factory=ModelSection)
-    attention: AttentionSection = field(default_factory=AttentionSection)
-    data: DataSection = field(default_factory=DataSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    eval: EvalSection = field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    log: LogSection = field(default_factory=LogSection)
+    model: ModelSection = ModelSection()
+    attention: AttentionSection = AttentionSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
 
     @property
     def run_directory(self) -> Path:
@@ -135,7 +155,8 @@ class Config:
             settings["train_length"] = self.train.length
         return get_mechanism(settings.pop("name"), **settings)
 
-    def model_config(self) -> "ModelConfig":
+    def model_config(self):
+        """The `model.ModelConfig`; torch is imported only here, a mistyped key does without it."""
         from model import preset
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
@@ -185,11 +206,15 @@ class Config:
         return "\n".join(lines)
 
     def differences(self, other: "Config") -> list[str]:
-        """`section.key: mine -> other's` for everything that would make another run of it."""
-        mine, theirs = asdict(self), asdict(other)
-        free = set(_FREE_ON_RESUME)
+        """`section.key: mine -> other's` for everything that a resumed run may not change."""
+        free = {
+            *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
+            *("train.micro_batch", "train.compile", "train.max_skipped_steps"),
+            *("train.init_from", "train.init_optimiser"),
+        }
         if self.train.schedule == "constant":  # the steps so far are the same, however many follow
             free.add("train.steps")
+        mine, theirs = asdict(self), asdict(other)
         return [
             f"{section}.{key}: {value!r} -> {theirs[section][key]!r}"
             for section, values in mine.items()
@@ -198,17 +223,12 @@ class Config:
         ]
 
 
+_SECTIONS = typing.get_type_hints(Config)
+
+
 def _nearest_divisor(number: int, wanted: int) -> int:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return min((*small, *(number // d for d in small)), key=lambda d: abs(d - wanted))
-
-
-# What a resumed run may change: how often it reports and saves, and how the batch is cut.
-_FREE_ON_RESUME = {
-    *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
-    *("train.micro_batch", "train.compile", "train.max_skipped_steps"),
-    *("train.init_from", "train.init_optimiser"),
-}
 
 
 def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1) -> Config:
@@ -219,7 +239,7 @@ def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1
 
 
 def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict]:
-    """The same with only names and types checked, and where each value is from."""
+    """The config with each value checked by itself, and where each value is from."""
     path = _find(Path(path))
     values, origin = _read(path, seen=())
     for text in overrides:
@@ -243,26 +263,26 @@ def parse_config(text: str, where: str) -> Config:
 
 
 def _find(path: Path) -> Path:
-    """The file itself, or the one of configs/ that is meant by its name, with or without .toml."""
-    try:
+    """The file itself, or the one in configs/ with that name, with or without .toml."""
+    with contextlib.suppress(OSError):  # a name that no file can have; reading it says so
         if path.exists() and not path.is_dir():
             return path
         named = path if path.suffix == ".toml" else Path(f"{path}.toml")
         places = (named, CONFIGS / named, CONFIGS.parent / named)
         return next((place for place in places if place.is_file()), path)
-    except OSError:  # a name that no file can have; reading it says so
-        return path
+    return path
+
+
+# Errors of tomllib, of the text's encoding and of numbers with thousands of digits are ValueErrors;
+# those of circular links and of deep nesting are RuntimeErrors.
+_NOT_TOML = (ValueError, RuntimeError)
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
     """A file's values over those of its bases, and which file each came from."""
     try:
         resolved = path.resolve()
-        if resolved in seen:
-            raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
         values = tomllib.loads(read_text(path, limit=LARGEST_FILE))
-    except UserError:
-        raise
     except FileNotFoundError:
         beside = () if path.parent == Path() else path.parent.glob("*.toml")
         known = {p.name for p in beside} or {p.name for p in CONFIGS.glob("*.toml")}
@@ -270,11 +290,13 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
     except (OSError, *_NOT_TOML) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read as TOML: {reason}") from None
+    if resolved in seen:
+        raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
     base, origin, merged = values.pop("base", None), {}, {}
-    if base is not None:
-        if not isinstance(base, str):
-            raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
+    if isinstance(base, str):
         merged, origin = _read(path.parent / base, (*seen, resolved))
+    elif base is not None:
+        raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
     for section, content in values.items():
         if not isinstance(content, dict):
             raise UserError(
@@ -284,11 +306,6 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
         merged.setdefault(section, {}).update(content)
         origin.update({(section, key): str(path) for key in content})
     return merged, origin
-
-
-# What reading raises: tomllib's own error and that of the text's encoding are ValueErrors, as is
-# that of a number with thousands of digits; links in a circle are a RuntimeError, as is nesting.
-_NOT_TOML = (ValueError, RuntimeError)
 
 
 def _shown(value) -> str:
@@ -305,17 +322,15 @@ def _parse_override(text: str) -> tuple[str, str, object]:
     section, dot, key = name.removeprefix("--").partition(".")
     if not (text.startswith("--") and equals and dot and section and key):
         raise UserError(f"cannot read the argument {text!r}; overrides are --section.key=value")
+    # A run may be called 2024-01-31 or 1e3: text is taken as typed, unless it is quoted.
+    hint = typing.get_type_hints(_SECTIONS.get(section, object)).get(key)
     try:
         (parsed,) = tomllib.loads(f"v = {value}").values()
     except _NOT_TOML:
         return section, key, value  # a bare word is a string
-    # A run may be called 2024-01-31 or 1e3: what is text in the end is taken as typed.
-    hint = typing.get_type_hints(_SECTIONS.get(section, object)).get(key)
-    text = hint in (str, str | None) and not isinstance(parsed, str)
-    return section, key, value if text else parsed
-
-
-_SECTIONS = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)}
+    if hint in (str, str | None) and not isinstance(parsed, str):
+        parsed = value
+    return section, key, parsed
 
 
 def _build(values: dict, origin: dict, path: Path) -> Config:
@@ -326,88 +341,73 @@ def _build(values: dict, origin: dict, path: Path) -> Config:
             raise UserError(
                 f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
             )
-        hints = typing.get_type_hints(_SECTIONS[section])
+        hints = typing.get_type_hints(_SECTIONS[section], include_extras=True)
         typed = {}
         for key, value in content.items():
-            where = f"{origin[section, key]}: {section}.{key:.50} = {_shown(value)}"
+            where = f"{origin[section, key]}: {section}.{key:.50}"
             if key not in hints:
-                raise UserError(f"{where}: unknown key; {did_you_mean(key, hints)}")
+                known = did_you_mean(key, hints)
+                raise UserError(f"{where} = {_shown(value)}: unknown key; {known}")
             typed[key] = _typed(value, hints[key], where)
         sections[section] = _SECTIONS[section](**typed)
     return Config(**sections)
 
 
-# No size, count or seed needs more, and arithmetic with them stays quick and exact.
-LARGEST = 2**40
-
-
-def _is_unicode(text: str) -> bool:
-    """Bytes of a command line that are not UTF-8 reach Python as lone surrogates."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
-
-
 def _typed(value, hint, where: str):
+    """The value as its key's type, within its key's range."""
+    hint, rules = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    wrong = None
     if type(value) is int and abs(value) > LARGEST:
-        raise UserError(f"{where}: is beyond {LARGEST}")
-    if type(value) is str and not _is_unicode(value):
-        raise UserError(f"{where}: is not text; write it in UTF-8")
-    if type(value) in kinds:
-        return value
-    if float in kinds and type(value) is int:
-        return float(value)
-    if kinds[0] is str and type(value) in (int, float, bool):
-        return str(value)
-    names = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
-    raise UserError(f"{where}: is of type {type(value).__name__}, must be {names}")
+        wrong = f"is beyond {LARGEST}"
+    elif type(value) is str and any("\ud800" <= c <= "\udfff" for c in value):
+        wrong = "is not text; write it in UTF-8"  # how Python passes on other bytes
+    elif float in kinds and type(value) is int:
+        value = float(value)
+    elif kinds[0] is str and type(value) in (int, float, bool):
+        value = str(value)
+    elif type(value) not in kinds:
+        names = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
+        wrong = f"is of type {type(value).__name__}, must be {names}"
+    complaints = [wrong] if wrong else [rule(value) for rule in rules]
+    for complaint in filter(None, complaints):
+        raise UserError(f"{where} = {_shown(value)}: {complaint}")
+    return value
 
 
 def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
-    """Values that have the right type and still cannot be."""
+    """Refuse values that are right by themselves and impossible together."""
     from lssar.backends import BACKENDS
     from model import PRESETS
 
-    def require(holds: bool, section: str, key: str, rule: str):
-        if not holds:
-            value = getattr(getattr(config, section), key)
-            raise UserError(
-                f"{origin.get((section, key), path)}: {section}.{key} = {value!r}: {rule}"
-            )
-
-    for section, key in _POSITIVE:
-        value = getattr(getattr(config, section), key)
-        require(0 < value < math.inf, section, key, "must be above 0")
-    for section, key in _NOT_NEGATIVE:
-        value = getattr(getattr(config, section), key)
-        require(0 <= value < math.inf, section, key, "must be 0 or more")
-    choices = {
-        ("model", "preset"): tuple(PRESETS),
-        ("attention", "backend"): ("auto", *BACKENDS),
-        ("train", "schedule"): ("cosine", "constant"),
-        ("train", "precision"): ("auto", "bf16", "fp32"),
-    }
-    for (section, key), options in choices.items():
-        value = getattr(getattr(config, section), key)
-        require(value in options, section, key, f"unknown; {did_you_mean(value, options)}")
-    t, e = config.train, config.eval
-    places = config.model.positions or t.length
-    require(t.length <= places, "train", "length", f"is above model.positions = {places}")
-    require(t.warmup <= t.steps, "train", "warmup", f"is longer than train.steps = {t.steps}")
-    takes = t.init_from and not config.model.outputs  # a regression head begins anew
-    rule = "needs train.init_from, and a model without model.outputs"
-    require(takes or not t.init_optimiser, "train", "init_optimiser", rule)
-    require(0 <= t.beta1 < 1, "train", "beta1", "must be in [0, 1)")
-    require(0 <= t.beta2 < 1, "train", "beta2", "must be in [0, 1)")
+    m, t, e, name = config.model, config.train, config.eval, config.log.name
+    backends = ("auto", *BACKENDS)
+    places = m.positions or t.length
     nearest = max(1, e.tokens // t.length) * t.length
-    require(
-        e.tokens % t.length == 0, "eval", "tokens", f"no multiple of length; nearest: {nearest}"
-    )
-    name = config.log.name
-    plain = Path(name).name == name and name != ".." and name.isprintable()
-    require(plain, "log", "name", "must be a plain name: no slashes, no control characters")
-    for section, key in (("data", "directory"), ("log", "directory"), ("train", "init_from")):
-        path = getattr(getattr(config, section), key)
-        require("\0" not in path, section, key, "no path has a zero byte")
+    has_moments = t.init_from and not m.outputs  # a regression head starts from scratch
+    rules = {
+        "model.preset": (m.preset in PRESETS, f"unknown; {did_you_mean(m.preset, PRESETS)}"),
+        "attention.backend": (
+            config.attention.backend in backends,
+            f"unknown; {did_you_mean(config.attention.backend, backends)}",
+        ),
+        "train.length": (t.length <= places, f"is above model.positions = {places}"),
+        "train.warmup": (t.warmup <= t.steps, f"is longer than train.steps = {t.steps}"),
+        "train.init_optimiser": (
+            has_moments or not t.init_optimiser,
+            "needs train.init_from, and a model without model.outputs",
+        ),
+        "eval.tokens": (e.tokens % t.length == 0, f"no multiple of length; nearest: {nearest}"),
+        "log.name": (
+            Path(name).name == name and name != ".." and name.isprintable(),
+            "must be a plain name: no slashes, no control characters",
+        ),
+    }
+    for name, (holds, rule) in rules.items():
+        section, key = name.split(".")
+        if not holds:
+            where, value = origin.get((section, key), path), getattr(getattr(config, section), key)
+            raise UserError(f"{where}: {name} = {value!r}: {rule}")
     checks = {
         "attention": config.mechanism,
         "model": config.model_config,
@@ -419,17 +419,3 @@ def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
         except UserError as error:
             where = dict.fromkeys(o for (s, _), o in origin.items() if s == section)
             raise UserError(f"{', '.join(where) or path}: {error}") from None
-
-
-_POSITIVE = (
-    *(("train", k) for k in ("length", "steps", "batch_tokens", "micro_batch", "lr")),
-    ("eval", "interval"),
-    ("eval", "tokens"),
-    ("checkpoint", "interval"),
-    ("checkpoint", "keep"),
-    ("log", "interval"),
-)
-_NOT_NEGATIVE = (
-    *(("train", k) for k in ("warmup", "clip", "weight_decay", "seed", "max_skipped_steps")),
-    *(("eval", k) for k in ("batch", "sample_interval", "sample_tokens")),
-)
