@@ -26,16 +26,16 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: put that "
-            "right and run the same command again"
+            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: fix that "
+            "and run the same command again"
         ) from None
 
 
-LARGEST_TEXT = 2**28  # more is no record of ours, and would fill the memory
+LARGEST_TEXT = 2**28  # our own files are smaller, and a larger one would fill the memory
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open to read; OSError for a FIFO, where reading may wait forever, and for a device."""
+    """Open for reading; OSError for a device, and for a FIFO, which could block forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -44,7 +44,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, *, limit: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """The text of a regular file; OSError where it has more than `limit` characters."""
+    """The text of a regular file; OSError if it has more than `limit` characters."""
     with io.TextIOWrapper(open_regular(path), "utf-8", errors) as file:
         text = file.read(limit + 1)
     if len(text) > limit:
@@ -69,7 +69,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file's bytes, or a directory's names, on the disk before going on."""
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -78,7 +78,7 @@ def sync(path: Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """Where `path` is while it is being written; a kill may leave it behind."""
+    """The name of `path` while it is being written; a kill may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
