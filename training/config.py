@@ -2,18 +2,16 @@
 
     config = load_config("configs/gpt2-124m-lssar.toml", ["--train.steps=1000"])
 
-A file may name another as its `base` and changes what it lists. An unknown key, a wrong type or an
-impossible batch is an error that names the file, the key, the value and what would be right.
+A file may name another as its `base` and list only what differs. An unknown key, a wrong type or
+an impossible batch is an error that names the file, the key, the value and what would be right.
 """
 
 import contextlib
 import json
 import math
 import tomllib
-import types
 import typing
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,25 +23,16 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 LARGEST_FILE = 2**16  # characters; ours have a thousand
 LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them stays quick and exact
 
-
-def _rule(holds: Callable, otherwise: str) -> Callable:
-    """Returns what is wrong with a value, or None."""
-    return lambda value: None if holds(value) else otherwise
-
-
-def _one_of(*options: str) -> Callable:
-    return lambda value: None if value in options else f"unknown; {did_you_mean(value, options)}"
-
-
-_above_0 = _rule(lambda x: 0 < x < math.inf, "must be above 0")
-_from_0 = _rule(lambda x: 0 <= x < math.inf, "must be 0 or more")
-
-Count, CountOrZero = Annotated[int, _above_0], Annotated[int, _from_0]
-Positive, NotNegative = Annotated[float, _above_0], Annotated[float, _from_0]
-Beta = Annotated[float, _rule(lambda x: 0 <= x < 1, "must be in [0, 1)")]
-PathText = Annotated[str, _rule(lambda text: "\0" not in text, "no path has a zero byte")]
-Schedule = Annotated[str, _one_of("cosine", "constant")]
-Precision = Annotated[str, _one_of("auto", "bf16", "fp32")]
+RULES = {
+    "must be above 0": lambda x: 0 < x < math.inf,
+    "must be 0 or more": lambda x: 0 <= x < math.inf,
+    "must be in [0, 1)": lambda x: 0 <= x < 1,
+    "no path has a zero byte": lambda text: "\0" not in text,
+}
+Count, CountOrZero = Annotated[int, "must be above 0"], Annotated[int, "must be 0 or more"]
+Positive, NotNegative = Annotated[float, "must be above 0"], Annotated[float, "must be 0 or more"]
+Beta = Annotated[float, "must be in [0, 1)"]
+PathText = Annotated[str, "no path has a zero byte"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ class AttentionSection:
 @dataclass(frozen=True)
 class DataSection:
     directory: PathText = "corpora/fineweb10B"
-    shuffle: bool = True  # windows in a seeded order that visits each once an epoch
+    shuffle: bool = True  # windows in a seeded order, each once per epoch
 
 
 @dataclass(frozen=True)
@@ -86,13 +75,13 @@ class TrainSection:
     micro_batch: Count = 4  # sequences per process and forward pass
     lr: Positive = 6e-4
     warmup: CountOrZero = 700
-    schedule: Schedule = "cosine"  # to zero; or "constant"
+    schedule: str = "cosine"  # to zero; or "constant"
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0  # of the gradient's norm; 0 for none
     seed: CountOrZero = 0
-    precision: Precision = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
+    precision: str = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
     compile: bool = False
     init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
@@ -149,15 +138,13 @@ class Config:
         return Path(self.log.directory) / self.log.name
 
     def mechanism(self) -> Mechanism:
-        settings = asdict(self.attention)
+        settings = {k: v for k, v in asdict(self.attention).items() if v is not None}
         del settings["backend"]
-        if settings["train_length"] is None:
-            settings["train_length"] = self.train.length
-        return get_mechanism(settings.pop("name"), **settings)
+        return get_mechanism(**{"train_length": self.train.length, **settings})
 
     def model_config(self):
-        """The `model.ModelConfig`; torch is imported only here, a mistyped key does without it."""
-        from model import preset
+        """The `model.ModelConfig`."""
+        from model import preset  # imports torch, which takes seconds: a mistyped key comes first
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
         return preset(changes.pop("preset"), self.mechanism(), **changes)
@@ -178,15 +165,15 @@ class Config:
         sequences = t.batch_tokens // t.length
         if sequences % world_size:
             raise UserError(
-                f"{sequences} sequences a step (batch_tokens {t.batch_tokens} / length {t.length}) "
+                f"{sequences} sequences per step (batch_tokens {t.batch_tokens} / length {t.length}) "
                 f"cannot be shared by {world_size} processes; nearest number that can: "
                 f"{_nearest_divisor(sequences, world_size)}"
             )
         share = sequences // world_size
         if share % t.micro_batch:
             raise UserError(
-                f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences a "
-                f"process takes ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
+                f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences per "
+                f"process ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
                 f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
             )
         return BatchPlan(sequences, world_size, share // t.micro_batch, t.micro_batch)
@@ -195,35 +182,39 @@ class Config:
         """The whole resolved configuration; reads back as an equal one."""
         lines = []
         for section, values in asdict(self).items():
-            lines.append(f"[{section}]")
-            # JSON's strings, numbers and booleans are TOML's too, but for a DEL that TOML escapes.
-            lines += [
-                f"{k} = {json.dumps(v, ensure_ascii=False)}".replace("\x7f", "\\u007f")
-                for k, v in values.items()
-                if v is not None
-            ]
-            lines.append("")
-        return "\n".join(lines)
+            given = {k: json.dumps(v, ensure_ascii=False) for k, v in values.items()}
+            lines += [f"[{section}]", *(f"{k} = {v}" for k, v in given.items() if v != "null"), ""]
+        # JSON's strings, numbers and booleans are TOML's too, except that TOML escapes a DEL.
+        return "\n".join(lines).replace("\x7f", "\\u007f")
+
+    def flat(self) -> dict[str, object]:
+        """The values by `section.key`."""
+        sections = asdict(self).items()
+        return {f"{s}.{key}": value for s, values in sections for key, value in values.items()}
 
     def differences(self, other: "Config") -> list[str]:
         """`section.key: mine -> other's` for everything that a resumed run may not change."""
-        free = {
-            *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
-            *("train.micro_batch", "train.compile", "train.max_skipped_steps"),
-            *("train.init_from", "train.init_optimiser"),
-        }
-        if self.train.schedule == "constant":  # the steps so far are the same, however many follow
-            free.add("train.steps")
-        mine, theirs = asdict(self), asdict(other)
+        free = (
+            *("eval.", "checkpoint.", "log.", "data.directory", "attention.backend"),
+            *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_"),
+            # The steps so far are the same, however many follow.
+            *(["train.steps"] if self.train.schedule == "constant" else []),
+        )
+        theirs = other.flat()
         return [
-            f"{section}.{key}: {value!r} -> {theirs[section][key]!r}"
-            for section, values in mine.items()
-            for key, value in values.items()
-            if value != theirs[section][key] and free.isdisjoint((section, f"{section}.{key}"))
+            f"{name}: {value!r} -> {theirs[name]!r}"
+            for name, value in self.flat().items()
+            if value != theirs[name] and not name.startswith(free)
         ]
 
 
 _SECTIONS = typing.get_type_hints(Config)
+# The types of every `section.key`, and after them its rule.
+_KEYS = {
+    f"{section}.{key}": typing.get_args(hint) or (hint,)
+    for section, kind in _SECTIONS.items()
+    for key, hint in typing.get_type_hints(kind, include_extras=True).items()
+}
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -238,38 +229,34 @@ def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1
     return config
 
 
-def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict]:
-    """The config with each value checked by itself, and where each value is from."""
+def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict[str, str]]:
+    """The config with only names and types checked, and where each `section.key` is from."""
     path = _find(Path(path))
-    values, origin = _read(path, seen=())
+    found = _read(path, seen=())
     for text in overrides:
-        section, key, value = _parse_override(text)
-        values.setdefault(section, {})[key] = value
-        origin[section, key] = "command line"
-    config = _build(values, origin, path)
+        found |= _parse_override(text)
+    config = _build(found)
     if not config.log.name:
         config = replace(config, log=replace(config.log, name=path.stem))
-    return config, origin
+    return config, {name: where for name, (_, where) in found.items()}
 
 
 def parse_config(text: str, where: str) -> Config:
     """A configuration from the text that `to_toml` wrote; `where` names it in errors."""
     try:
         values = tomllib.loads(text)
-        origin = {(section, key): where for section, content in values.items() for key in content}
     except (*_NOT_TOML, TypeError) as error:
         raise UserError(f"{where}: cannot be read as TOML: {error}") from None
-    return _build(values, origin, Path(where))
+    return _build(_flatten(values, where))
 
 
 def _find(path: Path) -> Path:
     """The file itself, or the one in configs/ with that name, with or without .toml."""
+    named = path if path.suffix == ".toml" else Path(f"{path}.toml")
     with contextlib.suppress(OSError):  # a name that no file can have; reading it says so
-        if path.exists() and not path.is_dir():
-            return path
-        named = path if path.suffix == ".toml" else Path(f"{path}.toml")
-        places = (named, CONFIGS / named, CONFIGS.parent / named)
-        return next((place for place in places if place.is_file()), path)
+        for place in (path, named, CONFIGS / named, CONFIGS.parent / named):
+            if place.exists() and not place.is_dir():
+                return place
     return path
 
 
@@ -277,9 +264,11 @@ def _find(path: Path) -> Path:
 # those of circular links and of deep nesting are RuntimeErrors.
 _NOT_TOML = (ValueError, RuntimeError)
 
+Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it is from
 
-def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
-    """A file's values over those of its bases, and which file each came from."""
+
+def _read(path: Path, seen: tuple[Path, ...]) -> Found:
+    """A file's values over those of its bases."""
     try:
         resolved = path.resolve()
         values = tomllib.loads(read_text(path, limit=LARGEST_FILE))
@@ -292,20 +281,27 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
         raise UserError(f"{path}: cannot be read as TOML: {reason}") from None
     if resolved in seen:
         raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
-    base, origin, merged = values.pop("base", None), {}, {}
-    if isinstance(base, str):
-        merged, origin = _read(path.parent / base, (*seen, resolved))
-    elif base is not None:
+    base = values.pop("base", None)
+    if not isinstance(base, str | None):
         raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
+    inherited = {} if base is None else _read(path.parent / base, (*seen, resolved))
+    return inherited | _flatten(values, str(path))
+
+
+def _flatten(values: dict, where: str) -> Found:
+    found = {}
     for section, content in values.items():
         if not isinstance(content, dict):
             raise UserError(
-                f"{path}: {section} = {_shown(content)} stands outside a section; "
+                f"{where}: {section} = {_shown(content)} stands outside a section; "
                 f"put it under one of [{'], ['.join(_SECTIONS)}]"
             )
-        merged.setdefault(section, {}).update(content)
-        origin.update({(section, key): str(path) for key in content})
-    return merged, origin
+        if section not in _SECTIONS:
+            raise UserError(
+                f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
+            )
+        found |= {f"{section}.{key}": (value, where) for key, value in content.items()}
+    return found
 
 
 def _shown(value) -> str:
@@ -317,97 +313,80 @@ def _shown(value) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _parse_override(text: str) -> tuple[str, str, object]:
+def _parse_override(text: str) -> Found:
     name, equals, value = text.partition("=")
     section, dot, key = name.removeprefix("--").partition(".")
     if not (text.startswith("--") and equals and dot and section and key):
         raise UserError(f"cannot read the argument {text!r}; overrides are --section.key=value")
-    # A run may be called 2024-01-31 or 1e3: text is taken as typed, unless it is quoted.
-    hint = typing.get_type_hints(_SECTIONS.get(section, object)).get(key)
-    try:
+    parsed = value  # a bare word is a string
+    with contextlib.suppress(*_NOT_TOML):
         (parsed,) = tomllib.loads(f"v = {value}").values()
-    except _NOT_TOML:
-        return section, key, value  # a bare word is a string
-    if hint in (str, str | None) and not isinstance(parsed, str):
+    # A run may be called 2024-01-31 or 1e3: a string is taken as typed, or without its quotes.
+    if str in _KEYS.get(f"{section}.{key}", ()) and not isinstance(parsed, str):
         parsed = value
-    return section, key, parsed
+    return _flatten({section: {key: parsed}}, "command line")
 
 
-def _build(values: dict, origin: dict, path: Path) -> Config:
-    sections = {}
-    for section, content in values.items():
-        if section not in _SECTIONS:
-            where = next((o for (s, _), o in origin.items() if s == section), path)
-            raise UserError(
-                f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
-            )
-        hints = typing.get_type_hints(_SECTIONS[section], include_extras=True)
-        typed = {}
-        for key, value in content.items():
-            where = f"{origin[section, key]}: {section}.{key:.50}"
-            if key not in hints:
-                known = did_you_mean(key, hints)
-                raise UserError(f"{where} = {_shown(value)}: unknown key; {known}")
-            typed[key] = _typed(value, hints[key], where)
-        sections[section] = _SECTIONS[section](**typed)
-    return Config(**sections)
+def _build(found: Found) -> Config:
+    sections = {section: {} for section in _SECTIONS}
+    for name, (value, where) in found.items():
+        section, _, key = name.partition(".")
+        where = f"{where}: {name:.60} = {_shown(value)}"
+        if name not in _KEYS:
+            known = [field.name for field in fields(_SECTIONS[section])]
+            raise UserError(f"{where}: unknown key; {did_you_mean(key, known)}")
+        sections[section][key] = _typed(value, _KEYS[name], where)
+    return Config(**{section: _SECTIONS[section](**keys) for section, keys in sections.items()})
 
 
-def _typed(value, hint, where: str):
-    """The value as its key's type, within its key's range."""
-    hint, rules = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    wrong = None
+def _typed(value, kinds: tuple, where: str):
+    """The value with the type of its key, or an error."""
     if type(value) is int and abs(value) > LARGEST:
-        wrong = f"is beyond {LARGEST}"
-    elif type(value) is str and any("\ud800" <= c <= "\udfff" for c in value):
-        wrong = "is not text; write it in UTF-8"  # how Python passes on other bytes
-    elif float in kinds and type(value) is int:
-        value = float(value)
-    elif kinds[0] is str and type(value) in (int, float, bool):
-        value = str(value)
-    elif type(value) not in kinds:
-        names = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
-        wrong = f"is of type {type(value).__name__}, must be {names}"
-    complaints = [wrong] if wrong else [rule(value) for rule in rules]
-    for complaint in filter(None, complaints):
-        raise UserError(f"{where} = {_shown(value)}: {complaint}")
-    return value
+        raise UserError(f"{where}: is beyond {LARGEST}")
+    if type(value) is str and any("\ud800" <= c <= "\udfff" for c in value):
+        raise UserError(f"{where}: is not text; write it in UTF-8")
+    if type(value) in kinds:
+        return value
+    if float in kinds and type(value) is int:
+        return float(value)
+    if str in kinds and type(value) in (int, float, bool):
+        return str(value)
+    raise UserError(f"{where}: is of type {type(value).__name__}, must be {kinds[0].__name__}")
 
 
-def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
-    """Refuse values that are right by themselves and impossible together."""
+def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
+    """Refuse values that have the right type but are impossible."""
     from lssar.backends import BACKENDS
     from model import PRESETS
 
-    m, t, e, name = config.model, config.train, config.eval, config.log.name
-    backends = ("auto", *BACKENDS)
-    places = m.positions or t.length
-    nearest = max(1, e.tokens // t.length) * t.length
-    has_moments = t.init_from and not m.outputs  # a regression head starts from scratch
-    rules = {
-        "model.preset": (m.preset in PRESETS, f"unknown; {did_you_mean(m.preset, PRESETS)}"),
-        "attention.backend": (
-            config.attention.backend in backends,
-            f"unknown; {did_you_mean(config.attention.backend, backends)}",
-        ),
-        "train.length": (t.length <= places, f"is above model.positions = {places}"),
-        "train.warmup": (t.warmup <= t.steps, f"is longer than train.steps = {t.steps}"),
-        "train.init_optimiser": (
-            has_moments or not t.init_optimiser,
-            "needs train.init_from, and a model without model.outputs",
-        ),
-        "eval.tokens": (e.tokens % t.length == 0, f"no multiple of length; nearest: {nearest}"),
-        "log.name": (
-            Path(name).name == name and name != ".." and name.isprintable(),
-            "must be a plain name: no slashes, no control characters",
-        ),
-    }
-    for name, (holds, rule) in rules.items():
-        section, key = name.split(".")
+    values = config.flat()
+
+    def require(holds: bool, name: str, rule: str):
         if not holds:
-            where, value = origin.get((section, key), path), getattr(getattr(config, section), key)
-            raise UserError(f"{where}: {name} = {value!r}: {rule}")
+            raise UserError(f"{origin.get(name, path)}: {name} = {values[name]!r}: {rule}")
+
+    for name, kinds in _KEYS.items():
+        for rule in RULES.keys() & kinds:
+            require(RULES[rule](values[name]), name, rule)
+    choices = {
+        "model.preset": tuple(PRESETS),
+        "attention.backend": ("auto", *BACKENDS),
+        "train.schedule": ("cosine", "constant"),
+        "train.precision": ("auto", "bf16", "fp32"),
+    }
+    for name, known in choices.items():
+        require(values[name] in known, name, f"unknown; {did_you_mean(values[name], known)}")
+    t, tokens, run = config.train, config.eval.tokens, config.log.name
+    positions = config.model.positions or t.length
+    require(t.length <= positions, "train.length", f"is above model.positions = {positions}")
+    require(t.warmup <= t.steps, "train.warmup", f"is longer than train.steps = {t.steps}")
+    has_moments = t.init_from and not config.model.outputs  # a regression head starts from scratch
+    rule = "needs train.init_from, and a model without model.outputs"
+    require(has_moments or not t.init_optimiser, "train.init_optimiser", rule)
+    nearest = max(1, tokens // t.length) * t.length
+    require(tokens % t.length == 0, "eval.tokens", f"no multiple of length; nearest: {nearest}")
+    plain = Path(run).name == run and run != ".." and run.isprintable()
+    require(plain, "log.name", "must be a plain name: no slashes, no control characters")
     checks = {
         "attention": config.mechanism,
         "model": config.model_config,
@@ -417,5 +396,5 @@ def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
         try:
             check()
         except UserError as error:
-            where = dict.fromkeys(o for (s, _), o in origin.items() if s == section)
-            raise UserError(f"{', '.join(where) or path}: {error}") from None
+            files = dict.fromkeys(o for name, o in origin.items() if name.startswith(f"{section}."))
+            raise UserError(f"{', '.join(files) or path}: {error}") from None
