@@ -195,7 +195,6 @@ class Run:
             self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.autocast = distributed.autocast(world.device, t.precision)
 
-        self.losses, self.norm = torch.empty(0), math.nan  # of the last step; losses by rank
         self.timed_steps, self.seconds = 0, 0.0  # since the last report
         self.log.start(self.progress.step, summary(config, self.plan, world.device))
 

@@ -69,16 +69,9 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
         weights = load_file(file)
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
-    largest = max((t.numel() for t in weights.values()), default=0)
-    sizes = (config.width, config.vocab_rows, config.channels, config.positions, config.outputs)
-    if config.layers > len(weights) or max(sizes) > largest:  # before such a model is made
-        raise UserError(
-            f"{file} is too small for the model in {DESCRIPTION}; the two files do not belong "
-            "together"
-        )
-    with torch.device("meta"):
-        model = GPT(config)
     try:
+        with torch.device("meta"):
+            model = GPT(config)
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
@@ -97,10 +90,9 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if (path / WEIGHTS).is_file():
         return path
+    if candidates := Store(path).candidates():
+        return candidates[0]
     if (path / "checkpoints").is_dir():
-        candidates = Store(path).candidates()
-        if candidates:
-            return candidates[0]
         raise UserError(f"{path} is a run without a complete checkpoint; train it further")
     if not path.exists():
         raise UserError(f"no checkpoint at {path}: no such file or directory")
@@ -112,7 +104,7 @@ def read_description(directory: Path) -> tuple[ModelConfig, CheckpointInfo]:
 
 
 def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str, str]]:
-    """The model's config, what the checkpoint says of itself, and its files' sha256."""
+    """The model's config, the rest of model.json, and the sha256 of the other files."""
     file = directory / DESCRIPTION
     try:
         description = unseal(json.loads(read_text(file)))
@@ -149,7 +141,7 @@ class Store:
         self.directory = Path(run_directory) / "checkpoints"
 
     def candidates(self) -> list[Path]:
-        """Complete checkpoints, the one `latest` names first, then from the newest back."""
+        """Complete checkpoints: first the one that `latest` names, then from the newest back."""
         found = sorted(self.directory.glob("step-*[0-9]"), reverse=True)
         latest = self._pointer("latest")
         return sorted((p for p in found if (p / WEIGHTS).is_file()), key=lambda p: p != latest)
@@ -166,7 +158,7 @@ class Store:
         return self.directory / Path(target).name if target else None
 
     def save(self, model: GPT, info: CheckpointInfo, trainer: dict, *, keep: int, best: bool):
-        """Write one checkpoint whole, point `latest` (and `best`) at it, drop the old ones."""
+        """Write one checkpoint, point `latest` (and `best`) at it, remove old ones."""
         self.directory.mkdir(parents=True, exist_ok=True)
         final = self.directory / f"step-{info.step:08d}"
         temporary = self.directory / f".{final.name}.tmp"
@@ -180,7 +172,7 @@ class Store:
                 sync(file)
             sync(temporary)
             if final.exists():
-                self._remove(final)  # of the same step, which resume passed over
+                self._remove(final)  # damaged: resuming has skipped it
             temporary.rename(final)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -202,7 +194,7 @@ class Store:
         return final
 
     def _remove(self, checkpoint: Path) -> None:
-        """Under a temporary name first: a kill in the middle must not leave half a checkpoint."""
+        """Under a temporary name: a kill in the middle must not leave half a checkpoint."""
         doomed = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)

@@ -165,9 +165,9 @@ class Config:
         sequences = t.batch_tokens // t.length
         if sequences % world_size:
             raise UserError(
-                f"{sequences} sequences per step (batch_tokens {t.batch_tokens} / length {t.length}) "
-                f"cannot be shared by {world_size} processes; nearest number that can: "
-                f"{_nearest_divisor(sequences, world_size)}"
+                f"{sequences} sequences per step (batch_tokens {t.batch_tokens} / length "
+                f"{t.length}) cannot be shared by {world_size} processes; nearest number that "
+                f"can: {_nearest_divisor(sequences, world_size)}"
             )
         share = sequences // world_size
         if share % t.micro_batch:

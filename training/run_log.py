@@ -28,6 +28,7 @@ class RunLog(contextlib.ExitStack):
     def __init__(self, config: Config, world: World):
         super().__init__()
         self.config, self.path, self.world = config, config.run_directory, world
+        self.bar = None
         if world.is_main:
             self._lock()
 
@@ -64,10 +65,10 @@ class RunLog(contextlib.ExitStack):
             self.callback(_quietly, self._wandb.finish)
         for line in summary:
             self.say(line)
-        # disable=None: no bar where stderr is not a terminal.
-        steps = self.config.train.steps
-        bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
-        self.bar = self.enter_context(bar)
+        if sys.stderr.isatty():
+            total = self.config.train.steps
+            bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+            self.bar = self.enter_context(bar)
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -75,7 +76,7 @@ class RunLog(contextlib.ExitStack):
             sys.stderr.flush()
 
     def advance(self) -> None:
-        if self.world.is_main:
+        if self.bar is not None:
             self.bar.update()
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
@@ -90,7 +91,7 @@ class RunLog(contextlib.ExitStack):
             "tokens/s": f"{values['tokens_per_s']:,.0f}",
             "mfu": "n/a" if mfu is None else f"{mfu:.1%}",
         }
-        if self.bar.disable:
+        if self.bar is None:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds_left))
             self.say(f"step {step}/{self.config.train.steps}  {text}  left {left}")
@@ -154,10 +155,9 @@ def other_machine(saved: dict, now: dict) -> str | None:
 
 def how_stopped(run_directory: Path) -> str | None:
     """What run.json says if a signal stopped the run after it saved."""
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         return json.loads((run_directory / RUN).read_text(encoding="utf-8")).get("stopped")
-    except (OSError, ValueError, AttributeError):
-        return None
+    return None
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
@@ -166,10 +166,10 @@ def read_metrics(run_directory: Path) -> list[dict]:
     A kill may cut the last line short: what follows the last newline is dropped silently.
     """
     file, measured = run_directory / METRICS, []
-    if not file.exists():
-        return measured
     try:
         *lines, _ = files.read_text(file, errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; move it away") from None
     checked = files.are_checked(lines)
@@ -188,6 +188,9 @@ def start_wandb(config: Config, directory: Path):
     """A wandb run if the config asks for one: offline without a key."""
     if not config.log.wandb:
         return None
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        has_key |= any("wandb" in host for host in netrc.netrc().hosts)
     try:
         import wandb
 
@@ -196,20 +199,11 @@ def start_wandb(config: Config, directory: Path):
             name=config.log.name,
             dir=directory,
             config=asdict(config),
-            mode=os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
+            mode=os.environ.get("WANDB_MODE") or ("online" if has_key else "offline"),
         )
     except Exception as error:  # whatever wandb raises, training continues without it
         print(f"warning: wandb is off: {error}", file=sys.stderr)
         return None
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def _quietly(call, *arguments, **options) -> None:
