@@ -263,28 +263,19 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def stream(
-        self,
-        prompt: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop: tuple[int, ...] = (),
-        generator: torch.Generator | None = None,
+        self, prompt: Tensor, max_new_tokens: int, *, stop: tuple[int, ...] = (), **sampling
     ) -> Iterator[Tensor]:
         """Yield the next token of each sequence (B,), one step at a time, through a KV cache.
 
-        temperature 0 is greedy. A sequence repeats its stop token once it has produced one; the
-        stream ends when all have, or after max_new_tokens.
+        `sampling`: the options of `sample`. A sequence repeats its stop token once it has produced
+        one; the stream ends when all have, or after max_new_tokens.
         """
         cache = KVCache(prompt.shape[1] + max_new_tokens)
         tokens, last = prompt, prompt[:, -1]
         finished = torch.zeros_like(last, dtype=torch.bool)
         for _ in range(max_new_tokens):
             logits = self.logits(self.hidden(tokens, cache)[:, -1])
-            chosen = sample(logits, temperature, top_k, top_p, generator)
-            last = torch.where(finished, last, chosen)
+            last = torch.where(finished, last, sample(logits, **sampling))
             yield last
             for token in stop:
                 finished |= last == token
