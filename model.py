@@ -76,23 +76,20 @@ class ModelConfig:
         )
 
     def to_dict(self) -> dict:
-        """Plain JSON values: the attention by its name and its changed settings, and the fields of
-        TEXT only where they differ from a text model's, whose identity they must not change."""
+        """Plain JSON values; the attention by its name and its changed settings."""
         entry = MECHANISMS[self.attention.name]
         settings = {key: getattr(self.attention, key) for key in OVERRIDES}
         changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
+        # A text model's description, and so its identity, has none of TEXT's keys.
         plain = {k: v for k, v in asdict(self).items() if v != TEXT.get(k)}
         return plain | {"attention": {"name": entry.name, **changed}}
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
         try:
-            mechanism = get_mechanism(**values["attention"])
-            return cls(**(values | {"attention": mechanism}))
+            return cls(**(values | {"attention": get_mechanism(**values["attention"])}))
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"model config has a missing, unknown or mistyped key: {error}"
-            ) from None
+            raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
 
 
 # layers, heads, width, vocab_size, vocab_rows. nano reads bytes, the others GPT-2's BPE.
@@ -123,8 +120,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rope, cache)
-        hidden = F.gelu(self.mlp_in(self.norm_mlp(x)))
-        return x + self.mlp_out(hidden)
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
 
 
 class GPT(nn.Module):

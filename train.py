@@ -177,12 +177,8 @@ class Run:
             for warning in filter(None, warnings):
                 log.say(f"warning: {warning}")
         self.model.to(world.device).use_backend(config.attention.backend)
-        self.optimiser = torch.optim.AdamW(
-            self.model.parameter_groups(t.weight_decay),
-            lr=t.lr,
-            betas=(t.beta1, t.beta2),
-            fused=True,
-        )
+        groups, betas = self.model.parameter_groups(t.weight_decay), (t.beta1, t.beta2)
+        self.optimiser = torch.optim.AdamW(groups, lr=t.lr, betas=betas, fused=True)
         if saved is not None:
             self.optimiser.load_state_dict(saved["optimiser"])
             distributed.restore_rng(saved["rng"], world)
@@ -233,9 +229,8 @@ class Run:
         loader, total = self.batches.loader, torch.zeros((), device=self.world.device)
         divisors = loader.divisors(step)
         for i, (inputs, targets) in enumerate(loader.micro_batches(step)):
-            last = i == self.plan.accumulation - 1
-            synchronised = last or self.world.size == 1
-            with contextlib.nullcontext() if synchronised else self.replica.no_sync():
+            synchronise = self.world.size == 1 or i == self.plan.accumulation - 1
+            with contextlib.nullcontext() if synchronise else self.replica.no_sync():
                 with self.autocast:
                     loss = self.replica(inputs, targets) / divisors[i]
                 loss.backward()
@@ -276,18 +271,18 @@ class Run:
         if not self.world.is_main or name is None:
             return
         tokeniser = get_tokeniser(name)
-        prompt = torch.tensor(tokeniser.encode(e.sample_prompt).tolist() or [tokeniser.eot])
+        ids = tokeniser.encode(e.sample_prompt).tolist() or [tokeniser.eot]
+        prompt = torch.tensor([ids], device=self.world.device)
         generator = torch.Generator(self.world.device).manual_seed(self.progress.step)
         with self.autocast:
-            tokens = self.model.generate(
-                prompt[None].to(self.world.device), e.sample_tokens, top_k=50, generator=generator
-            )
-        self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(tokens[0].tolist())}")
+            out = self.model.generate(prompt, e.sample_tokens, top_k=50, generator=generator)
+        self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(out[0].tolist())}")
 
     def save(self) -> None:
         p, config = self.progress, self.config
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
-            raise self._diverged(f"the weights after step {p.step - 1} are not finite, nor saved")
+            what = f"the weights are not finite after step {p.step - 1} and were not saved"
+            raise self._diverged(what)
         rng = distributed.gather_rng(self.world)
         if self.world.is_main:
             best = p.val_loss is not None and p.val_loss < p.best

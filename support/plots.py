@@ -11,16 +11,12 @@ seeds differ in their dashes.
 import warnings
 from pathlib import Path
 
-import matplotlib
-
-from support.text import short_number
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from support.files import writing
+from support.text import short_number
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of a two-column paper, and its full width
 
@@ -43,6 +39,7 @@ MECHANISMS = {
 MOST_COLOURS = 4  # lines in colour in a busy chart; the others are grey
 SEQUENTIAL = "cividis"  # for heatmaps: also ordered in grey and for the colour-blind
 
+plt.switch_backend("agg")
 plt.style.use(Path(__file__).with_name("figures.mplstyle"))
 
 
@@ -54,9 +51,9 @@ def figure(
 
 
 def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
-    """Plot arguments of a mechanism; `order` counts its lines in a figure, and chooses the dash.
+    """Plot arguments of a mechanism; `order` counts its lines in a figure and sets the dashes.
 
-    A sliding window is the control of all mechanisms: black, with the marker of its own.
+    A sliding window is the control: black, with the marker of the mechanism it is applied to.
     """
     colour, marker = MECHANISMS[max(filter(mechanism.startswith, MECHANISMS), key=len)]
     if variant.startswith("window"):
@@ -134,10 +131,9 @@ def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
     axes.grid(False)
     if numbers:
         for (row, column), value in np.ndenumerate(values):
+            text = f"{value:.0f}" if np.isfinite(value) else ""
             ink = "black" if value > (low + high) / 2 else "white"
-            centred = {"ha": "center", "va": "center", "fontsize": 5, "color": ink}
-            if np.isfinite(value):
-                axes.text(column, row, f"{value:.0f}", **centred)
+            axes.text(column, row, text, color=ink, fontsize=5, ha="center", va="center")
     return image
 
 
