@@ -54,7 +54,7 @@ def rope_at(position: Tensor, head_dim: int, interpolation: float) -> Rope:
     dtype = torch.float32 if position.device.type == "mps" else torch.float64
     pair = torch.arange(0, head_dim, 2, device=position.device, dtype=dtype)
     angle = position.to(dtype).unsqueeze(-1) / interpolation * 10000.0 ** (-pair / head_dim)
-    angle = angle[..., None, None, :]  # against q and k as they leave the projection
+    angle = angle[..., None, None, :]  # broadcasts over q and k as the projection gives them
     return angle.cos().float(), angle.sin().float()
 
 

@@ -195,31 +195,31 @@ class Run:
         self.log.start(self.progress.step, summary(config, self.plan, world.device))
 
     def optimiser_step(self) -> None:
-        """One step on the global batch; skipped where loss or gradient is not finite."""
-        began, step = time.perf_counter(), self.progress.step
+        """One step on the global batch; skipped if the loss or the gradient is not finite."""
+        began, p, t = time.perf_counter(), self.progress, self.config.train
         for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(self.config, step)
-        self.losses = torch.stack(self.world.gather(self._accumulate(step)))
-        clip = self.config.train.clip or math.inf
-        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip).item()
+            group["lr"] = learning_rate(self.config, p.step)
+        self.losses = torch.stack(self.world.gather(self._accumulate(p.step)))  # by rank
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), t.clip or math.inf)
+        self.norm = norm.item()
         if math.isfinite(self.norm) and self.losses.isfinite().all():
             self.optimiser.step()
-            self.progress.skipped = 0
+            p.skipped = 0
         else:
-            self.progress.skipped += 1
-            offsets = self.batches.loader.offsets(step)
+            p.skipped += 1
+            offsets = self.batches.loader.offsets(p.step)
             self.log.say(
-                f"warning: step {step} is not finite and was skipped: gradient norm {self.norm}, "
+                f"warning: step {p.step} is not finite and was skipped: gradient norm {self.norm}, "
                 f"loss by rank {self.losses.tolist()}, "
                 f"batch of token offsets {offsets.min()}..{offsets.max()}"
             )
-            if self.progress.skipped > self.config.train.max_skipped_steps:
+            if p.skipped > t.max_skipped_steps:
                 raise self._diverged(
-                    f"{self.progress.skipped} steps in a row were not finite, the last was {step} "
+                    f"{p.skipped} steps in a row were not finite, the last was {p.step} "
                     "(their batches are above)"
                 )
         self.optimiser.zero_grad(set_to_none=True)
-        self.progress.step, self.progress.val_loss = step + 1, None
+        p.step, p.val_loss = p.step + 1, None
         self.log.advance()
         self.timed_steps += 1
         self.seconds += time.perf_counter() - began

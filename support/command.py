@@ -104,15 +104,12 @@ seed_number = whole(0, 2**63 - 1)
 process_count = whole(1, MOST_PROCESSES)  # or threads
 
 
-def lengths(text: str) -> list[int]:
-    """`1024,2048` -> [1024, 2048], in order, each once."""
-    return sorted(set(map(positive, text.split(","))))
+def _list_of(kind: Callable[[str], float]) -> Callable[[str], list]:
+    """`1024,512,512` -> [512, 1024]: in order, each once."""
+    return lambda text: sorted(set(map(kind, text.split(","))))
 
 
-def numbers(text: str) -> list[float]:
-    """`0.1,0.2` -> [0.1, 0.2], in order, each once."""
-    return sorted(set(map(number(), text.split(","))))
-
+lengths, numbers = _list_of(positive), _list_of(number())
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever happens while they are written."""
+"""Reading and writing files: atomic and durable writes, locks, checksums, one-line errors."""
 
 import contextlib
 import errno
@@ -101,7 +101,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 class Claim:
-    """`path` is this process's to write, until the claim is dropped or the process ends.
+    """Only this process may write `path`, until the claim is dropped or the process ends.
 
     The lock is a file beside it, `.NAME.lock`, which a kill may leave behind and the next claim
     takes over. Claims of one process do not exclude each other.
@@ -143,9 +143,9 @@ def seal(value: dict) -> dict:
 
 
 def unseal(value: dict) -> dict:
-    """The value without its checksum; ValueError where they differ.
+    """The value without its checksum; ValueError if that is wrong.
 
-    A value without one, written by hand or by another program, is taken as it is.
+    A value without a checksum, perhaps written by hand, is accepted.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object belongs")
@@ -170,7 +170,7 @@ def are_checked(lines: list[str]) -> bool:
 
 
 def read_line(line: str, checked: bool = False) -> dict:
-    """The value of a checked line, or else of plain JSON; ValueError where it is damaged."""
+    """The value of a checked line or of plain JSON; ValueError if it is damaged."""
     match = CHECKED_LINE.fullmatch(line)
     if checked and not match:
         raise ValueError("the line has no checksum")

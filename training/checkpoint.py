@@ -79,8 +79,7 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     for name, weight in weights.items():
         if not (weight.is_floating_point() and weight.float().isfinite().all()):
             raise UserError(
-                f"{file}: {name} has weights that are not finite (NaN or infinity); "
-                "use another checkpoint"
+                f"{file}: {name} has weights that are not finite; use another checkpoint"
             )
     return model.to(device), info
 
@@ -117,9 +116,7 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
         recorded = dict(description.get("files", {}))
         return ModelConfig.from_dict(description["model"]), info, recorded
     except FileNotFoundError:
-        raise UserError(
-            f"{directory} is not a whole checkpoint: {DESCRIPTION} is missing"
-        ) from None
+        raise UserError(f"{directory} is incomplete: {DESCRIPTION} is missing") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -130,7 +127,7 @@ def _refuse_damage(file: Path) -> None:
     recorded = _description(file.parent)[2]
     if file.name in recorded and sha256_of(file) != recorded[file.name]:
         raise UserError(
-            f"{file} is damaged: its sha256 is not the one in {DESCRIPTION}; use another checkpoint"
+            f"{file} is damaged: {DESCRIPTION} has another sha256; use another checkpoint"
         )
 
 

@@ -13,7 +13,7 @@ import tomllib
 import typing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
@@ -58,7 +58,7 @@ class AttentionSection:
     length: str | None = None
     numerics: str | None = None
     window: int | None = None
-    backend: str = "auto"  # of lssar.backends.BACKENDS: how it is computed, not what
+    backend: str = "auto"  # one of lssar.BACKENDS: how it is computed, not what
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,8 @@ class LogSection:
     wandb_project: str = "lssar"
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How one optimiser step is cut: sequences = world_size * accumulation * micro_batch."""
+class BatchPlan(NamedTuple):
+    """How one optimiser step is split: sequences = world_size * accumulation * micro_batch."""
 
     sequences: int
     world_size: int
@@ -144,13 +143,13 @@ class Config:
 
     def model_config(self):
         """The `model.ModelConfig`."""
-        from model import preset  # imports torch, which takes seconds: a mistyped key comes first
+        from model import preset  # imports torch: a mistyped key is found faster without it
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
     def data_ends(self) -> dict[str, int]:
-        """What the data must be for this model: the arguments of `data.records.open_data`."""
+        """The arguments of `data.records.open_data` that make the data fit this model."""
         m = self.model_config()
         return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100  # a target with this value counts for nothing
+IGNORE = -100  # targets with this value do not count
 
 # Logits held at once: enough to keep a GPU busy, small enough for a CPU's memory traffic.
 CHUNK_LOGITS = {"cpu": 2**24, "default": 2**28}

@@ -94,13 +94,9 @@ def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> 
         return config.attention.backend
     m, t = config.model_config(), config.train
     fp32 = t.precision == "fp32" or (t.precision == "auto" and device != "cuda")
-    call = Call(
-        device=device,
-        dtype=torch.float32 if fp32 else torch.bfloat16,
-        entries=t.micro_batch * m.heads * t.length**2,
-        head_dim=m.head_dim,
-        compiled=t.compile,
-    )
+    dtype = torch.float32 if fp32 else torch.bfloat16
+    entries = t.micro_batch * m.heads * t.length**2
+    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
     return choose_backend(resolve(m.attention, t.length), call, everywhere=everywhere)
 
 
@@ -124,11 +120,11 @@ def summary(
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
         f"attention  {m.attention.name}{p}{plans}",
-        f"batch      {t.batch_tokens:,} tokens a step = {plan.world_size} processes x "
+        f"batch      {t.batch_tokens:,} tokens per step = {plan.world_size} processes x "
         f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
         f"{t.warmup} warm-up",
-        f"memory     about {sum(e.memory.values()) / GIB:,.2f} GiB a process: {memory}",
+        f"memory     about {sum(e.memory.values()) / GIB:,.2f} GiB per process: {memory}",
         f"work       {e.flops:.2e} FLOPs = {e.gpu_hours:,.2f} {ASSUMED_DEVICE}-hours "
         f"at {ASSUMED_MFU:.0%} MFU{hours_here}",
     ]

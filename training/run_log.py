@@ -143,14 +143,15 @@ def other_machine(saved: dict, now: dict) -> str | None:
     if not changed:
         return None
     listed = ", ".join(f"{k} {saved.get(k)} -> {now[k]}" for k in changed)
-    remedy = {
-        "processes": f"torchrun --nproc_per_node={saved.get('processes')}",
-        "threads": f"OMP_NUM_THREADS={saved.get('threads')}",
-    }
-    return (
-        f"not the machine of the checkpoint (saved -> now): {listed}; sums are rounded "
-        "in another order, so the weights will differ in the last bits"
-    ) + "".join(f"; for the same, start with {remedy[k]}" for k in changed if k in remedy)
+    options = {"processes": "torchrun --nproc_per_node=", "threads": "OMP_NUM_THREADS="}
+    remedies = [f"{options[k]}{saved.get(k)}" for k in changed if k in options]
+    return "; for the same, start with ".join(
+        [
+            f"not the machine of the checkpoint (saved -> now): {listed}; sums are rounded in "
+            "another order, so the weights will differ in the last bits",
+            *remedies,
+        ]
+    )
 
 
 def how_stopped(run_directory: Path) -> str | None:
