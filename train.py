@@ -29,10 +29,8 @@ def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
     """The options, and `--section.key=value` arguments that change the config."""
     parser = Parser(__doc__)
     parser.add_argument("config", help="a file of configs/")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--accept-data", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--status", action="store_true")
+    for flag in ("--resume", "--accept-data", "--dry-run", "--status"):
+        parser.add_argument(flag, action="store_true")
     parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)

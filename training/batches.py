@@ -12,30 +12,18 @@ from training.config import BatchPlan, Config
 class Batches:
     def __init__(self, config: Config, plan: BatchPlan, rank: int = 0, device="cpu"):
         """Refuses sets that are too small for one step or one validation."""
-        self.config, self.plan, self.rank = config, plan, rank
+        self.config, t = config, config.train
         directory, ends = config.data.directory, config.data_ends()
         self.train_set = open_data(directory, "train", **ends)
         self.val_set = open_data(directory, "val", **ends)
-        self.loader = TrainLoader(
-            self.train_set,
-            global_batch=plan.sequences,
-            length=config.train.length,
-            seed=config.train.seed,
-            micro_batch=plan.micro_batch,
-            rank=rank,
-            world_size=plan.world_size,
-            device=device,
-            shuffle=config.data.shuffle,
-        )
+        self.share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
+        sizes = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch}
+        order = {"seed": t.seed, "shuffle": config.data.shuffle}
+        self.loader = TrainLoader(self.train_set, **sizes, **order, **self.share, device=device)
         self.validation()
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's share of the first eval.tokens of the validation set."""
-        return validation_windows(
-            self.val_set,
-            length=self.config.train.length,
-            total_tokens=self.config.eval.tokens,
-            batch=self.config.eval.batch or self.config.train.micro_batch,
-            rank=self.rank,
-            world_size=self.plan.world_size,
-        )
+        tokens, batch = self.config.eval.tokens, self.config.eval.batch
+        batch = batch or self.config.train.micro_batch
+        return validation_windows(self.val_set, total_tokens=tokens, batch=batch, **self.share)
