@@ -14,24 +14,15 @@ from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
 from lssar.padding import attend_padded
 from lssar.reference import attention_weights
 
-__all__ = [
-    "MECHANISMS",
-    "Attention",
-    "KVCache",
-    "Mechanism",
-    "attend",
-    "attention_weights",
-    "get_mechanism",
-]
+__all__ = ["MECHANISMS", "Attention", "KVCache", "attend", "attention_weights", "get_mechanism"]
 
 
 class KVCache:
     """Keys and values of every layer, in buffers that are allocated once for `capacity` tokens."""
 
     def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.length = 0
-        # Of a padded batch, (B, keys): which are tokens; set before the step that adds the last.
+        self.capacity, self.length = capacity, 0
+        # For a padded batch: which keys are tokens (B, keys), new ones included.
         self.mask: Tensor | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -57,20 +48,20 @@ def rope_tables(start: int, length: int, head_dim: int, interpolation: float, de
     return rope_at(torch.arange(start, start + length, device=device), head_dim, interpolation)
 
 
-def rope_at(position: Tensor, head_dim: int, interpolation: float) -> tuple[Tensor, Tensor]:
+def rope_at(position: Tensor, head_dim: int, interpolation: float) -> Rope:
     """cos and sin (..., 1, 1, head_dim / 2) of positions (L,), or (B, L) where rows differ."""
-    # Angles reach 16,384 radians: float32 would lose three digits of them.
+    # Angles reach 16,384 radians, where float32 has three digits after the point.
     dtype = torch.float32 if position.device.type == "mps" else torch.float64
     pair = torch.arange(0, head_dim, 2, device=position.device, dtype=dtype)
     angle = position.to(dtype).unsqueeze(-1) / interpolation * 10000.0 ** (-pair / head_dim)
-    angle = angle[..., None, None, :]  # against q and k as they leave the projection
+    angle = angle[..., None, None, :]  # broadcasts over q and k as the projection gives them
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on (..., d): each pair of dimensions 2i, 2i + 1 is turned by its angle."""
+    """RoPE on (..., d): rotates each pair of dimensions 2i, 2i + 1 by its angle."""
     pairs = x.to(torch.promote_types(x.dtype, cos.dtype)).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # which fuses the plain form, and knows no complex numbers
+    if torch.compiler.is_compiling():  # the compiler fuses this form and lacks complex numbers
         a, b = pairs.unbind(-1)
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
@@ -85,8 +76,8 @@ class Attention(nn.Module):
         self.backend = "auto"
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        init = self.mechanism.parameter_init
-        self.head_scale = None if init is None else nn.Parameter(torch.full((self.heads,), init))
+        init = mechanism.parameter_init
+        self.head_scale = None if init is None else nn.Parameter(torch.full((heads,), init))
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
         q, k, v = self.queries_keys_values(x, rope)

@@ -1,23 +1,23 @@
 """GPT-2 with rotary positions and any attention mechanism of the paper.
 
 Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
-is computed on demand, and the row count N of the mechanisms follows the absolute position, in one
-pass and in cached decoding alike.
+is computed on demand, and the row count N of the mechanisms follows the absolute position, with
+and without a KV cache.
 
-Three fields change its two ends for what is not text (physics/), never the blocks: `channels`
-tokens a position, a learned table of `positions`, a regression head of `outputs` numbers.
+Three settings adapt input and output to data other than text (physics/): `channels` tokens per
+position, a learned table of `positions`, a regression head with `outputs` numbers.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Attention, KVCache, Rope, rope_at, rope_tables
+from attention import Attention, KVCache, Rope, rope_at
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
 from lssar.padding import token_positions
@@ -28,8 +28,9 @@ from training.cross_entropy import linear_cross_entropy, token_losses
 #   1, or none: RoPE turns dimension i together with i + d/2
 #   2: RoPE turns dimensions 2i and 2i + 1
 MEANING = 2
-LEAST_TEMPERATURE = 1e-6  # below it logits would overflow, and nothing but the argmax has a chance
+LEAST_TEMPERATURE = 1e-6  # below it logits would overflow, and sampling is the argmax anyway
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
+TEXT = {"channels": 1, "positions": 0, "outputs": 0}  # a text model's values, and the least
 
 
 @dataclass(frozen=True)
@@ -41,70 +42,55 @@ class ModelConfig:
     vocab_rows: int  # of the embedding table: vocab_size, or padded to a multiple of 64 for speed
     attention: Mechanism
     interpolation: float = 1.0  # position interpolation: RoPE position m becomes m / interpolation
-    channels: int = 1  # tokens a position; above 1 a table each, joined, and a head that is untied
+    channels: int = 1  # tokens per position; above 1: a table for each, and an untied head
     positions: int = 0  # rows of a learned position table in place of RoPE; 0: RoPE
-    outputs: int = 0  # numbers a position in place of a token: a regression head; 0: none
+    outputs: int = 0  # numbers per position from a regression head; 0: a token
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     def __post_init__(self):
-        sizes = dict.fromkeys(("layers", "heads", "width", "vocab_size"), 1)
-        for key, least in (sizes | ENDS | {"vocab_rows": 1}).items():
+        def require(holds: bool, rule: str):
+            if not holds:
+                raise UserError(f"model: {rule}")
+
+        least = dict.fromkeys(("layers", "heads", "width", "vocab_size", "vocab_rows"), 1) | TEXT
+        for key, lowest in least.items():
             value = getattr(self, key)
-            if type(value) is not int:
-                raise UserError(f"model: {key} = {value!r} is of a wrong type, must be int")
-            if value < least:
-                raise UserError(f"model: {key} = {value} must be at least {least}")
-        if self.layers > MOST_LAYERS:
-            raise UserError(f"model: layers = {self.layers} must be at most {MOST_LAYERS}")
-        if self.width % (2 * self.heads):
-            raise UserError(
-                f"model: width = {self.width} must be an even multiple of heads = {self.heads} "
-                "(RoPE turns pairs of dimensions)"
-            )
-        if self.vocab_rows < self.vocab_size:
-            raise UserError(
-                f"model: vocab_rows = {self.vocab_rows} is smaller than "
-                f"vocab_size = {self.vocab_size}; set it to at least that"
-            )
-        if not 0 < self.interpolation < math.inf:
-            raise UserError(f"model: interpolation = {self.interpolation} must be positive")
-        if self.positions and self.interpolation != 1:
-            raise UserError(
-                f"model: interpolation = {self.interpolation} stretches RoPE, and positions = "
-                f"{self.positions} replaces it; leave one out"
-            )
+            require(type(value) is int, f"{key} = {value!r} is of a wrong type, must be int")
+            require(value >= lowest, f"{key} = {value} must be at least {lowest}")
+        require(self.layers <= MOST_LAYERS, f"layers = {self.layers} must be at most {MOST_LAYERS}")
+        require(
+            self.width % (2 * self.heads) == 0,
+            f"width = {self.width} must be an even multiple of heads = {self.heads} "
+            "(RoPE turns pairs of dimensions)",
+        )
+        rows, vocab, stretch = self.vocab_rows, self.vocab_size, self.interpolation
+        require(rows >= vocab, f"vocab_rows = {rows} must be at least vocab_size = {vocab}")
+        require(0 < stretch < math.inf, f"interpolation = {stretch} must be positive")
+        require(
+            not self.positions or stretch == 1,
+            f"interpolation = {stretch} stretches RoPE, and positions = {self.positions} replaces "
+            "it; leave one out",
+        )
 
     def to_dict(self) -> dict:
-        """Plain JSON values; the attention as its name and what differs from the registry."""
+        """Plain JSON values; the attention by its name and its changed settings."""
         entry = MECHANISMS[self.attention.name]
         settings = {key: getattr(self.attention, key) for key in OVERRIDES}
         changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
-        # A text model's ends go without saying: its description, and so its identity, has none.
-        plain = {k: v for k, v in asdict(self).items() if v != ENDS.get(k)}
+        # A text model's description, and so its identity, has none of TEXT's keys.
+        plain = {k: v for k, v in asdict(self).items() if v != TEXT.get(k)}
         return plain | {"attention": {"name": entry.name, **changed}}
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
-        values = dict(values)
-        if unknown := set(values) - {f.name for f in fields(cls)}:
-            raise UserError(f"model config has the unknown key {sorted(unknown)[0]!r}")
-        if not isinstance(values.get("attention"), dict):
-            raise UserError(
-                f"model config: attention = {values.get('attention')!r} is of a wrong type; "
-                'it must be {"name": ..., settings}'
-            )
         try:
-            settings = dict(values.pop("attention"))
-            return cls(**values, attention=get_mechanism(settings.pop("name"), **settings))
+            return cls(**(values | {"attention": get_mechanism(**values["attention"])}))
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"model config is incomplete or of a wrong type: {error}") from None
+            raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
 
-
-# What a text model has of the fields that change a model's ends, and their least values.
-ENDS = {"channels": 1, "positions": 0, "outputs": 0}
 
 # layers, heads, width, vocab_size, vocab_rows. nano reads bytes, the others GPT-2's BPE.
 PRESETS: dict[str, dict[str, int]] = {
@@ -134,23 +120,21 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rope, cache)
-        hidden = F.gelu(self.mlp_in(self.norm_mlp(x)))
-        return x + self.mlp_out(hidden)
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
 
 
 class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        many = config.channels > 1
-        # Tied with the head, but for the two ends that are not text's.
-        self.embedding = nn.Embedding(config.channels * config.vocab_rows, config.width)
-        self.join = nn.Linear(config.channels * config.width, config.width) if many else None
-        self.positions = nn.Embedding(config.positions, config.width) if config.positions else None
+        channels, width = config.channels, config.width
+        self.embedding = nn.Embedding(channels * config.vocab_rows, width)  # of all channels
+        self.join = nn.Linear(channels * width, width) if channels > 1 else None
+        self.positions = nn.Embedding(config.positions, width) if config.positions else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        outputs = config.outputs or (config.channels * config.vocab_rows if many else 0)
-        self.head = nn.Linear(config.width, outputs) if outputs else None
+        self.norm = nn.LayerNorm(width)
+        outputs = config.outputs or (channels * config.vocab_rows if channels > 1 else 0)
+        self.head = nn.Linear(width, outputs) if outputs else None  # None: tied to the embedding
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -180,38 +164,38 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, L, width); with a cache, of the tokens that follow it."""
-        start = 0 if cache is None else cache.length
+        start, length = 0 if cache is None else cache.length, tokens.shape[1]
         x, rope = self._embed(tokens, start), None
         if self.positions is None:
-            c = self.config
-            rope = rope_tables(start, x.shape[1], c.head_dim, c.interpolation, x.device)
-            if cache is not None and cache.mask is not None:
-                place = token_positions(cache.mask, x.shape[1])
-                rope = rope_at(place, c.head_dim, c.interpolation)
+            if cache is None or cache.mask is None:
+                place = torch.arange(start, start + length, device=x.device)
+            else:
+                place = token_positions(cache.mask, length)
+            rope = rope_at(place, self.config.head_dim, self.config.interpolation)
         for block in self.blocks:
             x = block(x, rope, cache)
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.length += length
         return self.norm(x)
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         c, end = self.config, start + tokens.shape[1]
         if self.join is None:
             x = self.embedding(tokens)
-        else:  # the tables of the channels lie one after another in one
+        else:  # each channel has its own rows of the table
             first = torch.arange(c.channels, device=tokens.device) * c.vocab_rows
             x = self.join(self.embedding(tokens + first).flatten(2))
         if self.positions is None:
             return x
         if end > c.positions:
             raise UserError(
-                f"a sequence of {end} is longer than the model's table of {c.positions} positions, "
-                "which cannot be stretched; give at most that"
+                f"a sequence of {end} is longer than the model's table of {c.positions} positions; "
+                "give at most that"
             )
         return x + self.positions.weight[start:end]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., vocab_size); with channels (..., channels, vocab_size); with outputs those."""
+        """(..., vocab_size), or (..., channels, vocab_size), or (..., outputs)."""
         c = self.config
         if self.head is None:
             return F.linear(hidden, self.embedding.weight)[..., : c.vocab_size].float()
@@ -222,13 +206,11 @@ class GPT(nn.Module):
         """(hidden, the head's weight, targets) of each channel."""
         if self.head is None:
             return [(hidden, self.embedding.weight, targets)]
-        # A bias is the weight of an input that is always one; seven zeros keep the rows aligned.
+        # The bias becomes the weight of an input of ones; seven zeros keep the rows aligned.
         hidden = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, 7))
         weight = F.pad(torch.cat((self.head.weight, self.head.bias.unsqueeze(1)), dim=1), (0, 7))
-        return [
-            (hidden, part, targets[..., i])
-            for i, part in enumerate(weight.split(self.config.vocab_rows))
-        ]
+        parts = weight.split(self.config.vocab_rows)
+        return [(hidden, part, targets[..., i]) for i, part in enumerate(parts)]
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss of every token, in the shape of the targets, without gradients."""
@@ -242,7 +224,7 @@ class GPT(nn.Module):
         config = replace(self.config, **changes)
         if config.attention.parameter_init != self.config.attention.parameter_init:
             raise UserError(
-                f"a model trained with attention {self.config.attention.name!r} has not the "
+                f"a model trained with attention {self.config.attention.name!r} lacks the "
                 f"parameters of {config.attention.name!r}"
             )
         self.config = config
@@ -251,7 +233,7 @@ class GPT(nn.Module):
         return self
 
     def use_backend(self, name: str) -> "GPT":
-        """Compute attention with one of `attention.BACKENDS`, or "auto"."""
+        """Compute attention with one of `lssar.BACKENDS`, or "auto"."""
         for block in self.blocks:
             block.attention.backend = name
         return self
@@ -260,46 +242,36 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, length: int) -> float:
-        """Of a training step: 6 a weight that multiplies, and the causal half of the attention."""
-        c = self.config
-        # A table that is only looked up in does not multiply.
-        tables = (self.positions, self.head and self.embedding)
+        """Of a training step: 6 per weight of a product, and the causal half of the attention."""
+        lookups = [self.positions, self.head and self.embedding]  # tables that multiply nothing
         dense = sum(p.numel() for p in self.parameters() if p.dim() >= 2)
-        dense -= sum(table.weight.numel() for table in tables if table is not None)
-        return 6 * dense + 6 * c.layers * c.width * length
+        dense -= sum(table.weight.numel() for table in lookups if table is not None)
+        return 6 * dense + 6 * self.config.layers * self.config.width * length
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         """For the optimiser: decay on matrices only, not on biases, norms or head scales."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]
         return [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
 
     @torch.inference_mode()
     def stream(
-        self,
-        prompt: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop: tuple[int, ...] = (),
-        generator: torch.Generator | None = None,
+        self, prompt: Tensor, max_new_tokens: int, *, stop: tuple[int, ...] = (), **sampling
     ) -> Iterator[Tensor]:
         """Yield the next token of each sequence (B,), one step at a time, through a KV cache.
 
-        temperature 0 is greedy. A sequence that has produced a stop token goes on repeating it;
-        the stream ends when all have, or after max_new_tokens.
+        `sampling`: the options of `sample`. A sequence repeats its stop token once it has produced
+        one; the stream ends when all have, or after max_new_tokens.
         """
         cache = KVCache(prompt.shape[1] + max_new_tokens)
-        tokens, finished = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-        last = prompt[:, -1]
+        tokens, last = prompt, prompt[:, -1]
+        finished = torch.zeros_like(last, dtype=torch.bool)
         for _ in range(max_new_tokens):
             logits = self.logits(self.hidden(tokens, cache)[:, -1])
-            chosen = sample(logits, temperature, top_k, top_p, generator)
-            last = torch.where(finished, last, chosen)
+            last = torch.where(finished, last, sample(logits, **sampling))
             yield last
             for token in stop:
                 finished |= last == token
@@ -309,8 +281,8 @@ class GPT(nn.Module):
 
     def generate(self, prompt: Tensor, max_new_tokens: int, **options) -> Tensor:
         """The prompt (B, L) and its continuation; options as in `stream`."""
-        new = list(self.stream(prompt, max_new_tokens, **options))
-        return torch.cat((prompt, *(token.unsqueeze(1) for token in new)), dim=1)
+        new = [token.unsqueeze(1) for token in self.stream(prompt, max_new_tokens, **options)]
+        return torch.cat((prompt, *new), dim=1)
 
 
 def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:
@@ -327,7 +299,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One token a row from logits (B, V); temperature 0 is the argmax."""
+    """One token per row of logits (B, V); temperature 0 is the argmax."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature = {temperature} must be 0 (greedy) or more")
     if top_k is not None and top_k < 1:
@@ -345,8 +317,8 @@ def sample(
     if top_p is not None:
         ordered, index = logits.sort(descending=True)
         probability = ordered.softmax(-1)
-        # Keep the smallest set that reaches top_p: drop what has top_p already before it.
+        # Keep the smallest set that reaches top_p: drop tokens that come after it was reached.
         outside = probability.cumsum(-1) - probability >= top_p
-        outside[:, 0] = False  # a top_p that is zero in the logits' type would drop all
+        outside[:, 0] = False  # a top_p that rounds to zero in the logits' type would drop all
         logits = logits.masked_fill(outside.scatter(-1, index, outside), -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

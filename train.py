@@ -10,17 +10,15 @@ Trains one model. `python train.py CONFIG` runs the same on one GPU, a Mac or a 
     --device cpu|cuda|mps         default: the best there is; for --dry-run: cuda
 
 Exit codes: 0 finished, 2 a mistake in the input, 3 stopped by non-finite steps, 4 another rank
-died, 75 stopped by SIGTERM or SIGINT after saving (rerun with --resume). torchrun turns every
-one but 0 into 1: ask --status instead.
+died, 75 stopped by SIGTERM or SIGINT after saving (rerun with --resume). torchrun turns all of
+them but 0 into 1: use --status there.
 """
 
 import contextlib
 import math
-import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from support.command import Parser, answer_early, positive, run
@@ -31,10 +29,8 @@ def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
     """The options, and `--section.key=value` arguments that change the config."""
     parser = Parser(__doc__)
     parser.add_argument("config", help="a file of configs/")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--accept-data", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--status", action="store_true")
+    for flag in ("--resume", "--accept-data", "--dry-run", "--status"):
+        parser.add_argument(flag, action="store_true")
     parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)
@@ -50,24 +46,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from data.identity import identity, resumed
-from data.loader import TrainLoader, validation_windows
-from data.records import open_data
 from data.tokeniser import get_tokeniser
 from lssar.backends import used_backend
 from lssar.errors import UserError
 from model import GPT
-from training import distributed
-from training.checkpoint import (
-    CheckpointInfo,
-    Store,
-    find,
-    load_model,
-    read_description,
-    read_trainer,
-    take_optimiser,
-    take_weights,
-)
-from training.distributed import World
+from training import checkpoint, distributed
+from training.batches import Batches
+from training.distributed import StopSignal, World
 from training.estimate import dry_run, peak_flops, refuse_too_large, summary
 from training.run_log import RunLog, how_stopped, machine, other_machine
 
@@ -98,8 +83,8 @@ def main(argv: list[str]) -> int:
         if world.size == 1 or not distributed.lost_contact(error):
             raise
         print(
-            f"error: rank {world.rank} lost contact with another rank, which has died or hangs; "
-            f"its own messages tell why; rerun with --resume ({str(error).splitlines()[0]})",
+            f"error: rank {world.rank} lost contact with another rank, which died or hangs; see "
+            f"that rank's messages; rerun with --resume ({str(error).splitlines()[0]})",
             file=sys.stderr,
         )
         return EXIT_LOST_CONTACT
@@ -108,16 +93,16 @@ def main(argv: list[str]) -> int:
 
 
 def status(config: Config) -> int:
-    """Where the run is, from its directory alone, as an exit code and a line."""
+    """Print how far the run is, and return that as an exit code."""
     directory, steps, step = config.run_directory, config.train.steps, 0
     with contextlib.suppress(UserError):
-        step = read_description(find(directory))[1].step
+        step = checkpoint.read_description(checkpoint.find(directory))[1].step
     how = "finished" if step >= steps else how_stopped(directory)
     print(f"{directory}: {step} of {steps} steps are saved; {how or 'not finished'}")
     return 0 if step >= steps else EXIT_PREEMPTED if how else 1
 
 
-def train(run: "Run", stop: "StopSignal") -> int:
+def train(run: "Run", stop: StopSignal) -> int:
     """The loop. Returns the exit code."""
     config, progress = run.config, run.progress
     started = progress.step
@@ -172,23 +157,9 @@ class Run:
     ):
         self.config, self.world, self.log, t = config, world, log, config.train
         self.plan = config.batch_plan(world.size)
-        ends = config.data_ends()
-        self.train_set = open_data(config.data.directory, "train", **ends)
-        self.val_set = open_data(config.data.directory, "val", **ends)
-        self.loader = TrainLoader(
-            self.train_set,
-            global_batch=self.plan.sequences,
-            length=t.length,
-            seed=t.seed,
-            micro_batch=self.plan.micro_batch,
-            rank=world.rank,
-            world_size=world.size,
-            device=world.device,
-            shuffle=config.data.shuffle,
-        )
-        self.validation_batches()  # refuses a set that is too small, before the first step
-        self.data = identity(self.train_set, self.val_set)
-        self.store = Store(config.run_directory)
+        self.batches = Batches(config, self.plan, world.rank, world.device)
+        self.data = identity(self.batches.train_set, self.batches.val_set)
+        self.store = checkpoint.Store(config.run_directory)
         if world.is_main:
             self.store.remove_leftovers()  # of a run that was killed; the lock is ours
 
@@ -196,25 +167,21 @@ class Run:
         torch.manual_seed(t.seed)
         self.model, self.progress, saved = initial_state(config, self.store, resume)
         if saved is not None:
-            share = slice(world.rank, None, world.size)
+            folder, share = self.batches.train_set.directory, slice(world.rank, None, world.size)
             warnings = (
-                resumed(saved["data"], self.data, self.train_set.directory, accept_data, share),
+                resumed(saved["data"], self.data, folder, accept_data, share),
                 other_machine(saved["machine"], machine(world)),
             )
             for warning in filter(None, warnings):
                 log.say(f"warning: {warning}")
         self.model.to(world.device).use_backend(config.attention.backend)
-        self.optimiser = torch.optim.AdamW(
-            self.model.parameter_groups(t.weight_decay),
-            lr=t.lr,
-            betas=(t.beta1, t.beta2),
-            fused=True,
-        )
+        groups, betas = self.model.parameter_groups(t.weight_decay), (t.beta1, t.beta2)
+        self.optimiser = torch.optim.AdamW(groups, lr=t.lr, betas=betas, fused=True)
         if saved is not None:
             self.optimiser.load_state_dict(saved["optimiser"])
             distributed.restore_rng(saved["rng"], world)
         elif t.init_optimiser:
-            take_optimiser(self.optimiser, t.init_from)
+            checkpoint.take_optimiser(self.optimiser, t.init_from)
         if t.compile:
             self.model.compile()
         self.replica = self.model  # what forward and backward go through
@@ -222,48 +189,46 @@ class Run:
             self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.autocast = distributed.autocast(world.device, t.precision)
 
-        self.losses, self.norm = torch.empty(0), math.nan  # of the last step; losses by rank
         self.timed_steps, self.seconds = 0, 0.0  # since the last report
         self.log.start(self.progress.step, summary(config, self.plan, world.device))
 
     def optimiser_step(self) -> None:
-        """One step on the global batch; skipped where loss or gradient is not finite."""
-        began, step = time.perf_counter(), self.progress.step
+        """One step on the global batch; skipped if the loss or the gradient is not finite."""
+        began, p, t = time.perf_counter(), self.progress, self.config.train
         for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(self.config, step)
-        self.losses = torch.stack(self.world.gather(self._accumulate(step)))
-        clip = self.config.train.clip or math.inf
-        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip).item()
+            group["lr"] = learning_rate(self.config, p.step)
+        self.losses = torch.stack(self.world.gather(self._accumulate(p.step)))  # by rank
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), t.clip or math.inf)
+        self.norm = norm.item()
         if math.isfinite(self.norm) and self.losses.isfinite().all():
             self.optimiser.step()
-            self.progress.skipped = 0
+            p.skipped = 0
         else:
-            self.progress.skipped += 1
-            offsets = self.loader.offsets(step)
+            p.skipped += 1
+            offsets = self.batches.loader.offsets(p.step)
             self.log.say(
-                f"warning: step {step} is not finite and was skipped: gradient norm {self.norm}, "
+                f"warning: step {p.step} is not finite and was skipped: gradient norm {self.norm}, "
                 f"loss by rank {self.losses.tolist()}, "
                 f"batch of token offsets {offsets.min()}..{offsets.max()}"
             )
-            if self.progress.skipped > self.config.train.max_skipped_steps:
-                raise Diverged(
-                    f"{self.progress.skipped} steps in a row were not finite, the last was {step}; "
-                    f"{self._last_good()}; lower train.lr (now {self.config.train.lr:g}) or look "
-                    "at the batches above"
+            if p.skipped > t.max_skipped_steps:
+                raise self._diverged(
+                    f"{p.skipped} steps in a row were not finite, the last was {p.step} "
+                    "(their batches are above)"
                 )
         self.optimiser.zero_grad(set_to_none=True)
-        self.progress.step, self.progress.val_loss = step + 1, None
+        p.step, p.val_loss = p.step + 1, None
         self.log.advance()
         self.timed_steps += 1
         self.seconds += time.perf_counter() - began
 
     def _accumulate(self, step: int) -> Tensor:
         """Gradients of the mean loss over the global batch; returns this rank's part of it."""
-        total, divisors = torch.zeros((), device=self.world.device), self.loader.divisors(step)
-        for i, (inputs, targets) in enumerate(self.loader.micro_batches(step)):
-            last = i == self.plan.accumulation - 1
-            synchronised = last or self.world.size == 1
-            with contextlib.nullcontext() if synchronised else self.replica.no_sync():
+        loader, total = self.batches.loader, torch.zeros((), device=self.world.device)
+        divisors = loader.divisors(step)
+        for i, (inputs, targets) in enumerate(loader.micro_batches(step)):
+            synchronise = self.world.size == 1 or i == self.plan.accumulation - 1
+            with contextlib.nullcontext() if synchronise else self.replica.no_sync():
                 with self.autocast:
                     loss = self.replica(inputs, targets) / divisors[i]
                 loss.backward()
@@ -285,82 +250,73 @@ class Run:
         )
         self.timed_steps, self.seconds = 0, 0.0
 
-    def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return validation_windows(
-            self.val_set,
-            length=self.config.train.length,
-            total_tokens=self.config.eval.tokens,
-            batch=self.config.eval.batch or self.config.train.micro_batch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
-
     @torch.no_grad()
     def validate(self) -> None:
-        """Mean loss over fixed tokens, shared by the ranks; it draws no random number."""
+        """Mean loss over fixed tokens, shared by the ranks; uses no random numbers."""
         total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
-        for inputs, targets in self.validation_batches():
+        for inputs, targets in self.batches.validation():
             with self.autocast:
                 mean = self.model(inputs.to(self.world.device), targets.to(self.world.device))
-            count = int(targets.isfinite().sum())  # a number that is not there is NaN
+            count = int(targets.isfinite().sum())  # a missing label is NaN
             total += torch.tensor([mean.item() * count, count], dtype=torch.float64)
         summed, tokens = self.world.sum(total).tolist()
         self.progress.val_loss = summed / tokens
         self.log.validation(self.progress.step, self.progress.val_loss)
 
     def sample(self) -> None:
-        """Some text on the screen, from a random stream of its own."""
-        if not self.world.is_main or self.train_set.tokeniser is None:
+        """Print some text, drawn from a random stream of its own."""
+        name, e = self.batches.train_set.tokeniser, self.config.eval
+        if not self.world.is_main or name is None:
             return
-        tokeniser, e = get_tokeniser(self.train_set.tokeniser), self.config.eval
-        prompt = torch.tensor(tokeniser.encode(e.sample_prompt).tolist() or [tokeniser.eot])
+        tokeniser = get_tokeniser(name)
+        ids = tokeniser.encode(e.sample_prompt).tolist() or [tokeniser.eot]
+        prompt = torch.tensor([ids], device=self.world.device)
         generator = torch.Generator(self.world.device).manual_seed(self.progress.step)
         with self.autocast:
-            tokens = self.model.generate(
-                prompt[None].to(self.world.device), e.sample_tokens, top_k=50, generator=generator
-            )
-        self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(tokens[0].tolist())}")
+            out = self.model.generate(prompt, e.sample_tokens, top_k=50, generator=generator)
+        self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(out[0].tolist())}")
 
     def save(self) -> None:
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise Diverged(
-                f"the weights are not finite after step {self.progress.step - 1} and were not "
-                f"saved; {self._last_good()}; lower train.lr (now {self.config.train.lr:g})"
-            )
+        p, config = self.progress, self.config
+        if not all(weight.isfinite().all() for weight in self.model.parameters()):
+            what = f"the weights are not finite after step {p.step - 1} and were not saved"
+            raise self._diverged(what)
         rng = distributed.gather_rng(self.world)
         if self.world.is_main:
-            p = self.progress
             best = p.val_loss is not None and p.val_loss < p.best
             p.best = p.val_loss if best else p.best
-            info = CheckpointInfo(
-                run=self.config.log.name,
+            info = checkpoint.CheckpointInfo(
+                run=config.log.name,
                 step=p.step,
-                train_length=self.config.train.length,
-                tokeniser=self.train_set.tokeniser,
+                train_length=config.train.length,
+                tokeniser=self.batches.train_set.tokeniser,
                 val_loss=p.val_loss,
-                seed=self.config.train.seed,
+                seed=config.train.seed,
             )
             state = {
-                "config": self.config.to_toml(),
+                "config": config.to_toml(),
                 "progress": vars(p),
                 "optimiser": self.optimiser.state_dict(),
                 "rng": rng,
                 "data": self.data,
                 "machine": machine(self.world),
             }
-            self.store.save(self.model, info, state, keep=self.config.checkpoint.keep, best=best)
+            self.store.save(self.model, info, state, keep=config.checkpoint.keep, best=best)
         self.world.barrier()
 
-    def _last_good(self) -> str:
+    def _diverged(self, what: str) -> "Diverged":
         saved = self.store.candidates()
-        return f"the last good checkpoint is {saved[0]}" if saved else "none had been saved"
+        last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
+        return Diverged(f"{what}; {last}; lower train.lr (now {self.config.train.lr:g})")
 
 
 class Diverged(RuntimeError):
-    """The numbers are no longer finite; going on would only spoil what was saved."""
+    """The numbers are no longer finite."""
 
 
-def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Progress, dict | None]:
+def initial_state(
+    config: Config, store: checkpoint.Store, resume: bool
+) -> tuple[GPT, Progress, dict | None]:
     """A new model, one with another run's weights, or the latest checkpoint that can be read."""
     candidates = store.candidates()
     if candidates and not resume:
@@ -370,8 +326,8 @@ def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Prog
         )
     for path in candidates:
         try:
-            model, _ = load_model(path)
-            state = read_trainer(path)
+            model, _ = checkpoint.load_model(path)
+            state = checkpoint.read_trainer(path)
             saved = parse_config(state["config"], str(path))
             progress = Progress(**state["progress"])
         except (UserError, KeyError, TypeError) as error:
@@ -381,8 +337,8 @@ def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Prog
             hint = "undo the change or choose another --log.name"
             if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
                 hint += (
-                    " (a cosine over other steps is a new run: with --train.init_from="
-                    f"{config.run_directory} --train.init_optimiser=true it starts from this one)"
+                    " (for a cosine over other steps, start a new run from this one: "
+                    f"--train.init_from={config.run_directory} --train.init_optimiser=true)"
                 )
             raise UserError(
                 f"--resume contradicts {path} (saved -> now): {'; '.join(changed)}; {hint}"
@@ -397,31 +353,8 @@ def initial_state(config: Config, store: Store, resume: bool) -> tuple[GPT, Prog
         raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
     model = GPT(config.model_config())
     if config.train.init_from:
-        take_weights(model, config.train.init_from)
+        checkpoint.take_weights(model, config.train.init_from)
     return model, Progress(), None
-
-
-class StopSignal:
-    """SIGTERM and SIGINT ask for a stop after the step; a second one stops at once."""
-
-    def __enter__(self) -> "StopSignal":
-        self.received = 0
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
-        return self
-
-    def _handle(self, number: int, frame) -> None:
-        self.received = number
-        signal.signal(number, self._previous[number])
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def agreed(self, world: World) -> str | None:
-        """The signal that any rank has received, the same answer on all of them."""
-        number = int(world.max(torch.tensor(self.received)).item())
-        return signal.Signals(number).name if number else None
 
 
 if __name__ == "__main__":

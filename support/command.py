@@ -1,4 +1,4 @@
-"""Commands: their arguments, how they end, and what they were, for the record."""
+"""Commands: their arguments, their exit codes, and what to record of them."""
 
 import argparse
 import functools
@@ -15,6 +15,8 @@ from lssar.errors import UserError
 
 LARGEST = 2**31 - 1  # no count, length or size needs more
 MOST_PROCESSES = 1024
+# What torch and numpy say, in various exceptions, when a tensor does not fit.
+NO_MEMORY = ("not enough memory", "allocate memory", "out of memory", "size calculation overflowed")
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def answer_early(parse: Callable[[list[str]], object]) -> None:
-    """Above a script's slow imports: answer --help and mistakes, then `quiet_imports`."""
+    """Answer --help and mistakes before a script's slow imports, then `quiet_imports`."""
     if code := _exit_code(lambda argv: parse(argv) and None):
         sys.exit(code)
     quiet_imports()
@@ -42,13 +44,9 @@ def quiet_imports() -> None:
 
 
 def _leave(number: int, frame) -> None:
-    # An exception could be swallowed, or turned into another, by the module being imported.
+    # The module that is being imported could swallow an exception.
     os.write(2, b"interrupted\n")
     os._exit(130)
-
-
-# What torch and numpy say, in exceptions of several kinds, of a tensor that does not fit.
-NO_MEMORY = ("not enough memory", "allocate memory", "out of memory", "size calculation overflowed")
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -75,48 +73,30 @@ def _exit_code(main: Callable[[list[str]], int | None]) -> int:
         return 130
 
 
-# --- types of arguments --------------------------------------------------------------------------
-
-
 def whole(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:
-    """The type of an option that is a whole number in a range."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise _refusal(text, "is not a whole number") from None
-        if value < least:
-            raise _refusal(text, f"must be at least {least}")
-        if value > most:
-            raise _refusal(text, f"must be at most {most}")
-        return value
-
-    return parse
+    """The type of an option that is a whole number from `least` to `most`."""
+    rules = {f"at least {least}": lambda n: n >= least, f"at most {most}": lambda n: n <= most}
+    return functools.partial(_parse_number, int, "a whole number", rules)
 
 
 def number(above: float = 0.0, most: float = sys.float_info.max) -> Callable[[str], float]:
-    """The type of an option that is a finite number in a range, whose lower end is not in it."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise _refusal(text, "is not a number")
-        if not value > above:
-            raise _refusal(text, f"must be above {above:g}")
-        if value > most:
-            raise _refusal(text, f"must be at most {most:g}")
-        return value
-
-    return parse
+    """The type of an option that is a finite number above `above` and at most `most`."""
+    rules = {f"above {above:g}": lambda x: x > above, f"at most {most:g}": lambda x: x <= most}
+    return functools.partial(_parse_number, float, "a number", rules)
 
 
-def _refusal(text: str, reason: str) -> argparse.ArgumentTypeError:
-    shown = text if len(text) < 40 else f"{text[:30]}..."
-    return argparse.ArgumentTypeError(f"{shown!r} {reason}")
+def _parse_number(kind: type, name: str, rules: dict[str, Callable], text: str):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    wrong = [f"must be {rule}" for rule, holds in rules.items() if not holds(value)]
+    if not abs(value) < math.inf:
+        wrong = [f"is not {name}"]
+    if wrong:
+        shown = text if len(text) < 40 else f"{text[:30]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} {wrong[0]}")
+    return value
 
 
 positive = whole(1)
@@ -124,27 +104,19 @@ seed_number = whole(0, 2**63 - 1)
 process_count = whole(1, MOST_PROCESSES)  # or threads
 
 
-def lengths(text: str) -> list[int]:
-    """`1024,2048` -> [1024, 2048], in order, each once."""
-    return sorted(set(map(positive, text.split(","))))
+def _list_of(kind: Callable[[str], float]) -> Callable[[str], list]:
+    """`1024,512,512` -> [512, 1024]: in order, each once."""
+    return lambda text: sorted(set(map(kind, text.split(","))))
 
 
-def numbers(text: str) -> list[float]:
-    """`0.1,0.2` -> [0.1, 0.2], in order, each once."""
-    return sorted(set(map(number(), text.split(","))))
-
-
-# --- what made a number --------------------------------------------------------------------------
+lengths, numbers = _list_of(positive), _list_of(number())
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @functools.cache
 def revision() -> str:
-    """The commit of the code, with + where it was changed since; "unknown" outside a checkout.
-
-    Results do not count as code: a command that rewrites a committed one is still at the commit.
-    """
+    """The commit, with + if code (not results) has changed since; "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -160,8 +132,7 @@ def revision() -> str:
 
 
 def command_line() -> str:
-    """The command of this process, its script as seen from the repository."""
-    script = Path(sys.argv[0])
-    inside = script.resolve().is_relative_to(ROOT)
-    name = str(script.resolve().relative_to(ROOT)) if inside else script.name
-    return shlex.join(["python", name, *sys.argv[1:]])
+    """The command of this process, with its script relative to the repository."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return shlex.join(["python", str(name), *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever happens while they are written."""
+"""Reading and writing files: atomic and durable writes, locks, checksums, one-line errors."""
 
 import contextlib
 import errno
@@ -26,16 +26,16 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: put that "
-            "right and run the same command again"
+            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: fix that "
+            "and run the same command again"
         ) from None
 
 
-LARGEST_TEXT = 2**28  # more is no record of ours, and would fill the memory
+LARGEST_TEXT = 2**28  # our own files are smaller, and a larger one would fill the memory
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open to read; OSError for a FIFO, where reading may wait forever, and for a device."""
+    """Open for reading; OSError for a device, and for a FIFO, which could block forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -44,7 +44,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, *, limit: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """The text of a regular file; OSError where it has more than `limit` characters."""
+    """The text of a regular file; OSError if it has more than `limit` characters."""
     with io.TextIOWrapper(open_regular(path), "utf-8", errors) as file:
         text = file.read(limit + 1)
     if len(text) > limit:
@@ -69,7 +69,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have a file's bytes, or a directory's names, on the disk before going on."""
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -78,7 +78,7 @@ def sync(path: Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """Where `path` is while it is being written; a kill may leave it behind."""
+    """The name of `path` while it is being written; a kill may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -101,7 +101,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 class Claim:
-    """`path` is this process's to write, until the claim is dropped or the process ends.
+    """Only this process may write `path`, until the claim is dropped or the process ends.
 
     The lock is a file beside it, `.NAME.lock`, which a kill may leave behind and the next claim
     takes over. Claims of one process do not exclude each other.
@@ -143,9 +143,9 @@ def seal(value: dict) -> dict:
 
 
 def unseal(value: dict) -> dict:
-    """The value without its checksum; ValueError where they differ.
+    """The value without its checksum; ValueError if that is wrong.
 
-    A value without one, written by hand or by another program, is taken as it is.
+    A value without a checksum, perhaps written by hand, is accepted.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object belongs")
@@ -170,7 +170,7 @@ def are_checked(lines: list[str]) -> bool:
 
 
 def read_line(line: str, checked: bool = False) -> dict:
-    """The value of a checked line, or else of plain JSON; ValueError where it is damaged."""
+    """The value of a checked line or of plain JSON; ValueError if it is damaged."""
     match = CHECKED_LINE.fullmatch(line)
     if checked and not match:
         raise ValueError("the line has no checksum")

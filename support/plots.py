@@ -4,23 +4,19 @@ figure, axes = plots.figure(width=plots.COLUMN)
 axes.plot(x, y, **plots.style("lssar"), label="LSSAR")
 plots.save(figure, "results/x.png")  # and results/x.pdf
 
-A mechanism has one colour and marker in every figure. Variants, exponents, sizes and seeds of it
-differ in their dashes.
+A mechanism has the same colour and marker in every figure; its variants, exponents, sizes and
+seeds differ in their dashes.
 """
 
 import warnings
 from pathlib import Path
 
-import matplotlib
-
-from support.text import short_number
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from support.files import writing
+from support.text import short_number
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of a two-column paper, and its full width
 
@@ -29,7 +25,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 MARKERS = "osD^vPX"
 DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (8, 2)))
 GREY, INK = "#9a9a9a", "#222222"
-# Colour and marker of a mechanism, by its name or the longest beginning of it.
+# Colour and marker of a mechanism: those of the longest prefix of its name.
 MECHANISMS = {
     "lssar": ("#0072B2", "o"),
     "softmax": ("#D55E00", "s"),
@@ -41,38 +37,10 @@ MECHANISMS = {
     "": ("#6A51A3", "h"),
 }
 MOST_COLOURS = 4  # lines in colour in a busy chart; the others are grey
-SEQUENTIAL = "cividis"  # for heatmaps: the same order in grey and for every kind of colour vision
+SEQUENTIAL = "cividis"  # for heatmaps: also ordered in grey and for the colour-blind
 
-plt.rcParams.update(
-    {
-        "font.family": "DejaVu Sans",
-        "font.size": 8,
-        "axes.titlesize": 8,
-        "axes.labelsize": 8,
-        "xtick.labelsize": 7,
-        "ytick.labelsize": 7,
-        "legend.fontsize": 7,
-        "legend.frameon": False,
-        "legend.handlelength": 2.2,
-        "legend.columnspacing": 1.2,
-        "legend.handletextpad": 0.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.linewidth": 0.6,
-        "axes.grid": True,
-        "grid.color": "#dddddd",
-        "grid.linewidth": 0.5,
-        "xtick.major.width": 0.6,
-        "ytick.major.width": 0.6,
-        "lines.linewidth": 1.3,
-        "lines.markersize": 3.5,
-        "errorbar.capsize": 0,
-        "figure.constrained_layout.use": True,
-        "savefig.dpi": 220,
-        "pdf.fonttype": 42,  # text stays text
-        "svg.hashsalt": "lssar",  # the same bytes for the same figure
-    }
-)
+plt.switch_backend("agg")
+plt.style.use(Path(__file__).with_name("figures.mplstyle"))
 
 
 def figure(
@@ -83,23 +51,18 @@ def figure(
 
 
 def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
-    """Plot arguments of a mechanism: its colour and marker, and a dash by `order`.
+    """Plot arguments of a mechanism; `order` counts its lines in a figure and sets the dashes.
 
-    `order` counts the variants, exponents, sizes or seeds of one mechanism in a figure. A sliding
-    window is the control of all of them: black, with the marker of the mechanism it is applied to.
+    A sliding window is the control: black, with the marker of the mechanism it is applied to.
     """
-    name = max((m for m in MECHANISMS if mechanism.startswith(m)), key=len)
-    colour, marker = MECHANISMS[name]
+    colour, marker = MECHANISMS[max(filter(mechanism.startswith, MECHANISMS), key=len)]
     if variant.startswith("window"):
         colour, order = INK, max(order, 1)
     return {"color": colour, "marker": marker, "linestyle": DASHES[order % len(DASHES)]}
 
 
 def coloured(styles: list[dict]) -> list[dict]:
-    """The same styles; in a busy chart only the first few lines keep their colour.
-
-    Black, the control's, is none of the four: a control is never grey.
-    """
+    """The same styles; in a busy chart only the first four keep their colour, and the control."""
     free = [i for i, found in enumerate(styles) if found["color"] != INK]
     if len(free) <= MOST_COLOURS:
         return styles
@@ -108,10 +71,9 @@ def coloured(styles: list[dict]) -> list[dict]:
 
 
 def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> None:
-    """Write (label, y, colour) to the right of the axes, at the height y and without overlaps."""
-    figure = axes.figure
-    figure.draw_without_rendering()  # only now have the axes their height
-    points = 72 / figure.dpi
+    """Write each (label, y, colour) to the right of the axes, near y and without overlaps."""
+    axes.figure.draw_without_rendering()  # the axes have their height only now
+    points = 72 / axes.figure.dpi
     bottom, top = points * axes.bbox.y0, points * axes.bbox.y1
     found = sorted((points * axes.transData.transform((1, y))[1], t, y, c) for t, y, c in lines)
     gap = min(1.25 * size, (top - bottom) / max(1, len(found)))
@@ -119,7 +81,7 @@ def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> 
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
     limit = top
-    for i in reversed(range(len(heights))):  # what was pushed beyond the top goes down again
+    for i in reversed(range(len(heights))):  # push down again what is above the top
         heights[i] = min(heights[i], limit)
         limit = heights[i] - gap
     for height, (place, label, y, colour) in zip(heights, found, strict=True):
@@ -136,11 +98,11 @@ def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> 
         )
 
 
-def line(colour: int, dash: int = 0, *, marker: bool = True) -> dict:
-    """Plot arguments of what is no mechanism: one colour and marker by number."""
-    again = colour // len(COLOURS)  # when colours repeat, markers differ
-    style = {"color": COLOURS[colour % len(COLOURS)], "linestyle": DASHES[dash % len(DASHES)]}
-    return style | ({"marker": MARKERS[(colour + again) % len(MARKERS)]} if marker else {})
+def line(number: int, *, marker: bool = True) -> dict:
+    """Plot arguments of something other than a mechanism: a colour and a marker."""
+    again, colour = divmod(number, len(COLOURS))  # when colours repeat, markers differ
+    style = {"color": COLOURS[colour]}
+    return style | ({"marker": MARKERS[(number + again) % len(MARKERS)]} if marker else {})
 
 
 def length_axis(axes, lengths: list[int], train_length: int | None = None) -> None:
@@ -163,17 +125,15 @@ def length_axis(axes, lengths: list[int], train_length: int | None = None) -> No
 
 
 def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
-    """A matrix as colours, absent values in grey; `numbers` writes each into its cell."""
+    """A matrix as colours, NaN in grey; `numbers` writes each value into its cell."""
     colours = plt.get_cmap(SEQUENTIAL).with_extremes(bad="#dddddd")
     image = axes.imshow(values, vmin=low, vmax=high, cmap=colours, aspect="auto")
     axes.grid(False)
     if numbers:
         for (row, column), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                ink = "black" if value > (low + high) / 2 else "white"
-                axes.text(
-                    column, row, f"{value:.0f}", color=ink, fontsize=5, ha="center", va="center"
-                )
+            text = f"{value:.0f}" if np.isfinite(value) else ""
+            ink = "black" if value > (low + high) / 2 else "white"
+            axes.text(column, row, text, color=ink, fontsize=5, ha="center", va="center")
     return image
 
 
@@ -184,24 +144,26 @@ def legend_below(figure, axes, columns: int = 2) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
-def save(figure, path: str | Path) -> list[Path]:
-    """Write PATH.png and PATH.pdf, the same bytes for the same figure, and forget the figure."""
-    return write(figure, path, {".png": {"Software": None}, ".pdf": {"CreationDate": None}})
+# Without dates and versions, the same figure gives the same bytes.
+METADATA = {
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None, "Creator": None},
+}
+
+
+def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf")) -> list[Path]:
+    """Write PATH.png and PATH.pdf and close the figure."""
+    targets = [Path(path).with_suffix(suffix) for suffix in suffixes]
+    with writing(Path(path)), warnings.catch_warnings():
+        # A character that the font lacks is drawn as a box, which is warning enough.
+        warnings.filterwarnings("ignore", message="Glyph")
+        for target in targets:
+            figure.savefig(target, metadata=METADATA[target.suffix])
+    plt.close(figure)
+    return targets
 
 
 def save_svg(figure, path: str | Path) -> Path:
     """Write PATH.svg, for a page."""
-    return write(figure, path, {".svg": {"Date": None, "Creator": None}})[0]
-
-
-def write(figure, path: str | Path, metadata_by_suffix: dict[str, dict]) -> list[Path]:
-    path, written = Path(path), []
-    with writing(path), warnings.catch_warnings():
-        # A character that the font lacks is drawn as a box, which says it all.
-        warnings.filterwarnings("ignore", message="Glyph")
-        for suffix, metadata in metadata_by_suffix.items():
-            target = path.with_suffix(suffix)
-            figure.savefig(target, metadata=metadata)
-            written.append(target)
-    plt.close(figure)
-    return written
+    return save(figure, path, (".svg",))[0]

@@ -3,14 +3,11 @@
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Columns aligned: the first to the left, numbers to the right."""
-    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in [header, *rows]
-    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *others in (header, *rows):
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *numbers)))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

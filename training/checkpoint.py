@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any instant cannot spoil, and that are safe to share.
+"""Checkpoints that a kill at any instant cannot corrupt, and that are safe to share.
 
     runs/NAME/checkpoints/step-00001000/model.safetensors   weights
                                         model.json          model config, step, tokeniser, losses
@@ -6,14 +6,13 @@
     runs/NAME/checkpoints/latest, best                      the name of one of the above
 
 A checkpoint is written under a temporary name, fsync'd, and renamed; only then does `latest` point
-to it. Weights are safetensors and JSON; the trainer's state is read with weights_only, so nothing
-here can run code. model.json has the sha256 of the other files and of itself: damage is noticed
-before anything is computed with it. So are weights that are not finite.
+to it. The trainer's state is read with weights_only, so reading a checkpoint cannot run code.
+model.json has the sha256 of every file: damaged files are refused, and so are non-finite weights.
 """
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -29,30 +28,26 @@ WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says of itself, besides the model's config."""
+    """What model.json says besides the model's config."""
 
     run: str
     step: int
     train_length: int
     tokeniser: str | None = None
-    val_loss: float | None = None
+    val_loss: float | int | None = None
     seed: int | None = None
 
     def __post_init__(self):
-        seed = 0 if self.seed is None else self.seed
-        whole = all(type(n) is int for n in (self.step, self.train_length, seed))
-        text = isinstance(self.run, str) and isinstance(self.tokeniser, str | None)
-        if not (whole and text and isinstance(self.val_loss, float | int | None)):
-            raise UserError(f"a field is of a wrong type: {asdict(self)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, field.type) or isinstance(value, bool):
+                raise UserError(f"{field.name} = {value!r} is of a wrong type")
         if self.step < 0 or self.train_length < 1:
             raise UserError(f"impossible: step {self.step}, train_length {self.train_length}")
 
 
-# --- models: what evaluation and users need ------------------------------------------------------
-
-
 def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
-    """Write weights and description, which vouches for every file there, into a directory."""
+    """Write the weights, and a description with the sha256 of every file in the directory."""
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     save_file(weights, directory / WEIGHTS)
     description = {
@@ -67,43 +62,26 @@ def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
 
 def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     """The model of a run directory (its latest checkpoint) or of one checkpoint directory."""
-    directory = find(path)
-    config, info, recorded = _description(directory)
-    _refuse_damage(directory / WEIGHTS, recorded)
-    weights = _read_weights(directory / WEIGHTS)
-    largest = max((t.numel() for t in weights.values()), default=0)
-    sizes = (config.width, config.vocab_rows, config.channels, config.positions, config.outputs)
-    if config.layers > len(weights) or max(sizes) > largest:  # before such a model is made
-        raise UserError(
-            f"{directory / WEIGHTS} is too small for the model in {DESCRIPTION}; the two files do "
-            "not belong together"
-        )
-    with torch.device("meta"):
-        model = GPT(config)
-    expected = {name: t.shape for name, t in model.state_dict().items()}
-    for name in sorted(expected.keys() | weights.keys()):
-        have, want = weights.get(name), expected.get(name)
-        if have is None or want is None or have.shape != want or not have.is_floating_point():
+    file = find(path) / WEIGHTS
+    config, info = read_description(file.parent)
+    _refuse_damage(file)
+    try:
+        weights = load_file(file)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
+    try:
+        with torch.device("meta"):
+            model = GPT(config)
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{file} and {DESCRIPTION} do not belong together: {reason:.300}") from None
+    for name, weight in weights.items():
+        if not (weight.is_floating_point() and weight.float().isfinite().all()):
             raise UserError(
-                f"{directory / WEIGHTS}: {name} is {_shape(have)}, the model in {DESCRIPTION} has "
-                f"{_shape(want)}; the two files do not belong together"
+                f"{file}: {name} has weights that are not finite; use another checkpoint"
             )
-        if not have.float().isfinite().all():
-            raise UserError(
-                f"{directory / WEIGHTS}: {name} has weights that are not finite (NaN or infinity); "
-                "use another checkpoint"
-            )
-    model.load_state_dict(weights, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
     return model.to(device), info
-
-
-def _shape(tensor_or_shape) -> str:
-    if tensor_or_shape is None:
-        return "absent"
-    kind = f" of {tensor_or_shape.dtype}" if isinstance(tensor_or_shape, torch.Tensor) else ""
-    return f"{tuple(getattr(tensor_or_shape, 'shape', tensor_or_shape))}{kind}"
 
 
 def find(path: str | Path) -> Path:
@@ -111,10 +89,9 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if (path / WEIGHTS).is_file():
         return path
+    if candidates := Store(path).candidates():
+        return candidates[0]
     if (path / "checkpoints").is_dir():
-        candidates = Store(path).candidates()
-        if candidates:
-            return candidates[0]
         raise UserError(f"{path} is a run without a complete checkpoint; train it further")
     if not path.exists():
         raise UserError(f"no checkpoint at {path}: no such file or directory")
@@ -126,7 +103,7 @@ def read_description(directory: Path) -> tuple[ModelConfig, CheckpointInfo]:
 
 
 def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str, str]]:
-    """The model's config, what the checkpoint says of itself, and its files' sha256."""
+    """The model's config, the rest of model.json, and the sha256 of the other files."""
     file = directory / DESCRIPTION
     try:
         description = unseal(json.loads(read_text(file)))
@@ -139,30 +116,19 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
         recorded = dict(description.get("files", {}))
         return ModelConfig.from_dict(description["model"]), info, recorded
     except FileNotFoundError:
-        raise UserError(
-            f"{directory} is not a whole checkpoint: {DESCRIPTION} is missing"
-        ) from None
+        raise UserError(f"{directory} is incomplete: {DESCRIPTION} is missing") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
 
 
-def _refuse_damage(file: Path, recorded: dict[str, str]) -> None:
+def _refuse_damage(file: Path) -> None:
+    recorded = _description(file.parent)[2]
     if file.name in recorded and sha256_of(file) != recorded[file.name]:
         raise UserError(
-            f"{file} is damaged: its sha256 is not the one in {DESCRIPTION}; use another checkpoint"
+            f"{file} is damaged: {DESCRIPTION} has another sha256; use another checkpoint"
         )
-
-
-def _read_weights(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
-
-
-# --- runs: what training needs -------------------------------------------------------------------
 
 
 class Store:
@@ -172,7 +138,7 @@ class Store:
         self.directory = Path(run_directory) / "checkpoints"
 
     def candidates(self) -> list[Path]:
-        """Complete checkpoints, the one `latest` names first, then from the newest back."""
+        """Complete checkpoints: first the one that `latest` names, then from the newest back."""
         found = sorted(self.directory.glob("step-*[0-9]"), reverse=True)
         latest = self._pointer("latest")
         return sorted((p for p in found if (p / WEIGHTS).is_file()), key=lambda p: p != latest)
@@ -189,25 +155,30 @@ class Store:
         return self.directory / Path(target).name if target else None
 
     def save(self, model: GPT, info: CheckpointInfo, trainer: dict, *, keep: int, best: bool):
-        """Write one checkpoint whole, point `latest` (and `best`) at it, drop the old ones."""
+        """Write one checkpoint, point `latest` (and `best`) at it, remove old ones."""
         self.directory.mkdir(parents=True, exist_ok=True)
         final = self.directory / f"step-{info.step:08d}"
         temporary = self.directory / f".{final.name}.tmp"
         self.remove_leftovers()
         try:
             temporary.mkdir()
-            _write_trainer(temporary / TRAINER, trainer)
+            with (temporary / TRAINER).open("wb") as file:
+                torch.save(trainer, file)
             save_model(temporary, model, info)
             for file in temporary.iterdir():
                 sync(file)
             sync(temporary)
             if final.exists():
-                self._remove(final)  # of the same step, which resume passed over
+                self._remove(final)  # damaged: resuming has skipped it
             temporary.rename(final)
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            # torch.save hides the OSError of a full disk behind a RuntimeError.
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            if isinstance(reason, RuntimeError):
+                raise
             raise UserError(
-                f"cannot write checkpoint {final}: {getattr(error, 'strerror', None) or error}; "
+                f"cannot write checkpoint {final}: {getattr(reason, 'strerror', None) or reason}; "
                 "free the disk or choose another --log.directory; the previous checkpoint is intact"
             ) from None
         sync(self.directory)
@@ -220,7 +191,7 @@ class Store:
         return final
 
     def _remove(self, checkpoint: Path) -> None:
-        """Under a temporary name first: a kill in the middle must not leave half a checkpoint."""
+        """Under a temporary name: a kill in the middle must not leave half a checkpoint."""
         doomed = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
@@ -234,52 +205,40 @@ class Store:
                 leftover.unlink()
 
 
-def _write_trainer(file: Path, trainer: dict) -> None:
-    try:
-        with file.open("wb") as opened:
-            torch.save(trainer, opened)
-    except RuntimeError as error:  # torch's own words for a full disk hide the reason
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-
-
 def read_trainer(directory: Path) -> dict:
     """Optimiser, step and RNG states; reading cannot run code."""
-    _refuse_damage(directory / TRAINER, _description(directory)[2])
+    file = directory / TRAINER
+    _refuse_damage(file)
     try:
-        with open_regular(directory / TRAINER) as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
+        with open_regular(file) as opened:
+            return torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{directory / TRAINER} is missing or damaged ({first})") from None
-
-
-# --- new runs that start from another ------------------------------------------------------------
+        raise UserError(f"{file} is missing or damaged ({first})") from None
 
 
 def take_weights(model: GPT, path: str) -> None:
-    """Those of another run or checkpoint."""
-    mine, theirs = model.state_dict(), load_model(path)[0].state_dict()
-    if model.config.outputs:  # a regression head begins anew
-        theirs |= {name: t for name, t in mine.items() if name.startswith("head.")}
-    for name in sorted(mine.keys() | theirs.keys()):
-        if name not in mine or name not in theirs or mine[name].shape != theirs[name].shape:
-            raise UserError(
-                f"train.init_from = {path!r} has another architecture (at {name}); "
-                "give both the same [model] and a mechanism with the same parameters"
-            )
-    model.load_state_dict(theirs)
+    """Start from the weights of another run or checkpoint."""
+    theirs = load_model(path)[0].state_dict()
+    if model.config.outputs:  # a regression head starts from scratch
+        theirs |= {k: t for k, t in model.state_dict().items() if k.startswith("head.")}
+    try:
+        model.load_state_dict(theirs)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(
+            f"train.init_from = {path!r} has another architecture ({reason:.300}); "
+            "give both the same [model] and a mechanism with the same parameters"
+        ) from None
 
 
 def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
-    """The moments of another run or checkpoint; rates and decay stay those of the new run."""
-    state, new = read_trainer(find(path))["optimiser"], optimiser.state_dict()
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    groups = ([len(group["params"]) for group in s["param_groups"]] for s in (state, new))
-    moments = [state["state"].get(i, {}).get("exp_avg") for i in range(len(parameters))]
-    shapes = [None if m is None else m.shape for m in moments]
-    if len({*map(tuple, groups)}) > 1 or shapes != [p.shape for p in parameters]:
+    """Start from the moments of another run or checkpoint, with the new rates and decay."""
+    moments = read_trainer(find(path))["optimiser"]["state"]
+    shapes = [moments[i]["exp_avg"].shape for i in sorted(moments)]
+    if shapes != [p.shape for group in optimiser.param_groups for p in group["params"]]:
         raise UserError(
             f"train.init_optimiser: the optimiser state of {path} is not that of this model's "
             "parameters; leave it out to take the weights alone"
         )
-    optimiser.load_state_dict({**new, "state": state["state"]})
+    optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})

@@ -2,28 +2,37 @@
 
     config = load_config("configs/gpt2-124m-lssar.toml", ["--train.steps=1000"])
 
-A file may name another as its `base` and changes what it lists. An unknown key, a wrong type or an
-impossible batch is an error that names the file, the key, the value and what would be right.
+A file may name another as its `base` and list only what differs. An unknown key, a wrong type or
+an impossible batch is an error that names the file, the key, the value and what would be right.
 """
 
+import contextlib
 import json
 import math
 import tomllib
-import types
 import typing
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, NamedTuple
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
 from support.files import read_text
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a mistyped key is found without it
-    from model import ModelConfig
-
 CONFIGS = Path(__file__).parents[1] / "configs"
 LARGEST_FILE = 2**16  # characters; ours have a thousand
+LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them stays quick and exact
+
+RULES = {
+    "must be above 0": lambda x: 0 < x < math.inf,
+    "must be 0 or more": lambda x: 0 <= x < math.inf,
+    "must be in [0, 1)": lambda x: 0 <= x < 1,
+    "no path has a zero byte": lambda text: "\0" not in text,
+}
+Count, CountOrZero = Annotated[int, "must be above 0"], Annotated[int, "must be 0 or more"]
+Positive, NotNegative = Annotated[float, "must be above 0"], Annotated[float, "must be 0 or more"]
+Beta = Annotated[float, "must be in [0, 1)"]
+PathText = Annotated[str, "no path has a zero byte"]
 
 
 @dataclass(frozen=True)
@@ -49,64 +58,63 @@ class AttentionSection:
     length: str | None = None
     numerics: str | None = None
     window: int | None = None
-    backend: str = "auto"  # of attention.BACKENDS: how it is computed, not what
+    backend: str = "auto"  # one of lssar.BACKENDS: how it is computed, not what
 
 
 @dataclass(frozen=True)
 class DataSection:
-    directory: str = "corpora/fineweb10B"
-    shuffle: bool = True  # windows in a seeded order that visits each once an epoch
+    directory: PathText = "corpora/fineweb10B"
+    shuffle: bool = True  # windows in a seeded order, each once per epoch
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    length: int = 1024
-    steps: int = 18865
-    batch_tokens: int = 524288  # of one optimiser step, over all processes
-    micro_batch: int = 4  # sequences a process takes at once
-    lr: float = 6e-4
-    warmup: int = 700
+    length: Count = 1024
+    steps: Count = 18865
+    batch_tokens: Count = 524288  # of one optimiser step, over all processes
+    micro_batch: Count = 4  # sequences per process and forward pass
+    lr: Positive = 6e-4
+    warmup: CountOrZero = 700
     schedule: str = "cosine"  # to zero; or "constant"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
-    clip: float = 1.0  # of the gradient's norm; 0 for none
-    seed: int = 0
-    precision: str = "auto"  # "bf16" autocast on GPUs, "fp32" elsewhere
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    weight_decay: NotNegative = 0.1
+    clip: NotNegative = 1.0  # of the gradient's norm; 0 for none
+    seed: CountOrZero = 0
+    precision: str = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
     compile: bool = False
-    init_from: str = ""  # a run or checkpoint whose weights to start from
+    init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
-    max_skipped_steps: int = 3  # non-finite steps in a row before the run stops
+    max_skipped_steps: CountOrZero = 3  # non-finite steps in a row before the run stops
 
 
 @dataclass(frozen=True)
 class EvalSection:
-    interval: int = 250
-    tokens: int = 10485760  # the first ones of the validation set
-    batch: int = 0  # sequences at once; 0: train.micro_batch
-    sample_interval: int = 0  # steps between samples of text; 0: none
+    interval: Count = 250
+    tokens: Count = 10485760  # the first ones of the validation set
+    batch: CountOrZero = 0  # sequences at once; 0: train.micro_batch
+    sample_interval: CountOrZero = 0  # steps between samples of text; 0: none
     sample_prompt: str = "\n"
-    sample_tokens: int = 64
+    sample_tokens: CountOrZero = 64
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    interval: int = 1000
-    keep: int = 2  # besides the best
+    interval: Count = 1000
+    keep: Count = 2  # besides the best
 
 
 @dataclass(frozen=True)
 class LogSection:
     name: str = ""  # of the run; empty: the config file's name
-    directory: str = "runs"
-    interval: int = 10
+    directory: PathText = "runs"
+    interval: Count = 10
     wandb: bool = False
     wandb_project: str = "lssar"
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How one optimiser step is cut: sequences = world_size * accumulation * micro_batch."""
+class BatchPlan(NamedTuple):
+    """How one optimiser step is split: sequences = world_size * accumulation * micro_batch."""
 
     sequences: int
     world_size: int
@@ -116,33 +124,32 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelSection = field(default_factory=ModelSection)
-    attention: AttentionSection = field(default_factory=AttentionSection)
-    data: DataSection = field(default_factory=DataSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    eval: EvalSection = field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    log: LogSection = field(default_factory=LogSection)
+    model: ModelSection = ModelSection()
+    attention: AttentionSection = AttentionSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
 
     @property
     def run_directory(self) -> Path:
         return Path(self.log.directory) / self.log.name
 
     def mechanism(self) -> Mechanism:
-        settings = asdict(self.attention)
+        settings = {k: v for k, v in asdict(self.attention).items() if v is not None}
         del settings["backend"]
-        if settings["train_length"] is None:
-            settings["train_length"] = self.train.length
-        return get_mechanism(settings.pop("name"), **settings)
+        return get_mechanism(**{"train_length": self.train.length, **settings})
 
-    def model_config(self) -> "ModelConfig":
-        from model import preset
+    def model_config(self):
+        """The `model.ModelConfig`."""
+        from model import preset  # imports torch: a mistyped key is found faster without it
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
     def data_ends(self) -> dict[str, int]:
-        """What the data must be for this model: the arguments of `data.records.open_data`."""
+        """The arguments of `data.records.open_data` that make the data fit this model."""
         m = self.model_config()
         return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
 
@@ -157,15 +164,15 @@ class Config:
         sequences = t.batch_tokens // t.length
         if sequences % world_size:
             raise UserError(
-                f"{sequences} sequences a step (batch_tokens {t.batch_tokens} / length {t.length}) "
-                f"cannot be shared by {world_size} processes; nearest number that can: "
-                f"{_nearest_divisor(sequences, world_size)}"
+                f"{sequences} sequences per step (batch_tokens {t.batch_tokens} / length "
+                f"{t.length}) cannot be shared by {world_size} processes; nearest number that "
+                f"can: {_nearest_divisor(sequences, world_size)}"
             )
         share = sequences // world_size
         if share % t.micro_batch:
             raise UserError(
-                f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences a "
-                f"process takes ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
+                f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences per "
+                f"process ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
                 f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
             )
         return BatchPlan(sequences, world_size, share // t.micro_batch, t.micro_batch)
@@ -174,41 +181,44 @@ class Config:
         """The whole resolved configuration; reads back as an equal one."""
         lines = []
         for section, values in asdict(self).items():
-            lines.append(f"[{section}]")
-            # JSON's strings, numbers and booleans are TOML's too, but for a DEL that TOML escapes.
-            lines += [
-                f"{k} = {json.dumps(v, ensure_ascii=False)}".replace("\x7f", "\\u007f")
-                for k, v in values.items()
-                if v is not None
-            ]
-            lines.append("")
-        return "\n".join(lines)
+            given = {k: json.dumps(v, ensure_ascii=False) for k, v in values.items()}
+            lines += [f"[{section}]", *(f"{k} = {v}" for k, v in given.items() if v != "null"), ""]
+        # JSON's strings, numbers and booleans are TOML's too, except that TOML escapes a DEL.
+        return "\n".join(lines).replace("\x7f", "\\u007f")
+
+    def flat(self) -> dict[str, object]:
+        """The values by `section.key`."""
+        sections = asdict(self).items()
+        return {f"{s}.{key}": value for s, values in sections for key, value in values.items()}
 
     def differences(self, other: "Config") -> list[str]:
-        """`section.key: mine -> other's` for everything that would make another run of it."""
-        mine, theirs = asdict(self), asdict(other)
-        free = set(_FREE_ON_RESUME)
-        if self.train.schedule == "constant":  # the steps so far are the same, however many follow
-            free.add("train.steps")
+        """`section.key: mine -> other's` for everything that a resumed run may not change."""
+        free = (
+            *("eval.", "checkpoint.", "log.", "data.directory", "attention.backend"),
+            *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_"),
+            # The steps so far are the same, however many follow.
+            *(["train.steps"] if self.train.schedule == "constant" else []),
+        )
+        theirs = other.flat()
         return [
-            f"{section}.{key}: {value!r} -> {theirs[section][key]!r}"
-            for section, values in mine.items()
-            for key, value in values.items()
-            if value != theirs[section][key] and free.isdisjoint((section, f"{section}.{key}"))
+            f"{name}: {value!r} -> {theirs[name]!r}"
+            for name, value in self.flat().items()
+            if value != theirs[name] and not name.startswith(free)
         ]
+
+
+_SECTIONS = typing.get_type_hints(Config)
+# The types of every `section.key`, and after them its rule.
+_KEYS = {
+    f"{section}.{key}": typing.get_args(hint) or (hint,)
+    for section, kind in _SECTIONS.items()
+    for key, hint in typing.get_type_hints(kind, include_extras=True).items()
+}
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return min((*small, *(number // d for d in small)), key=lambda d: abs(d - wanted))
-
-
-# What a resumed run may change: how often it reports and saves, and how the batch is cut.
-_FREE_ON_RESUME = {
-    *("eval", "checkpoint", "log", "data.directory", "attention.backend"),
-    *("train.micro_batch", "train.compile", "train.max_skipped_steps"),
-    *("train.init_from", "train.init_optimiser"),
-}
 
 
 def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1) -> Config:
@@ -218,51 +228,49 @@ def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1
     return config
 
 
-def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict]:
-    """The same with only names and types checked, and where each value is from."""
+def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict[str, str]]:
+    """The config with only names and types checked, and where each `section.key` is from."""
     path = _find(Path(path))
-    values, origin = _read(path, seen=())
+    found = _read(path, seen=())
     for text in overrides:
-        section, key, value = _parse_override(text)
-        values.setdefault(section, {})[key] = value
-        origin[section, key] = "command line"
-    config = _build(values, origin, path)
+        found |= _parse_override(text)
+    config = _build(found)
     if not config.log.name:
         config = replace(config, log=replace(config.log, name=path.stem))
-    return config, origin
+    return config, {name: where for name, (_, where) in found.items()}
 
 
 def parse_config(text: str, where: str) -> Config:
     """A configuration from the text that `to_toml` wrote; `where` names it in errors."""
     try:
         values = tomllib.loads(text)
-        origin = {(section, key): where for section, content in values.items() for key in content}
     except (*_NOT_TOML, TypeError) as error:
         raise UserError(f"{where}: cannot be read as TOML: {error}") from None
-    return _build(values, origin, Path(where))
+    return _build(_flatten(values, where))
 
 
 def _find(path: Path) -> Path:
-    """The file itself, or the one of configs/ that is meant by its name, with or without .toml."""
-    try:
-        if path.exists() and not path.is_dir():
-            return path
-        named = path if path.suffix == ".toml" else Path(f"{path}.toml")
-        places = (named, CONFIGS / named, CONFIGS.parent / named)
-        return next((place for place in places if place.is_file()), path)
-    except OSError:  # a name that no file can have; reading it says so
-        return path
+    """The file itself, or the one in configs/ with that name, with or without .toml."""
+    named = path if path.suffix == ".toml" else Path(f"{path}.toml")
+    with contextlib.suppress(OSError):  # a name that no file can have; reading it says so
+        for place in (path, named, CONFIGS / named, CONFIGS.parent / named):
+            if place.exists() and not place.is_dir():
+                return place
+    return path
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
-    """A file's values over those of its bases, and which file each came from."""
+# Errors of tomllib, of the text's encoding and of numbers with thousands of digits are ValueErrors;
+# those of circular links and of deep nesting are RuntimeErrors.
+_NOT_TOML = (ValueError, RuntimeError)
+
+Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it is from
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> Found:
+    """A file's values over those of its bases."""
     try:
         resolved = path.resolve()
-        if resolved in seen:
-            raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
         values = tomllib.loads(read_text(path, limit=LARGEST_FILE))
-    except UserError:
-        raise
     except FileNotFoundError:
         beside = () if path.parent == Path() else path.parent.glob("*.toml")
         known = {p.name for p in beside} or {p.name for p in CONFIGS.glob("*.toml")}
@@ -270,25 +278,29 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict, dict]:
     except (OSError, *_NOT_TOML) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read as TOML: {reason}") from None
-    base, origin, merged = values.pop("base", None), {}, {}
-    if base is not None:
-        if not isinstance(base, str):
-            raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
-        merged, origin = _read(path.parent / base, (*seen, resolved))
+    if resolved in seen:
+        raise UserError(f"{path}: its base leads back to itself; remove one `base` key")
+    base = values.pop("base", None)
+    if not isinstance(base, str | None):
+        raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
+    inherited = {} if base is None else _read(path.parent / base, (*seen, resolved))
+    return inherited | _flatten(values, str(path))
+
+
+def _flatten(values: dict, where: str) -> Found:
+    found = {}
     for section, content in values.items():
         if not isinstance(content, dict):
             raise UserError(
-                f"{path}: {section} = {_shown(content)} stands outside a section; "
+                f"{where}: {section} = {_shown(content)} stands outside a section; "
                 f"put it under one of [{'], ['.join(_SECTIONS)}]"
             )
-        merged.setdefault(section, {}).update(content)
-        origin.update({(section, key): str(path) for key in content})
-    return merged, origin
-
-
-# What reading raises: tomllib's own error and that of the text's encoding are ValueErrors, as is
-# that of a number with thousands of digits; links in a circle are a RuntimeError, as is nesting.
-_NOT_TOML = (ValueError, RuntimeError)
+        if section not in _SECTIONS:
+            raise UserError(
+                f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
+            )
+        found |= {f"{section}.{key}": (value, where) for key, value in content.items()}
+    return found
 
 
 def _shown(value) -> str:
@@ -300,114 +312,80 @@ def _shown(value) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _parse_override(text: str) -> tuple[str, str, object]:
+def _parse_override(text: str) -> Found:
     name, equals, value = text.partition("=")
     section, dot, key = name.removeprefix("--").partition(".")
     if not (text.startswith("--") and equals and dot and section and key):
         raise UserError(f"cannot read the argument {text!r}; overrides are --section.key=value")
-    try:
+    parsed = value  # a bare word is a string
+    with contextlib.suppress(*_NOT_TOML):
         (parsed,) = tomllib.loads(f"v = {value}").values()
-    except _NOT_TOML:
-        return section, key, value  # a bare word is a string
-    # A run may be called 2024-01-31 or 1e3: what is text in the end is taken as typed.
-    hint = typing.get_type_hints(_SECTIONS.get(section, object)).get(key)
-    text = hint in (str, str | None) and not isinstance(parsed, str)
-    return section, key, value if text else parsed
+    # A run may be called 2024-01-31 or 1e3: a string is taken as typed, or without its quotes.
+    if str in _KEYS.get(f"{section}.{key}", ()) and not isinstance(parsed, str):
+        parsed = value
+    return _flatten({section: {key: parsed}}, "command line")
 
 
-_SECTIONS = {f.name: typing.get_type_hints(Config)[f.name] for f in fields(Config)}
+def _build(found: Found) -> Config:
+    sections = {section: {} for section in _SECTIONS}
+    for name, (value, where) in found.items():
+        section, _, key = name.partition(".")
+        where = f"{where}: {name:.60} = {_shown(value)}"
+        if name not in _KEYS:
+            known = [field.name for field in fields(_SECTIONS[section])]
+            raise UserError(f"{where}: unknown key; {did_you_mean(key, known)}")
+        sections[section][key] = _typed(value, _KEYS[name], where)
+    return Config(**{section: _SECTIONS[section](**keys) for section, keys in sections.items()})
 
 
-def _build(values: dict, origin: dict, path: Path) -> Config:
-    sections = {}
-    for section, content in values.items():
-        if section not in _SECTIONS:
-            where = next((o for (s, _), o in origin.items() if s == section), path)
-            raise UserError(
-                f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
-            )
-        hints = typing.get_type_hints(_SECTIONS[section])
-        typed = {}
-        for key, value in content.items():
-            where = f"{origin[section, key]}: {section}.{key:.50} = {_shown(value)}"
-            if key not in hints:
-                raise UserError(f"{where}: unknown key; {did_you_mean(key, hints)}")
-            typed[key] = _typed(value, hints[key], where)
-        sections[section] = _SECTIONS[section](**typed)
-    return Config(**sections)
-
-
-# No size, count or seed needs more, and arithmetic with them stays quick and exact.
-LARGEST = 2**40
-
-
-def _is_unicode(text: str) -> bool:
-    """Bytes of a command line that are not UTF-8 reach Python as lone surrogates."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def _typed(value, hint, where: str):
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+def _typed(value, kinds: tuple, where: str):
+    """The value with the type of its key, or an error."""
     if type(value) is int and abs(value) > LARGEST:
         raise UserError(f"{where}: is beyond {LARGEST}")
-    if type(value) is str and not _is_unicode(value):
+    if type(value) is str and any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{where}: is not text; write it in UTF-8")
     if type(value) in kinds:
         return value
     if float in kinds and type(value) is int:
         return float(value)
-    if kinds[0] is str and type(value) in (int, float, bool):
+    if str in kinds and type(value) in (int, float, bool):
         return str(value)
-    names = " or ".join(k.__name__ for k in kinds if k is not types.NoneType)
-    raise UserError(f"{where}: is of type {type(value).__name__}, must be {names}")
+    raise UserError(f"{where}: is of type {type(value).__name__}, must be {kinds[0].__name__}")
 
 
-def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
-    """Values that have the right type and still cannot be."""
+def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
+    """Refuse values that have the right type but are impossible."""
     from lssar.backends import BACKENDS
     from model import PRESETS
 
-    def require(holds: bool, section: str, key: str, rule: str):
-        if not holds:
-            value = getattr(getattr(config, section), key)
-            raise UserError(
-                f"{origin.get((section, key), path)}: {section}.{key} = {value!r}: {rule}"
-            )
+    values = config.flat()
 
-    for section, key in _POSITIVE:
-        value = getattr(getattr(config, section), key)
-        require(0 < value < math.inf, section, key, "must be above 0")
-    for section, key in _NOT_NEGATIVE:
-        value = getattr(getattr(config, section), key)
-        require(0 <= value < math.inf, section, key, "must be 0 or more")
+    def require(holds: bool, name: str, rule: str):
+        if not holds:
+            raise UserError(f"{origin.get(name, path)}: {name} = {values[name]!r}: {rule}")
+
+    for name, kinds in _KEYS.items():
+        for rule in RULES.keys() & kinds:
+            require(RULES[rule](values[name]), name, rule)
     choices = {
-        ("model", "preset"): tuple(PRESETS),
-        ("attention", "backend"): ("auto", *BACKENDS),
-        ("train", "schedule"): ("cosine", "constant"),
-        ("train", "precision"): ("auto", "bf16", "fp32"),
+        "model.preset": tuple(PRESETS),
+        "attention.backend": ("auto", *BACKENDS),
+        "train.schedule": ("cosine", "constant"),
+        "train.precision": ("auto", "bf16", "fp32"),
     }
-    for (section, key), options in choices.items():
-        value = getattr(getattr(config, section), key)
-        require(value in options, section, key, f"unknown; {did_you_mean(value, options)}")
-    t, e = config.train, config.eval
-    places = config.model.positions or t.length
-    require(t.length <= places, "train", "length", f"is above model.positions = {places}")
-    require(t.warmup <= t.steps, "train", "warmup", f"is longer than train.steps = {t.steps}")
-    takes = t.init_from and not config.model.outputs  # a regression head begins anew
+    for name, known in choices.items():
+        require(values[name] in known, name, f"unknown; {did_you_mean(values[name], known)}")
+    t, tokens, run = config.train, config.eval.tokens, config.log.name
+    positions = config.model.positions or t.length
+    require(t.length <= positions, "train.length", f"is above model.positions = {positions}")
+    require(t.warmup <= t.steps, "train.warmup", f"is longer than train.steps = {t.steps}")
+    has_moments = t.init_from and not config.model.outputs  # a regression head starts from scratch
     rule = "needs train.init_from, and a model without model.outputs"
-    require(takes or not t.init_optimiser, "train", "init_optimiser", rule)
-    require(0 <= t.beta1 < 1, "train", "beta1", "must be in [0, 1)")
-    require(0 <= t.beta2 < 1, "train", "beta2", "must be in [0, 1)")
-    nearest = max(1, e.tokens // t.length) * t.length
-    require(
-        e.tokens % t.length == 0, "eval", "tokens", f"no multiple of length; nearest: {nearest}"
-    )
-    name = config.log.name
-    plain = Path(name).name == name and name != ".." and name.isprintable()
-    require(plain, "log", "name", "must be a plain name: no slashes, no control characters")
-    for section, key in (("data", "directory"), ("log", "directory"), ("train", "init_from")):
-        path = getattr(getattr(config, section), key)
-        require("\0" not in path, section, key, "no path has a zero byte")
+    require(has_moments or not t.init_optimiser, "train.init_optimiser", rule)
+    nearest = max(1, tokens // t.length) * t.length
+    require(tokens % t.length == 0, "eval.tokens", f"no multiple of length; nearest: {nearest}")
+    plain = Path(run).name == run and run != ".." and run.isprintable()
+    require(plain, "log.name", "must be a plain name: no slashes, no control characters")
     checks = {
         "attention": config.mechanism,
         "model": config.model_config,
@@ -417,19 +395,5 @@ def _check(config: Config, origin: dict, path: Path, world_size: int) -> None:
         try:
             check()
         except UserError as error:
-            where = dict.fromkeys(o for (s, _), o in origin.items() if s == section)
-            raise UserError(f"{', '.join(where) or path}: {error}") from None
-
-
-_POSITIVE = (
-    *(("train", k) for k in ("length", "steps", "batch_tokens", "micro_batch", "lr")),
-    ("eval", "interval"),
-    ("eval", "tokens"),
-    ("checkpoint", "interval"),
-    ("checkpoint", "keep"),
-    ("log", "interval"),
-)
-_NOT_NEGATIVE = (
-    *(("train", k) for k in ("warmup", "clip", "weight_decay", "seed", "max_skipped_steps")),
-    *(("eval", k) for k in ("batch", "sample_interval", "sample_tokens")),
-)
+            files = dict.fromkeys(o for name, o in origin.items() if name.startswith(f"{section}."))
+            raise UserError(f"{', '.join(files) or path}: {error}") from None

@@ -1,15 +1,16 @@
 """Cross-entropy of a linear head without ever holding the logits of the whole sequence.
 
-The head's logits are the largest tensor of a GPT-2 (50,304 floats a token). Here a chunk of tokens
-at a time gets its logits, its loss and, when training, its gradients, which are linear in the
-incoming scalar and so can be finished in the forward pass: exact, and no logit is computed twice.
+The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed for
+one chunk of tokens at a time, together with its loss and, in training, its gradients: these are
+linear in the incoming scalar, so the forward pass can finish them. Exact, and no logit is computed
+twice.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100  # a target with this value counts for nothing
+IGNORE = -100  # targets with this value do not count
 
 # Logits held at once: enough to keep a GPU busy, small enough for a CPU's memory traffic.
 CHUNK_LOGITS = {"cpu": 2**24, "default": 2**28}
@@ -30,10 +31,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classe
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
     """-log softmax(...)[target] of every token in float32, in the shape of targets."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    losses = [
-        _losses(_logits(flat[rows], weight, classes), wanted[rows])[0]
-        for rows in _chunks(flat, weight)
-    ]
+    chunks = _chunks(flat, weight)
+    losses = [_losses(flat[rows], weight, wanted[rows], classes)[0] for rows in chunks]
     return torch.cat(losses).view(targets.shape)
 
 
@@ -43,14 +42,10 @@ def _chunks(hidden: Tensor, weight: Tensor):
     return (slice(i, i + size) for i in range(0, hidden.shape[0], size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, classes: int) -> Tensor:
-    # All rows are multiplied, padding included: that is what the padding is for.
-    return (hidden @ weight.T)[:, :classes].float()
-
-
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's loss, zero for IGNORE, and the log-probabilities."""
-    log_probability = logits.log_softmax(-1)
+def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """The loss of each row, zero for IGNORE, and the log-probabilities."""
+    # All rows of the weight are multiplied: padding makes the product faster.
+    log_probability = (hidden @ weight.T)[:, :classes].float().log_softmax(-1)
     ignored = targets == IGNORE
     index = targets.masked_fill(ignored, 0).unsqueeze(-1)
     return -log_probability.gather(-1, index).squeeze(-1).masked_fill(ignored, 0), log_probability
@@ -72,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             table = weight.to(dtype)
             for rows in _chunks(hidden, weight):
                 h = hidden[rows].to(dtype)
-                losses, log_probability = _losses(_logits(h, table, classes), targets[rows])
+                losses, log_probability = _losses(h, table, targets[rows], classes)
                 total += losses.sum()
                 if training:
                     # d loss / d logits = (softmax - onehot) / count, made in place.

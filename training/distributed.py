@@ -4,6 +4,7 @@ import faulthandler
 import functools
 import os
 import resource
+import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,20 +32,14 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all processes, on every process."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def _reduce(self, values: Tensor, operation) -> Tensor:
         if self.size == 1:
             return values
         result = values.to(self.device, copy=True)
-        dist.all_reduce(result, operation)
+        dist.all_reduce(result)
         return result.to(values.device)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensor of every process (all of one shape), in rank order."""
+        """The tensors of all processes, which must have the same shape, in rank order."""
         if self.size == 1:
             return [values]
         mine = values.to(self.device)
@@ -53,8 +48,30 @@ class World:
         return [t.to(values.device) for t in everyone]
 
     def barrier(self) -> None:
-        if self.size > 1:
-            self.sum(torch.zeros(1))
+        self.sum(torch.zeros(1))
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for a stop after the step; a second one stops at once."""
+
+    def __enter__(self) -> "StopSignal":
+        self.received = 0
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def _handle(self, number: int, frame) -> None:
+        self.received = number
+        signal.signal(number, self._previous[number])
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def agreed(self, world: World) -> str | None:
+        """The name of a signal that any rank has received, the same on all ranks."""
+        number = int(max(world.gather(torch.tensor(self.received))))
+        return signal.Signals(number).name if number else None
 
 
 def world_size() -> int:
@@ -71,7 +88,7 @@ def start(device: str = "auto") -> World:
         torch.set_float32_matmul_precision("high")  # TF32
     if size > 1 and not dist.is_initialized():
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        # torchrun may keep its store over a restart: dead workers' addresses are in there.
+        # torchrun may keep its store over a restart, with the addresses of dead workers.
         store = dist.PrefixStore(f"attempt-{restarts()}", store)
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -85,12 +102,8 @@ def restarts() -> int:
 
 def _device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
-        if torch.cuda.is_available():
-            name = "cuda"
-        elif torch.backends.mps.is_available():
-            name = "mps"
-        else:
-            name = "cpu"
+        without_cuda = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else without_cuda
     if name == "cuda":
         count = torch.cuda.device_count()
         if count == 0:
@@ -112,21 +125,18 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
-WITHOUT_AMX = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-
-
 @functools.cache
 def _avoid_missing_amx() -> None:
-    """Keep oneDNN from AMX instructions that the processor announces and does not execute.
+    """Keep oneDNN from AMX instructions that the processor announces but does not execute.
 
-    Some hypervisors pass the flag on without the feature: the first product in bfloat16 is then
-    the end of the process (SIGILL). oneDNN reads its environment once, at its first use.
+    Some hypervisors pass on the flag without the feature, and the first product in bfloat16 ends
+    the process (SIGILL). oneDNN reads its environment once, at its first use.
     """
     info = Path("/proc/cpuinfo")
     if not info.exists() or "amx_tile" not in info.read_text() or _bf16_works():
         return
-    os.environ.update([WITHOUT_AMX])
-    setting = "=".join(WITHOUT_AMX)
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+    setting = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
     if not _bf16_works():
         raise UserError(f"bf16 fails on this processor; set {setting}, or use precision fp32")
     print(f"bf16 without AMX, which this machine announces but lacks ({setting})", file=sys.stderr)
@@ -167,7 +177,7 @@ def gather_rng(world: World) -> list[dict[str, Tensor]]:
 
 
 def restore_rng(states: list[dict[str, Tensor]], world: World) -> None:
-    """This rank's state, if the run that saved them had this rank."""
+    """Set this rank's state, if the run that saved them had this rank."""
     if world.rank < len(states):
         state = states[world.rank]
         torch.set_rng_state(state["cpu"])

@@ -14,52 +14,30 @@ import torch
 from tqdm import tqdm
 
 from lssar.errors import UserError
+from support import files
 from support.command import revision
-from support.files import (
-    are_checked,
-    checked_line,
-    read_line,
-    read_text,
-    write_json,
-    write_text,
-    writing,
-)
 from training.config import Config
 from training.distributed import World
 
 METRICS, RUN = "metrics.jsonl", "run.json"
 
 
-class RunLog:
+class RunLog(contextlib.ExitStack):
     """The run directory and the screen. Only rank 0 writes and shows anything."""
 
     def __init__(self, config: Config, world: World):
-        self.config, self.path, self.is_main = config, config.run_directory, world.is_main
-        self.world = world
-        self.bar = self._metrics = self._wandb = None
-        if self.is_main:
+        super().__init__()
+        self.config, self.path, self.world = config, config.run_directory, world
+        self.bar = None
+        if world.is_main:
             self._lock()
-
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self._wandb is not None:
-            with contextlib.suppress(Exception):
-                self._wandb.finish()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self.is_main:
-            self._lock_file.close()
 
     def _lock(self) -> None:
         """Two runs must not write into one directory."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_file = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = self.enter_context((self.path / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"{self.path} is in use by another training; choose another --log.name"
@@ -71,25 +49,29 @@ class RunLog:
             ) from None
 
     def start(self, step: int, summary: list[str]) -> None:
-        if not self.is_main:
+        if not self.world.is_main:
             return
         self._about = {"revision": revision(), "command": sys.argv, **machine(self.world)}
-        write_text(self.path / "config.toml", self.config.to_toml())
-        write_json(self.path / RUN, self._about)
+        files.write_text(self.path / "config.toml", self.config.to_toml())
+        files.write_json(self.path / RUN, self._about)
         metrics = [m for m in read_metrics(self.path) if m["step"] <= step]
-        write_text(self.path / METRICS, "".join(map(checked_line, metrics)))
-        # Unbuffered: a failed write must fail where it is made, not again when it is closed.
-        with writing(self.path / METRICS):
-            self._metrics = (self.path / METRICS).open("ab", buffering=0)
+        files.write_text(self.path / METRICS, "".join(map(files.checked_line, metrics)))
+        with files.writing(self.path / METRICS):
+            # Unbuffered: a failed write must fail where it is made, not again at the close.
+            opened = (self.path / METRICS).open("ab", buffering=0)
+            self._metrics = self.enter_context(opened)
         self._wandb = start_wandb(self.config, self.path)
+        if self._wandb is not None:
+            self.callback(_quietly, self._wandb.finish)
         for line in summary:
             self.say(line)
         if sys.stderr.isatty():
             total = self.config.train.steps
-            self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+            bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+            self.bar = self.enter_context(bar)
 
     def say(self, text: str) -> None:
-        if self.is_main:
+        if self.world.is_main:
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
 
@@ -99,7 +81,7 @@ class RunLog:
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
         """One measurement of training: to the screen, metrics.jsonl and wandb."""
-        if not self.is_main:
+        if not self.world.is_main:
             return
         self._record(step=step, **values)
         mfu = values["mfu"]
@@ -109,35 +91,35 @@ class RunLog:
             "tokens/s": f"{values['tokens_per_s']:,.0f}",
             "mfu": "n/a" if mfu is None else f"{mfu:.1%}",
         }
-        if self.bar is not None:
-            self.bar.set_postfix(shown, refresh=False)
-        else:
+        if self.bar is None:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds_left))
             self.say(f"step {step}/{self.config.train.steps}  {text}  left {left}")
+        else:
+            self.bar.set_postfix(shown, refresh=False)
 
     def validation(self, step: int, loss: float) -> None:
-        if self.is_main:
+        if self.world.is_main:
             self._record(step=step, val_loss=loss)
             self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
 
     def _record(self, **values) -> None:
-        line = checked_line(values).encode()
-        with writing(self.path / METRICS):
+        line = files.checked_line(values).encode()
+        with files.writing(self.path / METRICS):
             while line:
                 line = line[self._metrics.write(line) :]
         if self._wandb is not None:
-            with contextlib.suppress(Exception):  # a lost connection must not stop a run
-                self._wandb.log(values, step=values["step"])
+            _quietly(self._wandb.log, values, step=values["step"])
 
     def stopped(self, step: int, by: str) -> None:
         """Also into run.json: torchrun does not pass the exit code on."""
-        if self.is_main:
-            write_json(self.path / RUN, self._about | {"stopped": f"by {by} after step {step}"})
+        if self.world.is_main:
+            about = self._about | {"stopped": f"by {by} after step {step}"}
+            files.write_json(self.path / RUN, about)
             self.say(f"stopped by {by} after step {step}; rerun with --resume")
 
     def finish(self, step: int) -> None:
-        if self.is_main:
+        if self.world.is_main:
             curve = self.path / "loss.png"
             plot_losses(read_metrics(self.path), curve, self.config.log.name)
             self.say(f"finished {step} steps: {self.path}, loss curve {curve}")
@@ -145,59 +127,56 @@ class RunLog:
 
 def machine(world: World) -> dict:
     """What the last bits of a run depend on besides its configuration."""
+    on_gpu = world.device.type == "cuda"
     return {
-        "torch": str(torch.__version__),  # its own type is refused where checkpoints are read
+        "torch": str(torch.__version__),  # weights_only refuses its own type
         "processes": world.size,
-        "device": device_name(world.device),
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else world.device.type,
         "threads": torch.get_num_threads(),
     }
 
 
 def other_machine(saved: dict, now: dict) -> str | None:
-    """A warning where a resumed run will not be bit for bit the one that nothing interrupted."""
+    """A warning where a resumed run will differ from an uninterrupted one in the last bits."""
     on_cpu = now["device"] == "cpu"  # a GPU's sums do not depend on the threads
     changed = [k for k in now if saved.get(k) != now[k] and (k != "threads" or on_cpu)]
     if not changed:
         return None
     listed = ", ".join(f"{k} {saved.get(k)} -> {now[k]}" for k in changed)
-    remedy = {
-        "processes": f"torchrun --nproc_per_node={saved.get('processes')}",
-        "threads": f"OMP_NUM_THREADS={saved.get('threads')}",
-    }
-    return (
-        f"not the machine of the checkpoint (saved -> now): {listed}; sums are rounded "
-        "in another order, so the weights will differ in the last bits"
-    ) + "".join(f"; for the same, start with {remedy[k]}" for k in changed if k in remedy)
+    options = {"processes": "torchrun --nproc_per_node=", "threads": "OMP_NUM_THREADS="}
+    remedies = [f"{options[k]}{saved.get(k)}" for k in changed if k in options]
+    return "; for the same, start with ".join(
+        [
+            f"not the machine of the checkpoint (saved -> now): {listed}; sums are rounded in "
+            "another order, so the weights will differ in the last bits",
+            *remedies,
+        ]
+    )
 
 
 def how_stopped(run_directory: Path) -> str | None:
-    """What the last start of the run says of its end, if a signal stopped it and it could save."""
-    try:
+    """What run.json says if a signal stopped the run after it saved."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         return json.loads((run_directory / RUN).read_text(encoding="utf-8")).get("stopped")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return None
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The measurements of a run; damaged lines are named and left out.
+    """The measurements of a run, without damaged lines, which a warning names.
 
-    What stands behind the last newline was cut short by a kill, and is left out without a word.
+    A kill may cut the last line short: what follows the last newline is dropped silently.
     """
     file, measured = run_directory / METRICS, []
-    if not file.exists():
-        return measured
     try:
-        *lines, _ = read_text(file, errors="replace").split("\n")
+        *lines, _ = files.read_text(file, errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; move it away") from None
-    checked = are_checked(lines)
+    checked = files.are_checked(lines)
     for number, line in enumerate(lines, start=1):
         try:
-            value = read_line(line, checked)
+            value = files.read_line(line, checked)
             if type(value["step"]) is not int:
                 raise ValueError(f"step {value['step']!r}")
             measured.append(value)
@@ -207,9 +186,12 @@ def read_metrics(run_directory: Path) -> list[dict]:
 
 
 def start_wandb(config: Config, directory: Path):
-    """A wandb run when asked for: offline without a key, and never the reason that a run stops."""
+    """A wandb run if the config asks for one: offline without a key."""
     if not config.log.wandb:
         return None
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        has_key |= any("wandb" in host for host in netrc.netrc().hosts)
     try:
         import wandb
 
@@ -218,20 +200,17 @@ def start_wandb(config: Config, directory: Path):
             name=config.log.name,
             dir=directory,
             config=asdict(config),
-            mode=os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
+            mode=os.environ.get("WANDB_MODE") or ("online" if has_key else "offline"),
         )
-    except Exception as error:  # whatever wandb raises, training goes on without it
+    except Exception as error:  # whatever wandb raises, training continues without it
         print(f"warning: wandb is off: {error}", file=sys.stderr)
         return None
 
 
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False
+def _quietly(call, *arguments, **options) -> None:
+    """Call wandb: a lost connection must not stop a run."""
+    with contextlib.suppress(Exception):
+        call(*arguments, **options)
 
 
 def plot_losses(metrics: list[dict], file: Path, title: str) -> None:

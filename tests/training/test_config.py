@@ -299,6 +299,13 @@ def test_errors_name_the_file_the_value_stands_in(kind, tmp_path):
     assert "run.toml" in refused(write(tmp_path, text))
 
 
+def test_an_error_about_a_default_names_the_file_that_was_given(tmp_path):
+    """Where no file set a key of the section, the message began with an empty name."""
+    path = write(tmp_path, "[log]\ninterval = 3\n")
+    with pytest.raises(UserError, match=r"run\.toml: 512 sequences .* 3 processes"):
+        load_config(path, [], world_size=3)
+
+
 # --- batches -------------------------------------------------------------------------------------
 
 
