@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from lssar.backends import BACKENDS, attend, choose_backend, used_backend
     from lssar.errors import UserError
     from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
-    from lssar.padding import attend_padded, token_positions
     from lssar.reference import attention_weights
+    from lssar.spans import attend_padded, token_positions
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ _HOME = {
     **dict.fromkeys(("MECHANISMS", "OVERRIDES", "Mechanism", "get_mechanism"), "mechanisms"),
     "attention_weights": "reference",
     **dict.fromkeys(("BACKENDS", "attend", "choose_backend", "used_backend"), "backends"),
-    **dict.fromkeys(("attend_padded", "token_positions"), "padding"),
+    **dict.fromkeys(("attend_padded", "token_positions"), "spans"),
     "UserError": "errors",
 }
 __all__ = [

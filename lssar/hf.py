@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function
 
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, Mechanism
-from lssar.padding import attend_padded
+from lssar.spans import attend_padded
 
 # What other attention functions of transformers understand and these do not.
 UNSUPPORTED = {
@@ -59,9 +59,6 @@ def attention_forward(
     root_d = math.sqrt(query.shape[3])
     if scaling is not None and not math.isclose(scaling * root_d, 1):
         query = query * (scaling * root_d)  # a mechanism divides by sqrt(d) itself
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     out = attend_padded(
         query, key, value, mechanism, attention_mask, params=getattr(module, HEAD_SCALE, None)
     )
