@@ -100,7 +100,8 @@ class Computes:
     devices: tuple[str, ...] | None = None  # None: any, here and below
     dtypes: tuple[torch.dtype, ...] | None = None
     largest_head_dim: int | None = None
-    most_keys: Callable[[int], int] | None = None  # of a head dimension
+    most_keys: Callable[[int], int] | None = None  # of a head dimension, on the cosine
+    combination: Callable[[Mechanism], str | None] | None = None  # why its parts do not go together
     other_value_dim: bool = True
     mixed_types: bool = False
 
@@ -121,10 +122,14 @@ class Computes:
             return f"it computes on {places[self.devices[0]]}, not on {call.device}"
         if self.dtypes is not None and call.dtype not in self.dtypes:
             return f"it computes in float32, not {call.dtype}"
-        if self.largest_head_dim is not None and call.head_dim > self.largest_head_dim:
-            return f"it takes head dimensions up to {self.largest_head_dim}, not {call.head_dim}"
-        if self.most_keys and call.keys > (most := self.most_keys(call.head_dim)):
+        widest = max(call.head_dim, call.value_dim or 0)
+        if self.largest_head_dim is not None and widest > self.largest_head_dim:
+            return f"it takes head dimensions up to {self.largest_head_dim}, not {widest}"
+        cosine = m.scale == "log d log N"
+        if self.most_keys and cosine and call.keys > (most := self.most_keys(call.head_dim)):
             return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
+        if self.combination and (reason := self.combination(m)):
+            return reason
         if call.value_dim not in (None, call.head_dim) and not self.other_value_dim:
             return f"it takes values as wide as the keys ({call.head_dim}), not {call.value_dim}"
         return "it takes q, k and v of one type" if call.mixed and not self.mixed_types else None
@@ -237,16 +242,24 @@ def _sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None, span: Span) -> Tensor:
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
     from lssar import cpu
 
-    return cpu.lssar(q, k, v, p=m.p, alpha=m.alpha, train_length=m.train_length)
+    return cpu.attend(q, k, v, m, params, span)
 
 
 def _cpu_most_keys(head_dim: int) -> int:
     from lssar import cpu
 
     return cpu.most_keys(head_dim)
+
+
+def _cpu_combination(m: Mechanism) -> str | None:
+    from lssar import cpu
+
+    return cpu.unfused(m)
 
 
 @_constant
@@ -272,33 +285,39 @@ def _triton_missing() -> str | None:
 @functools.cache
 def _with_notice(device: str, reason: str | None) -> str | None:
     if reason:
-        text = f"LSSAR runs without its fused {device} kernel, several times slower: {reason}"
+        text = f"attention runs without its fused {device} kernel, several times slower: {reason}"
         warnings.warn(text, stacklevel=2)
     return reason
 
 
 _SOFTMAX = {"scale": ("1/sqrt(d)", "s log N / sqrt(d)"), "length": PARTS["length"]}
-
-
-def _fused(
-    devices: tuple[str, ...], largest_head_dim: int, most_keys: Callable[[int], int] | None = None
-) -> Computes:
-    return Computes(
-        {"scale": ("log d log N",), "phi": ("softplus",), "length": PARTS["length"]},
-        sharpened=(False, True),
-        devices=devices,
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        largest_head_dim=largest_head_dim,
-        most_keys=most_keys,
-        other_value_dim=False,
-    )
-
+_FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ON_THE_GPU = Computes(
+    {"scale": ("log d log N",), "phi": ("softplus",), "length": PARTS["length"]},
+    sharpened=(False, True),
+    devices=("cuda",),
+    dtypes=_FUSED_TYPES,
+    largest_head_dim=128,
+    other_value_dim=False,
+)
+_ON_THE_CPU = Computes(
+    PARTS | {"numerics": ("safe",)},
+    sharpened=(False, True),
+    spans=True,
+    grouped=True,
+    devices=("cpu",),
+    dtypes=_FUSED_TYPES,
+    largest_head_dim=256,
+    most_keys=_cpu_most_keys,
+    combination=_cpu_combination,
+    mixed_types=True,
+)
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
-    "triton": Backend(_triton, _fused(("cuda",), 128), _triton_missing),
-    "cpu": Backend(_cpu, _fused(("cpu",), 256, _cpu_most_keys), _cpu_missing),
+    "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
+    "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(_rowblock),
     "eager": Backend(_eager),
 }

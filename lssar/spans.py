@@ -62,6 +62,13 @@ class Span:
             first = last[None] if first is None else torch.maximum(first, last)
         return first
 
+    def counts(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """How many keys each row sees, (1, 1, Lq) or (B, 1, Lq); 1 where it sees none."""
+        counts = torch.arange(keys - queries + 1, keys + 1, device=device)[None]
+        first = self.firsts(queries, keys, device)
+        counts = counts if first is None else (counts - first).clamp(min=1)
+        return counts[:, None]
+
 
 def span_of(first: Tensor | None, window: int | None, q: Tensor, k: Tensor) -> Span:
     """A caller's `first` and a mechanism's window, checked; what hides nothing is dropped."""

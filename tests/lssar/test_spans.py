@@ -19,7 +19,7 @@ from lssar.spans import (
     window,
 )
 
-BACKENDS = ("eager", "rowblock")
+BACKENDS = ("eager", "rowblock")  # the fused kernel, in float32, is judged in test_kernel_cpu.py
 HEADS, DIM, WIDTH = 2, 6, 11
 LEFT = [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * WIDTH, [0] * 10 + [1]]
 RIGHT = [[1] * 7 + [0] * 4, [1] * WIDTH, [1] + [0] * 10]
