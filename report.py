@@ -1,12 +1,12 @@
 """python report.py results/ --out site/
 python report.py results/x.json
 
-Of a folder of results, one page: what was found, every claim with its verdict, every table with the
-paper's value beside the measured one, figures, runs. SITE/index.html needs no server and no
-network; its figures lie beside it and its numbers link to the results where they are. What cannot
-be read is named on the page. The same results give the same bytes.
+Turns a folder of results into one page: what was found, every claim with its verdict, every table
+with the paper's value beside the measured one, figures, runs. SITE/index.html needs no server and
+no network; its figures are stored beside it, and its numbers link to the results files. Files that
+cannot be read are named on the page. The same results give the same bytes.
 
-Of one results file, its numbers as a table on the terminal.
+Given one results file, prints its numbers as a table.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 
 def file_table(path: Path) -> str:
-    """The records of one file: a line per run, variant and task, a column per length."""
+    """The records of one file: one line per run, variant and task, one column per length."""
     from evaluating.results import read_results
     from support.text import short_number, table
 
@@ -67,21 +67,19 @@ def show_value(value: float | str | None) -> str:
 
 
 def check_out(out: Path, results: Path) -> None:
-    """Write into a new or empty folder or over an earlier page, never into anything else."""
+    """Accept a new or empty folder or an earlier page, nothing else."""
     if out.resolve().is_relative_to(results.resolve()):
         raise UserError(f"--out {out} is inside {results}, where it would be read as a result")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
-    if out.is_dir() and not (is_ours(out / INDEX) or is_unfinished(out)):
+    index = out / INDEX
+    ours = index.is_file() and OURS in index.read_text(encoding="utf-8", errors="replace")
+    if out.is_dir() and not (ours or is_unfinished(out)):
         raise UserError(f"--out {out} holds other things than a report; give a new folder")
 
 
-def is_ours(index: Path) -> bool:
-    return index.is_file() and OURS in index.read_text(encoding="utf-8", errors="replace")
-
-
 def is_unfinished(out: Path) -> bool:
-    """Whether it is empty or holds what an interrupted first run leaves: figures and no page."""
+    """Whether the folder is empty or has only figures, left by an interrupted first run."""
     names = tuple(f"{scale}-" for scale in SCALES)
     return all(
         (path.is_dir() and path.name == FIGURES)
@@ -91,7 +89,7 @@ def is_unfinished(out: Path) -> bool:
 
 
 def write_site(results: Path, out: Path) -> None:
-    """The figures first and the page last, so that it never shows what is not there yet."""
+    """Write the figures first and the page last, so that it never shows a missing figure."""
     from paper.page import Page
     from support.files import write_text, writing
 

@@ -1,35 +1,29 @@
 """python reproduce.py TABLE [TABLE ...] [--scale nano|paper] [--plan]
 
-Trains what the tables need, evaluates it, prints each table beside the paper's numbers and the
+Trains and evaluates what the tables need, prints each table beside the paper's numbers and the
 claims with their verdicts, and draws results/SCALE/TABLE.png. `all` is every table. Runs are shared
-between tables. Run again, it continues: what is done is skipped, one failed run stops no other.
+between tables. A failed run does not stop the others; run again, and only what is missing is done.
 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
     --scale paper    FineWeb and FineWeb-Edu, 8 GPUs
     --plan           print runs, tokens, hours and disk; start nothing
-    --tables-only    train and evaluate nothing; make the tables of what there is
-    --seeds 0,1,2    for every run; default at nano three for headline and PI, else one
-    --jobs 2         at a time; default one, on a CPU two
-    --gpus 8         processes of a training; default the GPUs here
+    --tables-only    train and evaluate nothing; make the tables from the results that exist
+    --seeds 0,1,2    for every run; default: three at nano for headline and PI, else one
+    --jobs 2         jobs to run at a time; default: two at nano, else one
+    --gpus 8         processes per training run; default: the GPUs of this machine
 
-Exit codes: 0 all there, 1 something failed (the last lines say what), 2 a mistake in the input.
+Exit codes: 0 all done, 1 something failed (the last lines say what), 2 a mistake in the input.
 """
 
 from argparse import Namespace
 
 from lssar.errors import UserError, did_you_mean
-from paper.experiments import EXTRAPOLATION, PASSKEY, Table, all_tables
-from paper.runs import SCALES, all_runs
+from paper.experiments import Table, all_tables
+from paper.runs import SCALES
 from support.command import Parser, answer_early, process_count, run, seed_number
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
-    arguments = make_parser().parse_args(argv)
-    choose(arguments.tables, arguments.scale)  # raises for a table that does not exist
-    return arguments
-
-
-def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("tables", nargs="+", metavar="TABLE")
     parser.add_argument("--scale", choices=tuple(SCALES), default="nano")
@@ -38,7 +32,9 @@ def make_parser() -> Parser:
     parser.add_argument("--seeds", type=seeds)
     parser.add_argument("--jobs", type=process_count)
     parser.add_argument("--gpus", type=process_count)
-    return parser
+    arguments = parser.parse_args(argv)
+    arguments.tables = choose(arguments.tables, arguments.scale)
+    return arguments
 
 
 def seeds(text: str) -> tuple[int, ...]:
@@ -47,7 +43,7 @@ def seeds(text: str) -> tuple[int, ...]:
 
 
 def choose(names: list[str], scale: str) -> list[Table]:
-    """The tables called so, with those that their scripts make beside them."""
+    """The tables of these names, and those that the same scripts make."""
     known = all_tables(scale)
     for name in names:
         if name != "all" and name not in known:
@@ -63,26 +59,22 @@ import torch
 
 from paper.claims import show_claims
 from paper.evidence import Evidence
-from paper.jobs import Job, run_all
-from paper.plan import Workspace, describe, jobs_of, training_jobs
+from paper.jobs import run_all
+from paper.plan import Workspace, describe, jobs_of
 from paper.run_records import write_runs
-from paper.special import SPECIALS
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots
+from support.files import writing
 
 
 def main(argv: list[str]) -> int | None:
     arguments = parse_arguments(argv)
-    tables = choose(arguments.tables, arguments.scale)
-    scale, nano, gpus = (
-        SCALES[arguments.scale],
-        arguments.scale == "nano",
-        torch.cuda.device_count(),
-    )
+    tables = arguments.tables
+    nano, gpus = arguments.scale == "nano", torch.cuda.device_count()
     processes = arguments.gpus or (1 if nano else gpus or 8)
-    space = Workspace(scale, arguments.seeds, processes)
-    jobs = all_jobs(tables, space)
+    space = Workspace(SCALES[arguments.scale], arguments.seeds, processes)
+    jobs = jobs_of(tables, space)
     if arguments.plan:
         print(describe([table.name for table in tables], jobs, space))
         return None
@@ -94,29 +86,18 @@ def main(argv: list[str]) -> int | None:
     states = {}
     if not arguments.tables_only:
         parallel = arguments.jobs or (2 if nano else 1)
-        states = run_all(jobs, space.runs / scale.name / "logs", parallel)
+        states = run_all(jobs, space.runs / arguments.scale / "logs", parallel)
     show_all(tables, space)
-    failed = {name: state for name, state in states.items() if state != "done"}
-    for name, state in failed.items():
-        print(f"{name}: {state}")
+    failed = [f"{name}: {state}" for name, state in states.items() if state != "done"]
+    for line in failed:
+        print(line)
     return 1 if failed else None
-
-
-def all_jobs(tables: list[Table], space: Workspace) -> list[Job]:
-    """Every job of the tables once. Physics has a script of its own."""
-    runs, names = all_runs(space.scale.name), [table.name for table in tables]
-    by_length = [table for table in tables if table.folder in (EXTRAPOLATION, PASSKEY)]
-    jobs = jobs_of(by_length, space)
-    for special in (SPECIALS[name] for name in names if name in SPECIALS):
-        for key, seed in special.trained(space):
-            jobs += training_jobs(runs[key], seed, runs, space)
-        jobs.append(special.job(space))
-    return list({job.name: job for job in jobs}.values())
 
 
 def show_all(tables: list[Table], space: Workspace) -> None:
     """Print and draw every table, then the claims, and record what the runs were."""
-    space.folder.mkdir(parents=True, exist_ok=True)
+    with writing(space.folder):
+        space.folder.mkdir(parents=True, exist_ok=True)
     write_runs(space)
     evidence = Evidence(space.scale.name, space.folder)
     for table in tables:

@@ -92,7 +92,7 @@ def _value_pass(
         if MASKED:
             z = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None], z, 0.0)
         r = power(z, exponent[:, None], P - 1)
-        r *= unit[:, None]
+        r *= unit
         z = r * z
         l, carry = add(l, carry, tl.sum(z, 1))
         v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
@@ -122,8 +122,7 @@ def forward_kernel(
     position = k_length - q_length + rows
     count = (position + 1).to(tl.float32)
     q = load_rows(Q, first_row, q_stride, q_length, d, BLOCK_M, BLOCK_D)
-    largest = log_d * tl.log2(count)  # score of the row
-    row_scale = largest / tl.maximum(length(q), NORM_EPS)
+    row_scale = log_d * tl.log2(count) / tl.maximum(length(q), NORM_EPS)
 
     # Every row of the block sees all keys before `full`; none sees a key from `last` on.
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
@@ -151,15 +150,17 @@ def forward_kernel(
         top = tl.max(top, 1)
         if REWEIGHT:
             mean = tl.where(count > 3, pivot + tl.sum(total, 1) / count, 0.0)
-            noise = FLAT * (4.0 + LN_2 * largest)
-            mean = tl.where(top - mean <= top * noise, 0.0, mean)
+            largest = row_scale * tl.maximum(length(q), NORM_EPS)  # score, in units of ln 2
+            mean = tl.where(top - mean <= top * FLAT * (4.0 + LN_2 * largest), 0.0, mean)
         inv_m = 1.0 / (top - mean)
 
     exponent = adaptive(count, p, alpha, train_length) - 1.0
-    if K.dtype.element_ty == tl.float16:
-        unit = zeros + weight_unit(tl.float16)
-    else:  # sums of weights below one: with values near the largest float32 they stay finite
-        unit = tl.exp2(-tl.ceil(tl.log2(count * (1.0 + largest))))
+    unit = weight_unit(K.dtype.element_ty)
+    if K.dtype.element_ty != tl.float16:
+        # Sums of weights below one: with values near the largest float32 they stay finite. One
+        # unit for all rows, as one per row would spill registers.
+        keys = tl.cast(k_length, tl.float32)
+        unit = tl.exp2(-tl.ceil(tl.log2(keys * (1.0 + log_d * tl.log2(keys)))))
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l, carry, h, acc, guide = _value_pass(
         q, row_scale, mean, inv_m, exponent, unit, zeros, zeros, zeros, acc, acc, position, 0, full,

@@ -1,263 +1,194 @@
-"""What the paper claims, sentence by sentence in its own words, and our own controls beside it.
+"""How a claim becomes a verdict: which comparisons it asks for, and what keeps it open.
 
-A claim names the rows that it compares, where, and what is said of them; `verdicts.py` judges it.
+The claims are in claims.toml. Comparisons come from `evidence.py`, as those of tables, figures and
+page do, and are judged by `statistic.py` alone.
 """
 
+import re
 import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from paper.evidence import Evidence
-from paper.statistic import AS_GOOD, BETTER, FAILS, HOLDS, OPEN, WORSE
-from paper.verdicts import (
-    Claim,
-    Judged,
-    Pair,
-    constant_found,
-    edge_of_the_sweep,
-    far_context_harms,
-    judged,
-    nearly_constant,
-    no_sink,
-    unequal_budgets,
-)
+from paper.experiments import Column, Table
+from paper.runs import SWEPT_P, load_toml
+from paper.statistic import BETTER, OPEN, WORSE, Comparison, compare, judge, settles, signed
+from paper.tables import decimals_of, heading
 
 
-def each(row: str, wanted: str, others: tuple[str, ...], at=(1,)) -> tuple[Pair, ...]:
-    return tuple(Pair(row, wanted, other, at) for other in others)
+@dataclass(frozen=True)
+class Pair:
+    """Row `row` is better or worse than, or as good as, row `other`.
+
+    `at` are lengths, in training lengths, or quantities where the table has no lengths.
+    """
+
+    row: str
+    wanted: str
+    other: str
+    at: tuple[float | str, ...]
 
 
-def versus(rows: tuple[str, ...], wanted: str, other: str = "softmax", at=(1,)) -> tuple[Pair, ...]:
-    return tuple(Pair(row, wanted, other, at) for row in rows)
+@dataclass(frozen=True)
+class Point:
+    """One comparison of a claim."""
+
+    label: str
+    wanted: str
+    found: Comparison
+    decimals: int = 3
+    paper: float | None = None  # the paper's own difference
+
+    @property
+    def text(self) -> str:
+        if self.found.mean is None:
+            return f"{self.label}: not measured"
+        paper = "" if self.paper is None else f"; paper {signed(self.paper, self.decimals)}"
+        seeds = f"{self.found.n} seeds" if self.found.n > 1 else "one seed"
+        return f"{self.label}: {self.found.text(self.decimals)}, {seeds}{paper}"
 
 
-SIGMOIDS = ("sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "sigmoid-l1")
-RELUS = ("relu-length", "relu-l1", "relu-shen")
-ACTIVATIONS = ("relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "mish-l1")
-SIZED = tuple(f"edu-{size}" for size in ("small", "middle", "large", "45m", "124m", "355m"))
-TASKS = ("acc_norm", "acc", "rouge1", "perplexity", "chrf")
-MAIN, APPENDIX = "Sect. 4", "Appendix"
+@dataclass(frozen=True)
+class Claim:
+    text: str  # the paper's own words; ours where `where` is empty
+    table: str
+    where: str = ""
+    pairs: tuple[Pair, ...] = ()
+    rule: Callable[[Evidence, Table], list[Point]] | None = None  # in place of pairs
+    caveat: Callable[[Evidence, Table], str] | None = None  # why it stays open, if it does
+    finding: dict[str, str] = field(default_factory=dict)  # by verdict
 
-PAPER_CLAIMS = (
-    Claim(
-        "This novel, two-stage, replacement for self-attention is shown to … dramatically improve "
-        "length extrapolation, … at 16× the training length",
-        *("Abstract", "headline"),
-        versus(("lssar-p15",), BETTER, at=(16,)),
-    ),
-    Claim(
-        "LSSAR maintains a nearly constant validation loss even at 16× the training token length",
-        *("Introduction", "headline"),
-        rule=nearly_constant("lssar-p15"),
-    ),
-    Claim(
-        "We show that this novel attention mechanism [LSSA] outperforms conventional Softmax "
-        "attention",
-        *("Abstract", "headline"),
-        versus(("lssa",), BETTER, at=(1, 2, 4, 8)),
-    ),
-    Claim(
-        "At an inference sequence length of 1K, all attention variants perform similarly, with "
-        "only slight differences in validation loss.",
-        *(MAIN, "softmax_free"),
-        versus(("ssmax", *SIGMOIDS, *RELUS, "lssa"), AS_GOOD),
-    ),
-    Claim(
-        "SSMax achieves the lowest validation loss [at 1K]",
-        *(MAIN, "softmax_free"),
-        each("ssmax", BETTER, ("softmax", *SIGMOIDS, *RELUS, "lssa")),
-    ),
-    Claim(
-        "Sigmoid (b = −log N, l1-norm) and LSSA also perform slightly better than the standard "
-        "Softmax attention [at 1K]",
-        *(MAIN, "softmax_free"),
-        versus(("sigmoid-logn-l1", "lssa"), BETTER),
-    ),
-    Claim(
-        "Sigmoid attention shows significant performance decline at longer sequences, with "
-        "validation loss rising sharply at 8K tokens.",
-        *(MAIN, "softmax_free"),
-        versus(("sigmoid", "sigmoid-logn"), WORSE, at=(8,)),
-    ),
-    Claim(
-        "ReLU-based attention variants also experience notable performance decline with longer "
-        "sequences",
-        *(MAIN, "softmax_free"),
-        versus(RELUS, WORSE, at=(8,)),
-    ),
-    Claim(
-        "the length extrapolation ability provided by the re-weighting can improve the performance "
-        "of all the tested attention mechanisms",
-        *(MAIN, "softmax_free"),
-        (
-            Pair("softmax-p3", BETTER, "softmax", (8,)),
-            Pair("sigmoid-logn-l1-p15", BETTER, "sigmoid-logn-l1", (8,)),
-            Pair("lssar-p15", BETTER, "lssa", (8,)),
-        ),
-    ),
-    Claim(
-        "For Softmax, performance was improved slightly using p=3, but was harmed when using p=15.",
-        *(MAIN, "softmax_free"),
-        (
-            Pair("softmax-p3", BETTER, "softmax", (1, 2, 4, 8)),
-            Pair("softmax-p15", WORSE, "softmax", (1, 2, 4, 8)),
-        ),
-    ),
-    Claim(
-        "For the other attention mechanisms, p=3 was most effective for sequence lengths of 1K",
-        *(MAIN, "softmax_free"),
-        (
-            *each("lssar-p3", BETTER, ("lssa", "lssar-p15")),
-            *each("sigmoid-logn-l1-p3", BETTER, ("sigmoid-logn-l1", "sigmoid-logn-l1-p15")),
-        ),
-    ),
-    Claim(
-        "For p=15, LSSAR achieves the best long-context performance among the tested variants",
-        *(MAIN, "softmax_free"),
-        each(
-            "lssar-p15",
-            BETTER,
-            (
-                *("softmax", "ssmax", *SIGMOIDS, *RELUS, "lssa", "lssar-p3", "softmax-p3"),
-                *("softmax-p15", "sigmoid-logn-l1-p3", "sigmoid-logn-l1-p15"),
-            ),
-            (8,),
-        ),
-    ),
-    Claim(
-        "inverting the Softmax outputs by multiplying them by negative one resulted in a "
-        "negligible change in validation loss",
-        *(APPENDIX, "modified_scores"),
-        versus(("softmax-inverse",), AS_GOOD),
-    ),
-    Claim(
-        "We also re-centred the attention scores by subtracting the row-wise mean … This led to a "
-        "minor increase in loss. However, when we subsequently scaled these re-centred scores by "
-        "the l1-norm, performance was almost fully restored.",
-        *(APPENDIX, "modified_scores"),
-        (
-            Pair("softmax-recentred", WORSE, "softmax"),
-            Pair("softmax-recentred-l1", AS_GOOD, "softmax"),
-        ),
-    ),
-    Claim(
-        "Softmax's effectiveness comes from the combination of a nonlinear transformation and "
-        "subsequent normalisation",
-        *(APPENDIX, "decomposition"),
-        each("softmax", BETTER, ("identity", "exp", "identity-l1")),
-    ),
-    Claim(
-        "While better than the linear baseline, Scenario II [exp without the l1-norm] still lags "
-        "behind the full Softmax.",
-        *(APPENDIX, "decomposition"),
-        (Pair("exp", BETTER, "identity"), Pair("exp", WORSE, "softmax")),
-    ),
-    Claim(
-        "all activation functions, except for Softplus, result in poorer validation loss values "
-        "compared to the standard attention mechanism",
-        *(APPENDIX, "activations"),
-        versus(ACTIVATIONS, WORSE),
-    ),
-    Claim(
-        "Softplus, in particular, achieves the lowest validation loss.",
-        *(APPENDIX, "activations"),
-        each("softplus-l1", BETTER, (*ACTIVATIONS, "softmax")),
-    ),
-    Claim(
-        "[Softmax with re-weighting] suffers from severe gradient explosion issues as p increases "
-        "to p=15 and beyond.",
-        *(APPENDIX, "p_sweep"),
-        each("softmax-p15", WORSE, ("softmax-p3",), (1, 2, 4, 8, 16)),
-    ),
-    Claim(
-        "Increasing p initially … improves validation loss, with the best performance in this "
-        "sweep observed around p=15.",
-        *(APPENDIX, "p_sweep"),
-        each("lssar-p15", BETTER, ("lssar-p1", "lssar-p3", "lssar-p5"), (16,)),
-        caveat=edge_of_the_sweep,
-    ),
-    Claim(
-        "LSSAR succeeds far beyond its training length while standard attention fails completely "
-        "[at passkey retrieval].",
-        *("Introduction", "passkey"),
-        versus(("lssar-p15",), BETTER, at=(1.5, 2, 4)),
-        caveat=unequal_budgets,
-    ),
-    Claim(
-        "At all three target lengths, the LSSAR+PI model achieves lower validation loss than the "
-        "corresponding base LSSAR checkpoint.",
-        *(APPENDIX, "pi"),
-        versus(("pi",), BETTER, "base", (2, 4, 8)),
-    ),
-    Claim(
-        "at 16× extrapolation, α=0.1 reduces the validation loss from 3.45 to 3.31",
-        *(APPENDIX, "adaptive_p"),
-        versus(("alpha=0.1",), BETTER, "lssar-p15", (16,)),
-    ),
-    Claim(
-        "LSSAR shows consistent improvements over the Softmax baseline across the tested model "
-        "sizes.",
-        *("Discussion", "scaling_edu"),
-        tuple(Pair(f"{size}-lssar", BETTER, f"{size}-softmax", (16,)) for size in SIZED),
-    ),
-    Claim(
-        "LSSAR effectively mitigates the attention sink phenomenon",
-        *("Introduction", "attention_maps"),
-        versus(("lssar-p15",), BETTER, at=("sink",)),
-        caveat=no_sink,
-    ),
-    Claim(
-        "Downstream evaluations confirm that these architectural improvements translate into "
-        "superior performance on a range of tasks.",
-        *("Conclusion", "downstream"),
-        versus(("lssar-p15",), BETTER, at=TASKS),
-    ),
-    Claim(
-        "LSSAR is noticeably slower at inference and uses substantially more memory during "
-        "training than standard attention.",
-        *("Discussion", "cost"),
-        versus(("lssar",), WORSE, at=("eval_ms", "train_MB")),
-    ),
-    Claim(
-        "Symbolic regression identifies an inverse-square form (F ∝ m/r²) from LSSAR's outputs, "
-        "whereas standard attention fails to match this physical structure.",
-        *("Introduction", "symbolic_regression"),
-        rule=constant_found,
-    ),
-)
 
-WINDOW = Claim(
-    "A sliding window of the training length, put on softmax at evaluation, is better at 16x than "
-    "softmax and than LSSAR.",
-    *("", "headline"),
-    each("softmax-window", BETTER, ("softmax", "lssar-p15"), (16,)),
-)
-FAR_CONTEXT = Claim(
-    "With all of 16x the training length before it, each model predicts worse than with the last "
-    "training length alone.",
-    *("", "headline"),
-    rule=far_context_harms,
-)
-OUR_CONTROLS = (
-    WINDOW,
-    FAR_CONTEXT,
-    Claim(
-        "LSSAR p=15 is as good as softmax at the training length.",
-        *("", "headline"),
-        versus(("lssar-p15",), AS_GOOD),
-    ),
-    Claim(
-        "It is PI that helps, not the fine-tuning: with PI the loss is lower than after the same "
-        "fine-tuning without it.",
-        *("", "pi"),
-        versus(("pi",), BETTER, "no-pi", (2, 4, 8)),
-    ),
-    Claim(
-        "LSSAR retrieves more passkeys beyond the training length than softmax with a sliding "
-        "window.",
-        *("", "passkey"),
-        each("lssar-p15", BETTER, ("softmax-window",), (1.5, 2, 4)),
-        caveat=unequal_budgets,
-    ),
-)
+@dataclass(frozen=True)
+class Judged:
+    claim: Claim
+    verdict: str
+    points: list[Point]
+    settles: str  # what would settle an open one
+
+
+def judged(claim: Claim, evidence: Evidence) -> Judged:
+    table = evidence.tables[claim.table]
+    points = claim.rule(evidence, table) if claim.rule else of_pairs(claim.pairs, evidence, table)
+    found = [(point.found, point.wanted) for point in points]
+    measured = any(point.found.n for point in points)
+    caveat = claim.caveat(evidence, table) if claim.caveat and measured else ""
+    verdict = OPEN if caveat else judge(found)
+    return Judged(claim, verdict, points, (caveat or settles(found)) if verdict == OPEN else "")
+
+
+def of_pairs(pairs: tuple[Pair, ...], evidence: Evidence, table: Table) -> list[Point]:
+    points = []
+    for pair in pairs:
+        row, other = table.row(pair.row), table.row(pair.other)
+        for column in columns_at(evidence, table, pair.at) if row and other else ():
+            ours, theirs = (evidence.printed(table, r, column) for r in (row, other))
+            points.append(
+                Point(
+                    f"{row.title} − {other.title}, {heading(evidence, table, column)}",
+                    pair.wanted,
+                    evidence.compare(table, row, other, column),
+                    decimals_of(evidence, table, column),
+                    None if None in (ours, theirs) else ours - theirs,
+                )
+            )
+    return points
+
+
+def columns_at(evidence: Evidence, table: Table, at: tuple) -> list[Column]:
+    by_length = ("loss", "accuracy")  # quantities that a length tells apart
+    found = [
+        c for c in table.columns if (c.factor if c.quantity in by_length else c.quantity) in at
+    ]
+    return [c for c in found if not c.task or evidence.cell(table, table.rows[0], c).n]
+
+
+# --- rules and caveats that claims.toml names ----------------------------------------------------
+
+
+def values_of(
+    evidence: Evidence, table: Table, key: str, factor: float | None, quantity: str = "loss"
+) -> dict[int | None, float | None]:
+    column = next(c for c in table.columns if (c.factor, c.quantity) == (factor, quantity))
+    return evidence.cell(table, table.row(key), column).values
+
+
+# The paper's LSSAR goes from 3.1905 to 3.45: what it calls nearly constant is a rise by 8 %.
+NEARLY = 3.45 / 3.1905
+
+
+def nearly_constant(evidence: Evidence, table: Table) -> list[Point]:
+    near, far = (values_of(evidence, table, "lssar-p15", factor) for factor in (1, 16))
+    allowed = {seed: v and NEARLY * v for seed, v in near.items()}
+    label = f"loss at 16x − {NEARLY:.2f} times the loss at 1x (the paper's own rise)"
+    return [Point(label, BETTER, compare(far, allowed))]
+
+
+def far_context_harms(evidence: Evidence, table: Table) -> list[Point]:
+    points = []
+    for row in (row for row in table.rows if not row.control):
+        gains = values_of(evidence, table, row.key, 16, "context_gain")
+        found = compare(gains, dict.fromkeys(gains, 0.0))
+        points.append(Point(f"{row.title}, context gain at 16x", WORSE, found))
+    return points
+
+
+def constant_found(evidence: Evidence, table: Table) -> list[Point]:
+    """1 where symbolic regression found a law of Newton's form, else 0."""
+    found = []
+    for key in ("lssar", "softmax"):
+        constants = values_of(evidence, table, key, None, "constant")
+        found.append({seed: float(value is not None) for seed, value in constants.items()})
+    label = "law of the form m1 / r^2 found (1) or not (0), LSSAR − Softmax"
+    return [Point(label, BETTER, compare(*found, lower_is_better=False))]
+
+
+def edge_of_the_sweep(evidence: Evidence, table: Table) -> str:
+    cells = {p: values_of(evidence, table, f"lssar-p{p}", 16) for p in SWEPT_P}
+    shared = {p: values[0] for p, values in cells.items() if values.get(0) is not None}
+    best = min(shared, key=shared.get) if shared else None
+    if best not in (SWEPT_P[0], SWEPT_P[-1]):
+        return ""
+    return f"the best exponent here, p = {best}, is the edge of the sweep: others were not tried"
+
+
+def unequal_budgets(evidence: Evidence, table: Table) -> str:
+    if evidence.scale.name != "nano":
+        return ""
+    return (
+        "LSSAR was trained for 10,000 steps and softmax for 5,000, one seed each: equal budgets "
+        "and more seeds would settle it"
+    )
+
+
+def no_sink(evidence: Evidence, table: Table) -> str:
+    sink = evidence.cell(table, table.row("softmax"), table.columns[0]).mean
+    if sink is None or sink >= 0.1:
+        return ""
+    shown = f"mean weight on token 1 {sink:.3f}"
+    return f"softmax has no sink here ({shown}): a larger scale would settle it"
+
+
+# --- the claims ----------------------------------------------------------------------------------
+
+COMPARISON = re.compile(r"(.+) (better|worse|as good) (?:than|as) (.+) at (.+)")
+RULES = {"": None} | {f.__name__: f for f in (nearly_constant, far_context_harms, constant_found)}
+CAVEATS = {"": None} | {f.__name__: f for f in (edge_of_the_sweep, unequal_budgets, no_sink)}
+
+
+def load_claim(compare: tuple = (), rule: str = "", caveat: str = "", **fields) -> Claim:
+    pairs = tuple(pair for sentence in compare for pair in load_pairs(sentence))
+    return Claim(pairs=pairs, rule=RULES[rule], caveat=CAVEATS[caveat], **fields)
+
+
+def load_pairs(sentence: str) -> list[Pair]:
+    rows, wanted, others, places = COMPARISON.fullmatch(sentence).groups()
+    at = tuple(float(p) if p[0].isdigit() else p for p in places.split(", "))
+    return [Pair(r, wanted, o, at) for r in rows.split(", ") for o in others.split(", ")]
+
+
+DATA = load_toml("claims.toml")
+PAPER_CLAIMS, OUR_CONTROLS = ([load_claim(**c) for c in DATA[k]] for k in ("paper", "controls"))
 
 
 def judge_all(evidence: Evidence) -> tuple[list[Judged], list[Judged]]:
@@ -265,53 +196,21 @@ def judge_all(evidence: Evidence) -> tuple[list[Judged], list[Judged]]:
     return tuple([judged(c, evidence) for c in group] for group in (PAPER_CLAIMS, OUR_CONTROLS))
 
 
-# --- three sentences -----------------------------------------------------------------------------
-
-FINDINGS = (
-    (
-        PAPER_CLAIMS[0],
-        {
-            HOLDS: "At 16 times the training length LSSAR has degraded less than softmax",
-            FAILS: "At 16 times the training length LSSAR has not degraded less than softmax",
-            OPEN: "Whether LSSAR degrades less than softmax beyond the training length is open",
-        },
-    ),
-    (
-        WINDOW,
-        {
-            HOLDS: "Softmax with a sliding window of the training length at evaluation beats both",
-            FAILS: "A sliding window of the training length does not beat both",
-            OPEN: "Whether a sliding window of the training length beats both is open",
-        },
-    ),
-    (
-        FAR_CONTEXT,
-        {
-            HOLDS: "No model gains from far context: all predict worse with it than without",
-            FAILS: "Far context does not harm every model",
-            OPEN: "Whether any model gains from far context is open",
-        },
-    ),
-)
-
-
 def findings(evidence: Evidence) -> list[str]:
     """What was found, by the same judgements; nothing where nothing was measured."""
     sentences = []
-    for claim, words in FINDINGS:
-        found = judged(claim, evidence)
+    for found in (j for group in judge_all(evidence) for j in group if j.claim.finding):
         if all(point.found.n for point in found.points):
             closest = min(found.points, key=lambda point: abs(point.found.mean))
-            sentences.append(f"{words[found.verdict]} ({closest.text}).")
+            sentences.append(f"{found.claim.finding[found.verdict]} ({closest.text}).")
     return sentences
 
 
 def show_claims(evidence: Evidence) -> str:
     """Every claim with its verdict, and what would settle an open one, for the terminal."""
     lines = []
-    for title, group in zip(
-        ("the paper's claims", "our controls"), judge_all(evidence), strict=True
-    ):
+    titles = ("the paper's claims", "our controls")
+    for title, group in zip(titles, judge_all(evidence), strict=True):
         lines.append(f"\n{title}")
         for found in group:
             text = textwrap.shorten(found.claim.text, 84, placeholder=" …")

@@ -1,24 +1,25 @@
 """What was measured at one scale, asked by table, row and column; comparisons of it, each once.
 
-A cell holds values by seed. Whoever asks for the same comparison, a table, a claim, a figure or the
-page, gets the same object, so that they cannot disagree.
+Whoever asks for the same comparison, a table, a claim, a figure or the page, gets the same object,
+so that they cannot disagree.
 """
 
 import json
 import statistics
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 from evaluating.results import AS_TRAINED, Measured, collect
 from lssar.errors import UserError
 from paper.experiments import EXTRAPOLATION, PASSKEY, Column, Row, Table, all_tables
 from paper.runs import SCALES, run_name, run_seeds
-from paper.statistic import MARGIN, Agreement, Comparison, agreement, compare, direction
+from paper.statistic import MARGIN, Comparison, compare
 from support.files import read_text
 
 PAPER = Path(__file__).with_name("paper.json")
 RUNS = "runs.json"  # beside the results of a scale: what every training run was
+LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
 
 
 def paper_numbers() -> dict:
@@ -27,7 +28,7 @@ def paper_numbers() -> dict:
 
 @dataclass(frozen=True)
 class Cell:
-    values: dict[int | None, float | None] = field(default_factory=dict)  # None: it overflowed
+    values: dict[int | None, float | None] = field(default_factory=dict)  # by seed; None: overflow
     sources: dict[int | None, Path] = field(default_factory=dict)
     mechanism: str = ""
 
@@ -52,61 +53,46 @@ class Evidence:
     def __init__(self, scale: str, folder: str | Path):
         """Read everything that was measured below results/SCALE."""
         self.scale, self.folder = SCALES[scale], Path(folder)
+        self.tables, self.paper = all_tables(scale), paper_numbers()
         measured, self.problems = collect(self.folder)
         self.problems.pop(self.folder / RUNS, None)
+        self._seeds = sorted({s for m in measured if (s := seed_of(m)) is not None})
         self._found: dict[tuple, Measured] = {}
         for one in measured:
             self._add(one)
-        self._seeds = sorted({s for m in measured if (s := seed_of(m)) is not None})
-        self._cells: dict[tuple, Cell] = {}
-        self._comparisons: dict[tuple, Comparison] = {}
-        self.tables = all_tables(scale)
+        self.cell, self.compare = cache(self._cell), cache(self._compare)
 
     def _add(self, one: Measured) -> None:
         record, path = one.record, one.source.relative_to(self.folder)
-        place = (path.parts[0].removesuffix(".json"), record.quantity, one.name, record.variant)
-        self._found[*place, record.task, record.length] = one
-        # A quantity that is asked for without a length is the one at the longest.
-        known = self._found.get((*place, record.task, None))
+        folder = path.parts[0].removesuffix(".json")
+        place = (folder, record.quantity, one.name, record.variant, record.task)
+        self._found[*place, record.length] = one
+        # Asked for without a length, a quantity is the one at the longest.
+        known = self._found.get((*place, None))
         if known is None or (known.record.length or 0) <= (record.length or 0):
-            self._found[*place, record.task, None] = one
+            self._found[*place, None] = one
 
-    @cached_property
-    def paper(self) -> dict:
-        return paper_numbers()
-
-    # --- one number ------------------------------------------------------------------------------
-
-    def length(self, table: Table, column: Column) -> int | None:
-        if column.factor is None:
-            return None
-        return self._length_at(table)(column.factor)
-
-    def _length_at(self, table: Table):
-        return self.scale.passkey_length if table.folder == PASSKEY else self.scale.length
+    def length(self, table: Table, factor: float | None) -> int | None:
+        return None if factor is None else self.scale.length(factor, table.folder == PASSKEY)
 
     def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""
         key = column.run(row.run)
-        window = f"window={self._length_at(table)(1)}"
-        variant = window if row.variant == "window" else row.variant
-        place = (variant, column.task, self.length(table, column))
-        names = {run_name(key, seed): seed for seed in self._seeds} | {key: None}
+        variant = f"window={self.length(table, 1)}" if row.variant == "window" else row.variant
+        place = (variant, column.task, self.length(table, column.factor))
+        names = [*(run_name(key, seed) for seed in self._seeds), key]
         found = (self._found.get((table.folder, column.quantity, n, *place)) for n in names)
         return {seed_of(m): m for m in found if m is not None}
 
-    def cell(self, table: Table, row: Row, column: Column) -> Cell:
-        place = (table.name, row.key, column)
-        if place not in self._cells:
-            found = self.measured(table, row, column)
-            unit = 100 if column.percent else 1
-            mechanisms = [mechanism_of(m.run) for m in found.values()]
-            self._cells[place] = Cell(
-                {seed: shown_value(m.record.value, unit) for seed, m in found.items()},
-                {seed: m.source for seed, m in found.items()},
-                next(filter(None, mechanisms), ""),
-            )
-        return self._cells[place]
+    def _cell(self, table: Table, row: Row, column: Column) -> Cell:
+        found = self.measured(table, row, column)
+        unit = 100 if column.percent else 1
+        mechanisms = [mechanism_of(m.run) for m in found.values()]
+        return Cell(
+            {seed: shown_value(m.record.value, unit) for seed, m in found.items()},
+            {seed: m.source for seed, m in found.items()},
+            next(filter(None, mechanisms), ""),
+        )
 
     def is_missing(self, table: Table, row: Row, column: Column) -> bool:
         """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
@@ -115,52 +101,22 @@ class Evidence:
             wanted = len(run_seeds(self.scale, column.run(row.run), None))
         return self.cell(table, row, column).n < wanted
 
-    # --- comparisons -----------------------------------------------------------------------------
-
-    def compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
-        place = (table.name, row.key, other.key, column)
-        if place not in self._comparisons:
-            at_training_length = column.quantity == "loss" and column.factor == 1
-            self._comparisons[place] = compare(
-                self.cell(table, row, column).values,
-                self.cell(table, other, column).values,
-                lower_is_better=column.lower_is_better,
-                margin=MARGIN if at_training_length else None,
-            )
-        return self._comparisons[place]
-
-    # --- the paper's own number ------------------------------------------------------------------
+    def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
+        at_training_length = column.quantity == "loss" and column.factor == 1
+        return compare(
+            self.cell(table, row, column).values,
+            self.cell(table, other, column).values,
+            lower_is_better=column.lower_is_better,
+            margin=MARGIN if at_training_length else None,
+        )
 
     def printed(self, table: Table, row: Row, column: Column) -> float | None:
+        """The paper's own number."""
         paper = self.paper[table.label]
         found = paper["rows"].get(row.key)
         if found is None or column.paper not in paper["columns"] or row.variant == "window":
             return None
         return found[paper["columns"].index(column.paper)]
-
-    def tolerance(self, table: Table, column: Column) -> float | None:
-        paper = self.paper[table.label]
-        found = paper["tolerance"]
-        if not isinstance(found, list):
-            return found
-        return found[paper["columns"].index(column.paper)]
-
-    def agreement(self, table: Table, row: Row, column: Column) -> Agreement | None:
-        """How a cell stands to the paper's; None where one of them has no number."""
-        paper, mean = self.printed(table, row, column), self.cell(table, row, column).mean
-        if paper is None or mean is None:
-            return None
-        tolerance = self.tolerance(table, column)
-        if self.scale.name == "paper":
-            return agreement(mean, paper, tolerance)
-        other = baseline(table)
-        base = other and self.printed(table, other, column)
-        if other is None or other is row or base is None:
-            return None
-        return direction(self.compare(table, row, other, column), paper - base, tolerance)
-
-
-LARGEST = 1e12  # what is beyond is no result, and would flatten all others in a figure
 
 
 def shown_value(value: float | None, unit: int) -> float | None:
@@ -172,15 +128,11 @@ def seed_of(one: Measured) -> int | None:
 
 
 def mechanism_of(run: dict) -> str:
-    """The name of its attention, for its colour; nothing where the file does not say."""
+    """The name of its attention, which decides its colour; empty where the file does not say."""
     found = run
     for key in ("model", "attention", "name"):
         found = found.get(key) if isinstance(found, dict) else None
     return found if isinstance(found, str) else ""
-
-
-def baseline(table: Table) -> Row | None:
-    return next((row for row in table.rows if row.key == table.baseline), None)
 
 
 # --- the training runs ---------------------------------------------------------------------------

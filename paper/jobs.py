@@ -1,6 +1,6 @@
-"""Jobs that stand on each other: each is a command, done once, and its failure stops no other.
+"""Jobs that depend on each other: each is a command, run once; its failure stops only dependents.
 
-What a job prints goes to a file of its own; the person who waits sees one line per job. Run again,
+What a job prints goes to its own log file; the terminal shows one line per job. When run again,
 finished jobs are skipped and interrupted ones continue, because every command here does.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lssar.errors import UserError
 from support.files import writing
+from training.config import Config
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Job:
     command: tuple[str, ...]
     done: Callable[[], bool]
     needs: tuple[str, ...] = ()
-    trains: tuple[str, int] | None = None  # key and seed of the run, of a training
+    trains: Config | None = None  # the run, where the job is its training
 
 
 def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
@@ -53,7 +54,7 @@ def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
 
 
 def is_done(job: Job) -> bool:
-    """A half-written or damaged result is one that is not there: the job's command will say."""
+    """A half-written or damaged result counts as missing: the job's command will say."""
     try:
         return job.done()
     except UserError:
@@ -61,14 +62,14 @@ def is_done(job: Job) -> bool:
 
 
 class Pool:
-    """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save before all ends."""
+    """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save."""
 
     def __init__(self, logs: Path, parallel: int):
         self.logs, self.parallel = logs, parallel
         self.running: dict[Future, Job] = {}
         self.processes: set[subprocess.Popen] = set()
         self.stopping = False
-        self.lock = threading.Lock()  # for the two above: each job has a thread of its own
+        self.lock = threading.Lock()  # for the two above: every job has its own thread
 
     def __enter__(self) -> "Pool":
         with writing(self.logs):
@@ -100,7 +101,7 @@ class Pool:
             with self.lock:
                 if self.stopping:
                     return "not started: everything was stopped"
-                # A session of its own: Ctrl-C reaches it once, through __exit__.
+                # In its own session: Ctrl-C reaches it once, through __exit__.
                 process = subprocess.Popen(
                     job.command,
                     stdin=subprocess.DEVNULL,
@@ -134,7 +135,7 @@ def python(script: str, *arguments: str) -> tuple[str, ...]:
 
 
 def torchrun(processes: int, script: str, *arguments: str) -> tuple[str, ...]:
-    """On one process, plain Python: the same thing without the launcher."""
+    """Plain Python for one process: the same without the launcher."""
     if processes == 1:
         return python(script, *arguments)
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")

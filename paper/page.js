@@ -1,6 +1,6 @@
 "use strict";
 
-// Colours follow the system until the button is pressed; the choice is kept where that is allowed.
+// Colours follow the system until the button is pressed; the choice is stored where that is allowed.
 (() => {
   const root = document.documentElement;
   const button = document.getElementById("theme");

@@ -1,5 +1,6 @@
 """Which jobs the tables need, in what order, and what they will take."""
 
+import itertools
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from pathlib import Path
 from data.shards import MANIFEST
 from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED, read_results
-from paper.experiments import PASSKEY, Table
+from paper.experiments import EXTRAPOLATION, PASSKEY, Table
 from paper.jobs import Job, is_done, python, torchrun
-from paper.runs import ALL_FACTORS, ALPHAS, Run, Scale, all_runs, run_name, run_seeds
+from paper.runs import ALL_FACTORS, PASSKEY_FACTORS, Run, Scale, all_runs, run_name, run_seeds
 from training.checkpoint import find, read_description
 from training.config import Config, load_config
 from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
@@ -21,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where everything of one scale is, and with what it is made."""
+    """Where the runs and results of one scale are, and how to make them."""
 
     scale: Scale
     seeds: tuple[int, ...] | None = None
@@ -29,24 +30,20 @@ class Workspace:
     runs: Path = Path("runs")
     results: Path = Path("results")
 
-    def run_directory(self, key: str, seed: int) -> Path:
-        return self.runs / self.scale.name / run_name(key, seed)
-
-    def evaluation(self, kind: str, key: str, seed: int) -> Path:
-        return self.folder / kind / f"{run_name(key, seed)}.json"
-
     @property
     def folder(self) -> Path:
-        """Of the results of this scale."""
+        """The results of this scale."""
         return self.results / self.scale.name
+
+    def run_directory(self, key: str, seed: int) -> Path:
+        return self.runs / self.scale.name / run_name(key, seed)
 
     def seeds_of(self, key: str) -> tuple[int, ...]:
         return run_seeds(self.scale, key, self.seeds)
 
     def config(self, run: Run, seed: int) -> Config:
-        return load_config(
-            f"configs/{run.config}.toml", self.overrides(run, seed), world_size=self.processes
-        )
+        path, overrides = f"configs/{run.config}.toml", self.overrides(run, seed)
+        return load_config(path, overrides, world_size=self.processes)
 
     def overrides(self, run: Run, seed: int) -> list[str]:
         directory = self.run_directory(run.key, seed)
@@ -64,34 +61,40 @@ class Workspace:
 
 
 def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
-    """Corpora, runs and evaluations, each once, whatever number of tables use it."""
+    """Corpora, runs and evaluations, each once. The physics table has its own script."""
     found: dict[str, Job] = {}
-    runs = all_runs(space.scale.name)
     for table in tables:
-        for row in table.rows:
-            for column in table.columns:
-                run = runs[column.run(row.run)]
-                for seed in space.seeds_of(run.key):
-                    evaluate = passkey_job if table.folder == PASSKEY else extrapolation_job
-                    for job in (*training_jobs(run, seed, runs, space), evaluate(run, seed, space)):
-                        found.setdefault(job.name, job)
+        if table.folder in (EXTRAPOLATION, PASSKEY):
+            jobs = length_jobs(table, space)
+        else:
+            jobs = measured_jobs(table, space) if table.measure else []
+        for job in jobs:
+            found.setdefault(job.name, job)
     return list(found.values())
 
 
-def training_jobs(run: Run, seed: int, runs: dict[str, Run], space: Workspace) -> list[Job]:
+def length_jobs(table: Table, space: Workspace) -> list[Job]:
+    runs, jobs = all_runs(space.scale.name), []
+    evaluate = passkey_job if table.folder == PASSKEY else extrapolation_job
+    keys = dict.fromkeys(column.run(row.run) for row in table.rows for column in table.columns)
+    for key in keys:
+        for seed in space.seeds_of(key):
+            jobs += [*training_jobs(key, seed, space), evaluate(runs[key], seed, space)]
+    return jobs
+
+
+def training_jobs(key: str, seed: int, space: Workspace) -> list[Job]:
     """The corpus, the run whose weights it starts from, and the run itself."""
-    config = space.config(run, seed)
-    before = training_jobs(runs[run.init_from], seed, runs, space) if run.init_from else []
+    run = all_runs(space.scale.name)[key]
+    config, overrides = space.config(run, seed), space.overrides(run, seed)
+    before = training_jobs(run.init_from, seed, space) if run.init_from else []
     corpus = corpus_job(config.data.directory, space.scale)
     job = Job(
-        f"train {run_name(run.key, seed)}",
-        torchrun(
-            *(space.processes, "train.py", f"configs/{run.config}.toml"),
-            *(*space.overrides(run, seed), "--resume"),
-        ),
+        f"train {run_name(key, seed)}",
+        torchrun(space.processes, "train.py", f"configs/{run.config}.toml", *overrides, "--resume"),
         partial(is_trained, config),
         (corpus.name, *(j.name for j in before)),
-        trains=(run.key, seed),
+        trains=config,
     )
     return [corpus, *before, job]
 
@@ -112,76 +115,104 @@ def is_trained(config: Config) -> bool:
 def extrapolation_job(run: Run, seed: int, space: Workspace) -> Job:
     scale, directory = space.scale, space.run_directory(run.key, seed)
     lengths = [scale.length(f) for f in run.factors]
-    variants = [f"window={scale.train_length}"] if run.windows else []
-    extra = ["--window", str(scale.train_length)] if run.windows else []
+    variants, extra = [AS_TRAINED], []
+    if run.windows:
+        variants.append(f"window={scale.train_length}")
+        extra += ["--window", str(scale.train_length)]
     if run.alphas and seed == space.seeds_of(run.key)[0]:
-        variants += [f"alpha={a:g}" for a in ALPHAS]
-        extra += ["--alpha", ",".join(f"{a:g}" for a in ALPHAS)]
-    out = space.evaluation("extrapolation", run.key, seed)
+        variants += [f"alpha={a:g}" for a in run.alphas]
+        extra += ["--alpha", ",".join(f"{a:g}" for a in run.alphas)]
     command = torchrun(
         *(space.processes, "eval_extrapolation.py", str(directory)),
         *("--data", space.config(run, seed).data.directory),
         *("--lengths", ",".join(map(str, lengths)), "--tokens", str(scale.eval_tokens)),
         *("--segment", str(scale.length(max(ALL_FACTORS)))),
         *(["--spread"] if scale.spread else []),
-        *(*extra, "--no-figures", "--out", str(out)),
+        *(*extra, "--no-figures"),
     )
-    return evaluation_job("evaluate", run, seed, command, out, directory, variants, lengths)
+    out = space.folder / EXTRAPOLATION / f"{directory.name}.json"
+    return evaluation_job("evaluate", directory, command, out, variants, lengths)
 
 
 def passkey_job(run: Run, seed: int, space: Workspace) -> Job:
     directory = space.run_directory(run.key, seed)
-    lengths = [space.scale.passkey_length(f) for f in (1, 1.5, 2, 4, 8)]
-    window = str(space.scale.passkey_length(1))
-    out = space.evaluation("passkey", run.key, seed)
-    command = python(
-        *("passkey.py", str(directory), "--lengths", ",".join(map(str, lengths))),
-        *("--window", window, "--out", str(out)),
-    )
+    lengths = [space.scale.length(f, passkey=True) for f in PASSKEY_FACTORS]
+    window = str(space.scale.length(1, passkey=True))
+    arguments = ("--lengths", ",".join(map(str, lengths)), "--window", window)
+    command = python("passkey.py", str(directory), *arguments)
+    out = space.folder / PASSKEY / f"{directory.name}.json"
     return evaluation_job(
-        "passkey", run, seed, command, out, directory, [f"window={window}"], lengths
+        "passkey", directory, command, out, [AS_TRAINED, f"window={window}"], lengths
     )
 
 
 def evaluation_job(
-    kind: str, run: Run, seed: int, command, out: Path, directory: Path, variants, lengths
+    kind: str, directory: Path, command: tuple[str, ...], out: Path, variants, lengths
 ) -> Job:
-    wanted = {(v, n) for v in (AS_TRAINED, *variants) for n in lengths}
-
     def is_evaluated() -> bool:
         if not out.exists():
             return False
         identity = open_checkpoints([str(directory)])[0].identity
-        found = read_results(out).records
-        return wanted <= {(r.variant, r.length) for r in found if r.run == identity}
+        found = {(r.variant, r.length) for r in read_results(out).records if r.run == identity}
+        return found.issuperset(itertools.product(variants, lengths))
 
-    name = run_name(run.key, seed)
-    return Job(f"{kind} {name}", command, is_evaluated, (f"train {name}",))
+    name = directory.name
+    return Job(f"{kind} {name}", (*command, "--out", str(out)), is_evaluated, (f"train {name}",))
+
+
+def measured_jobs(table: Table, space: Workspace) -> list[Job]:
+    """The training of its runs, and the one command that measures them all."""
+    trained = [
+        (row.run, seed)
+        for row in (table.rows if "{runs}" in table.measure else ())
+        for seed in space.seeds_of(row.run)[: None if table.all_seeds else 1]
+    ]
+    directories = [str(space.run_directory(key, seed)) for key, seed in trained]
+    out = space.folder / table.name / f"{table.name}.json"
+    words = [[w] if w != "{runs}" else directories for w in table.measure.split()]
+    measurement = Job(
+        f"measure {table.name}",
+        python(*itertools.chain(*words), "--out", str(out)),
+        lambda: out.exists() and is_complete(out, directories),
+        tuple(f"train {run_name(key, seed)}" for key, seed in trained),
+    )
+    training = [job for key, seed in trained for job in training_jobs(key, seed, space)]
+    return [*training, measurement]
+
+
+def is_complete(out: Path, directories: list[str]) -> bool:
+    """Whether every run, as it is now, was measured in all that any run was measured in."""
+    found = read_results(out).records
+    wanted = {c.identity for c in open_checkpoints(directories)} if directories else set()
+    tasks = {(r.variant, r.task) for r in found}
+    done = {(r.run, r.variant, r.task) for r in found}
+    return bool(done) and all((run, *task) in done for run in wanted for task in tasks)
 
 
 # --- what it will take ---------------------------------------------------------------------------
 
 
 def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
-    """Runs, tokens, hours and disk of what is still to be done, before anything starts."""
+    """Runs, tokens, hours and disk of what is still to be done."""
+    speed = space.scale.tokens_per_second
     costs = {
-        run_name(*job.trains): None if is_done(job) else cost_of(*job.trains, space)
+        job.trains.log.name: None if is_done(job) else config_cost(job.trains, speed)
         for job in jobs
         if job.trains
     }
     named = {f"prepare {Path(d).name}": corpus for d, corpus in space.scale.corpora.items()}
-    shards = sum(named[job.name].bytes for job in jobs if job.name in named and not is_done(job))
+    left = [named[job.name] for job in jobs if job.name in named and not is_done(job)]
+    shards = 2 * sum(corpus.tokens for corpus in left)
     other = [job for job in jobs if job.name not in named and not job.trains]
-    left = sum(not is_done(job) for job in other)
-    return "\n".join(
-        [
-            f"tables      {', '.join(names)}",
-            *training_lines(costs, space.scale.tokens_per_second, space.processes),
-            f"evaluations {len(other)}, of which {left} are still to be made; their time is not "
-            "counted",
-            disk_line(costs, shards),
-        ]
-    )
+    missing = sum(not is_done(job) for job in other)
+    lines = [
+        f"tables      {', '.join(names)}",
+        *training_lines(costs, speed, space.processes),
+        f"evaluations {len(other)}, of which {missing} are still to be made; their time is not "
+        "counted",
+        disk_line(costs, shards),
+    ]
+    return "\n".join(lines)
 
 
 # Of a run that is still to be trained: tokens, hours (of a GPU, or of this CPU), bytes.
@@ -194,7 +225,7 @@ def training_lines(
     processes: int,
     alone: Collection[str] = (),
 ) -> list[str]:
-    """What the runs take; None is a run that is done, and those `alone` have one process each."""
+    """What the runs take; None is a finished run, and those in `alone` use one process each."""
     left = {name: cost for name, cost in costs.items() if cost is not None}
     tokens, hours = sum(c[0] for c in left.values()), sum(c[1] for c in left.values())
     elapsed = sum(c[1] / (1 if name in alone else processes) for name, c in left.items())
@@ -222,11 +253,6 @@ def disk_line(costs: dict[str, Cost | None], shards: float) -> str:
         f"disk        {checkpoints / GIB:,.1f} GiB of checkpoints, {shards / GIB:,.2f} GiB of "
         f"shards; {shutil.disk_usage('.').free / GIB:,.0f} GiB are free"
     )
-
-
-def cost_of(key: str, seed: int, space: Workspace) -> Cost:
-    config = space.config(all_runs(space.scale.name)[key], seed)
-    return config_cost(config, space.scale.tokens_per_second)
 
 
 def config_cost(config: Config, tokens_per_second: float | None) -> Cost:

@@ -1,4 +1,4 @@
-"""results/SCALE/runs.json: what every run was, for the page and for whoever doubts a number."""
+"""results/SCALE/runs.json: the config, revision, device and outcome of every training run."""
 
 import json
 import statistics
@@ -8,33 +8,30 @@ from pathlib import Path
 from data.shards import MANIFEST, describe_set
 from paper.evidence import RUNS, read_runs
 from paper.plan import Workspace
-from paper.runs import Run, all_runs, run_name
+from paper.runs import all_runs, run_name
 from support.files import read_text, write_json
 from training.config import parse_config
 from training.run_log import read_metrics
 
 
 def write_runs(space: Workspace) -> None:
-    """Add the runs whose directories are here to those that the file has already."""
-    path = space.folder / RUNS
-    found = read_runs(path) if path.exists() else {}
-    for key, run in all_runs(space.scale.name).items():
+    """Add the runs and corpora that are here to those that the file already has."""
+    path, runs, corpora = space.folder / RUNS, {}, {}
+    if path.exists():
+        runs, corpora = read_runs(path), json.loads(read_text(path)).get("corpora", {})
+    for key in all_runs(space.scale.name):
         for seed in space.seeds_of(key):
-            record = run_record(run, seed, space)
+            record = run_record(space.run_directory(key, seed), seed)
             if record is not None:
-                found[run_name(key, seed)] = record
-    corpora = json.loads(read_text(path)).get("corpora", {}) if path.exists() else {}
-    corpora |= {
-        directory: describe_set(directory)
-        for directory in space.scale.corpora
-        if (Path(directory) / MANIFEST).exists()
-    }
-    write_json(path, {"kind": "runs", "scale": space.scale.name, "corpora": corpora, "runs": found})
+                runs[run_name(key, seed)] = record
+    for directory in space.scale.corpora:
+        if (Path(directory) / MANIFEST).exists():
+            corpora[directory] = describe_set(directory)
+    write_json(path, {"kind": "runs", "scale": space.scale.name, "corpora": corpora, "runs": runs})
 
 
-def run_record(run: Run, seed: int, space: Workspace) -> dict | None:
-    """What the run's own directory says of it; None for a run that has not begun."""
-    directory = space.run_directory(run.key, seed)
+def run_record(directory: Path, seed: int) -> dict | None:
+    """What the run's own directory says about it; None for a run that has not begun."""
     try:
         about = json.loads(read_text(directory / "run.json"))
         text = read_text(directory / "config.toml")
@@ -45,12 +42,11 @@ def run_record(run: Run, seed: int, space: Workspace) -> dict | None:
     speeds = [m["tokens_per_s"] for m in metrics if "tokens_per_s" in m]
     tokens = config.train.steps * config.train.batch_tokens
     finished = bool(metrics) and metrics[-1]["step"] >= config.train.steps
-    sections = asdict(config)
-    del sections["log"]
     return {
         "config": {
             section: {key: value for key, value in values.items() if value is not None}
-            for section, values in sections.items()
+            for section, values in asdict(config).items()
+            if section != "log"
         },
         "commit": about["revision"],
         "seed": seed,

@@ -1,192 +1,92 @@
 """The models of the paper: the two scales, which runs there are, and with which seeds.
 
-A `Run` is one model to train. The scales, `nano` and `paper`, differ in configs and data only.
+The scales, `nano` and `paper`, differ in configs and data only. Their values are in runs.toml.
 """
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
 
-ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5)
-PI_FACTORS = (2, 4, 8)
 ALL_FACTORS = (1, 2, 4, 8, 16)
+PASSKEY_FACTORS = (1, 1.5, 2, 4, 8)
 SWEPT_P = (1, 3, 5, 10, 15, 20)
+SWEEP_STEMS = {"softmax": "softmax-reweighted", "lssar": "lssar"}
 HEADLINE = ("softmax", "ssmax", "lssa", "lssar-p3", "lssar-p15")
-MAIN_PAIR = ("softmax", "lssar-p15")
+
+
+def load_toml(name: str) -> dict:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+DATA = load_toml("runs.toml")
 
 
 @dataclass(frozen=True)
 class Corpus:
     arguments: tuple[str, ...]  # of data/prepare.py
-    tokens: float  # as prepared
-
-    @property
-    def bytes(self) -> float:
-        return 2 * self.tokens
+    tokens: float  # as prepared, two bytes each
 
 
 @dataclass(frozen=True)
 class Scale:
     name: str
+    config: str  # of the runs that both scales have
     train_length: int
     passkey_train_length: int
     eval_tokens: int  # targets of the loss at every length
-    spread: bool  # targets from all over the validation set, or its beginning
+    spread: bool  # targets from all over the validation set, or only its beginning
     unit: str
-    seeds: tuple[int, ...]  # of the runs that are repeated; the others have the first alone
+    seeds: tuple[int, ...]  # of repeated runs; the others have only the first
     corpora: dict[str, Corpus]  # by directory
-    tokens_per_second: float | None = None  # of training on a CPU, to plan with
-    downstream: str = "paper"  # task set
+    tokens_per_second: float | None = None  # training speed on a CPU, for the plan
 
-    def length(self, factor: float) -> int:
-        return int(factor * self.train_length)
-
-    def passkey_length(self, factor: float) -> int:
-        return int(factor * self.passkey_train_length)
+    def length(self, factor: float, passkey: bool = False) -> int:
+        return int(factor * (self.passkey_train_length if passkey else self.train_length))
 
 
-SCALES = {
-    "nano": Scale(
-        name="nano",
-        train_length=128,
-        passkey_train_length=384,
-        eval_tokens=131_072,
-        spread=True,
-        unit="nats per byte",
-        seeds=(0, 1, 2),
-        corpora={
-            "corpora/stdlib": Corpus(("stdlib",), 12.1e6),
-            "corpora/passkey": Corpus(("passkey",), 14e6),
-        },
-        tokens_per_second=15_000,  # two runs side by side on two cores, with their validation
-        downstream="nano",
-    ),
-    "paper": Scale(
-        name="paper",
-        train_length=1024,
-        passkey_train_length=1024,
-        eval_tokens=10_485_760,
-        spread=False,
-        unit="nats per token",
-        seeds=(0,),
-        corpora={
-            "corpora/fineweb10B": Corpus(("fineweb",), 10.36e9),
-            "corpora/fineweb-edu": Corpus(
-                ("fineweb-edu", "--sample", "sample-100BT", "--max-tokens", "32B"), 32e9
-            ),
-        },
-    ),
-}
+def load_scale(name: str) -> Scale:
+    fields = {key: value for key, value in DATA[name].items() if key != "runs"}
+    fields["seeds"] = tuple(fields["seeds"])
+    fields["corpora"] = {
+        directory: Corpus(tuple(corpus["arguments"]), corpus["tokens"])
+        for directory, corpus in fields["corpora"].items()
+    }
+    return Scale(name, **fields)
 
 
-# --- runs ----------------------------------------------------------------------------------------
+SCALES = {name: load_scale(name) for name in ("nano", "paper")}
 
 
 @dataclass(frozen=True)
 class Run:
+    """One model to train."""
+
     key: str
-    config: str  # a file of configs/
+    config: str  # a file in configs/
     overrides: tuple[str, ...] = ()
-    init_from: str | None = None  # the key of the run whose weights it starts from
-    factors: tuple[int, ...] = ALL_FACTORS  # lengths to evaluate at, over the training length
-    windows: bool = False  # with a sliding window as well
-    alphas: bool = False  # and, the first seed, with adaptive p_i
+    init_from: str | None = None  # key of the run whose weights it starts from
+    factors: tuple[int, ...] = ALL_FACTORS  # lengths to evaluate at, in training lengths
+    windows: bool = False  # also evaluate with a sliding window
+    alphas: tuple[float, ...] = ()  # of adaptive p_i to evaluate with, first seed only
 
 
-def attention(name: str, p: float | None = None, numerics: str | None = None) -> tuple[str, ...]:
-    settings = {"name": name, "p": p, "numerics": numerics}
-    return tuple(f"--attention.{k}={v}" for k, v in settings.items() if v is not None)
-
-
-# What the 27 FineWeb runs are: key -> mechanism and p.
-MECHANISM_OF = {
-    **{
-        name: (name, None)
-        for name in (
-            *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "sigmoid-l1"),
-            *("relu-length", "relu-l1", "relu-shen", "lssa", "softmax-inverse"),
-            *("softmax-recentred", "softmax-recentred-l1", "identity", "exp", "identity-l1"),
-            *("relu2-l1", "relu6-l1", "gelu-l1", "softplus-l1", "mish-l1"),
-        )
-    },
-    **{
-        f"{stem}-p{p}": (mechanism, p)
-        for p in (3, 15)
-        for stem, mechanism in (
-            ("softmax", "softmax-reweighted"),
-            ("sigmoid-logn-l1", "sigmoid-logn-l1-reweighted"),
-            ("lssar", "lssar"),
-        )
-    },
-}
-# In tables of the loss at the training length alone.
-ONE_LENGTH_RUNS = (
-    *("softmax-inverse", "softmax-recentred", "softmax-recentred-l1", "identity", "exp"),
-    *("identity-l1", "relu2-l1", "relu6-l1", "gelu-l1", "softplus-l1", "mish-l1"),
-)
-SWEEP_STEMS = {"softmax": "softmax-reweighted", "lssar": "lssar"}
-
-# Config files that differ between the scales.
-MAIN = {"nano": "nano-softmax", "paper": "gpt2-124m-softmax"}
-FINETUNE = {"nano": "nano-lssar-pi-{}x", "paper": "gpt2-124m-lssar-pi-{}k"}
-SIZES = {
-    "nano": {"small": "nano-small", "middle": None, "large": "nano-large"},
-    "paper": {"45m": "gpt2-45m-edu", "124m": "gpt2-124m-edu", "355m": "gpt2-355m-edu"},
-}
+def load_run(key: str, fields: dict) -> Run:
+    sections = {name: fields.get(name, {}) for name in ("attention", "model")}
+    overrides = (f"--{s}.{k}={v}" for s, values in sections.items() for k, v in values.items())
+    other = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if name not in sections
+    }
+    return Run(key, overrides=tuple(overrides), **other)
 
 
 def all_runs(scale: str) -> dict[str, Run]:
-    main = MAIN[scale]
-    found = [
-        Run(
-            key,
-            main,
-            attention(name, p),
-            factors=(1,) if key in ONE_LENGTH_RUNS else ALL_FACTORS,
-            windows=key in ("softmax", "lssar-p15"),
-            alphas=key == "lssar-p15",
-        )
-        for key, (name, p) in MECHANISM_OF.items()
-    ]
-    found += [
-        Run(f"{stem}-p{p}", main, attention(name, p))
-        for stem, name in SWEEP_STEMS.items()
-        for p in SWEPT_P
-        if f"{stem}-p{p}" not in MECHANISM_OF
-    ]
-    # The collapse of softmax with p = 15 may be one of arithmetic: x**15 written out overflows.
-    found.append(
-        Run("softmax-p15-naive", main, attention("softmax-reweighted", 15, numerics="naive"))
-    )
-    for factor in PI_FACTORS:
-        config = FINETUNE[scale].format(factor)
-        found += [
-            Run(f"pi-{factor}x", config, (), "lssar-p15", (factor,)),
-            Run(f"no-pi-{factor}x", config, ("--model.interpolation=1",), "lssar-p15", (factor,)),
-        ]
-    found += [
-        Run(f"edu-{size}-{name}", f"{config}-{name}", windows=name == "softmax")
-        for size, config in SIZES[scale].items()
-        if config is not None
-        for name in ("softmax", "lssar")
-    ]
-    if scale == "nano":
-        lssar = Run("passkey-lssar", "nano-passkey-softmax", attention("lssar", 15))
-        found += [
-            Run("passkey-softmax", "nano-passkey-softmax", attention("softmax")),
-            lssar,
-            replace(lssar, key="passkey-lssar-more", init_from=lssar.key),
-        ]
-    return {run.key: run for run in found}
-
-
-def size_run(scale: str, size: str, name: str) -> str:
-    """The run of a size and a mechanism; the middle nano size is the main nano model."""
-    if SIZES[scale][size] is None:
-        return {"softmax": "softmax", "lssar": "lssar-p15"}[name]
-    return f"edu-{size}-{name}"
-
-
-def edu_runs(scale: str) -> tuple[str, ...]:
-    return tuple(size_run(scale, s, n) for s in SIZES[scale] for n in ("softmax", "lssar"))
+    shared = {
+        key: {"config": SCALES[scale].config, "attention": {"name": key}} | fields
+        for key, fields in (DATA["main"] | DATA["sweep"]).items()
+    }
+    return {key: load_run(key, run) for key, run in (shared | DATA[scale]["runs"]).items()}
 
 
 def run_name(key: str, seed: int) -> str:
@@ -194,8 +94,8 @@ def run_name(key: str, seed: int) -> str:
 
 
 def run_seeds(scale: Scale, key: str, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The seeds asked for, or the scale's own: the first alone, and all of them in the comparisons
-    that are about small differences: the headline and PI."""
+    """The seeds asked for, or the scale's own: all of them for the runs of the headline and of PI,
+    whose differences are small, and the first alone for the others."""
     if wanted is not None:
         return wanted
     several = key in HEADLINE or key.startswith(("pi-", "no-pi-"))

@@ -1,8 +1,6 @@
-"""The one rule by which numbers are compared: claims, table cells, figures and page all use it.
+"""The one rule by which numbers are compared, in claims, tables, figures and on the page.
 
-Two series of runs are paired by seed. The mean of the differences has a 95 % interval by Student's
-t. "Better" needs the whole interval beyond zero; "as good" needs it inside a margin that was fixed
-beforehand; all else is open, and so is whatever rests on a single seed.
+EXPLANATION states it.
 """
 
 import math
@@ -18,11 +16,9 @@ HOLDS, FAILS = "holds", "does not hold"
 
 EXPLANATION = (
     "Runs are paired by seed, and the mean of their differences is given with a 95 % interval by "
-    "Student's t.",
-    "One is better than the other when the whole interval lies beyond zero, and as good as the "
-    f"other when it lies within ±{MARGIN} nats at the training length.",
-    "Everything else is open, in particular whatever rests on one seed, and says what would "
-    "settle it.",
+    "Student's t. One is better than the other when the whole interval lies beyond zero, and as "
+    f"good as the other when it lies within ±{MARGIN} nats at the training length. Everything else "
+    "is open, in particular whatever rests on one seed, and says what would settle it."
 )
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -42,7 +38,7 @@ def t_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Something minus something else, by seed."""
+    """Differences of two series of values, paired by seed."""
 
     differences: tuple[float, ...]
     lower_is_better: bool = True
@@ -58,7 +54,7 @@ class Comparison:
 
     @property
     def half_width(self) -> float | None:
-        """Of the 95 % interval; None where there is no interval."""
+        """Half of the 95 % interval; None below two seeds."""
         if self.n < 2:
             return None
         return t_quantile(self.n - 1) * statistics.stdev(self.differences) / math.sqrt(self.n)
@@ -76,7 +72,7 @@ class Comparison:
 
     @property
     def sign(self) -> int:
-        """+1 where better for certain, -1 where worse for certain, else 0."""
+        """+1 where certainly better, -1 where certainly worse, else 0."""
         if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
             return 0
         return 1 if (self.mean < 0) == self.lower_is_better else -1
@@ -89,7 +85,7 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        """The verdict; a certain difference inside the margin is said to be a small one."""
+        """The verdict, and whether a certain difference is inside the margin."""
         small = f" by less than {self.margin:g}" if self.sign and self.equivalent else ""
         return self.verdict + small
 
@@ -103,7 +99,7 @@ class Comparison:
 
     @property
     def settles(self) -> str:
-        """What would settle an open comparison; nothing for one that is settled."""
+        """What would settle an open comparison; empty for a settled one."""
         if self.verdict != OPEN:
             return ""
         if self.n == 0:
@@ -112,13 +108,11 @@ class Comparison:
             return "it rests on one run: at least 3 seeds would show the spread"
         seeds = self.seeds_needed()
         if seeds > MANY_SEEDS:
-            return (
-                f"more than {MANY_SEEDS} seeds would be needed: no difference that a few could show"
-            )
+            return f"more than {MANY_SEEDS} seeds would be needed to show so small a difference"
         return f"about {seeds} seeds would settle it, there are {self.n}"
 
     def seeds_needed(self) -> int:
-        """To find the difference that was seen, or to find it inside the margin."""
+        """To confirm the difference that was seen, or that it is inside the margin."""
         spread, size = statistics.stdev(self.differences), abs(self.mean)
         targets = [size, *([self.margin - size] if self.margin and size < self.margin else [])]
         needed = (POWER * spread / max(targets)) ** 2 + 2 if max(targets) > 0 else math.inf
@@ -132,7 +126,7 @@ def compare(
     lower_is_better: bool = True,
     margin: float | None = None,
 ) -> Comparison:
-    """Values by seed; a seed that one of them lacks, or where one overflowed, does not count."""
+    """Values by seed; seeds that are missing or overflowed in either do not count."""
     paired = [
         value - second[seed]
         for seed, value in first.items()
@@ -154,7 +148,7 @@ def agreement(measured: float, paper: float, tolerance: float | None) -> Agreeme
     """At the paper's own scale: the number itself, within a tolerance."""
     if tolerance is None:
         return Agreement(OPEN, "no tolerance was fixed")
-    # 3.21 - 3.19 is 0.02 to a reader, whatever binary fractions make of it.
+    # 3.21 - 3.19 is 0.02 to a reader, though not in binary fractions.
     if abs(measured - paper) <= tolerance + 1e-9:
         return Agreement(REPRODUCED)
     return Agreement(DIFFERS, f"by {signed(measured - paper)}, more than {tolerance:g}")
@@ -176,13 +170,13 @@ def direction(found: Comparison, paper_gap: float, tolerance: float | None) -> A
 
 
 def judge(found: list[tuple[Comparison, str]]) -> str:
-    """Whether each comparison is as a claim wants it: one against it decides, one open delays."""
+    """HOLDS if all comparisons are as wanted, FAILS if one is the opposite, else OPEN."""
     sides = [side(*one) for one in found]
     return FAILS if FAILS in sides else HOLDS if sides and set(sides) == {HOLDS} else OPEN
 
 
 def side(found: Comparison, wanted: str) -> str:
-    """For "as good", better is good enough."""
+    """Whether one comparison is as wanted; for "as good", better is good enough."""
     if wanted == AS_GOOD:
         good = found.equivalent or found.sign > 0
         return HOLDS if good else FAILS if found.sign < 0 else OPEN
@@ -192,7 +186,7 @@ def side(found: Comparison, wanted: str) -> str:
 
 
 def settles(found: list[tuple[Comparison, str]]) -> str:
-    """What a claim that is open still needs: what its least settled comparison needs."""
+    """What an open claim still needs: what its least settled comparison needs."""
     open_ones = [comparison for comparison, wanted in found if side(comparison, wanted) == OPEN]
     if not open_ones or any(c.n == 0 for c in open_ones):
         return "not measured"
@@ -203,6 +197,6 @@ def settles(found: list[tuple[Comparison, str]]) -> str:
 
 
 def signed(value: float, decimals: int = 3) -> str:
-    """+0.034, −0.034: with a minus that is as wide as a plus."""
+    """+0.034 or −0.034, with a minus sign as wide as the plus."""
     shown = f"{value:+,.{decimals}f}".replace("-", "−")
     return shown if any(c in "123456789" for c in shown) else f"±{shown[1:]}"

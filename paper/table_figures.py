@@ -1,12 +1,13 @@
 """The figure of every table: by length, bars for one length, by exponent, by column.
 
-Every mechanism has its own colour. In a busy chart four lines have it; all are named at their ends.
+Every mechanism has its own colour. A busy chart shows four lines in colour; all are named at their
+ends.
 """
 
 from collections import Counter
 
-from paper.evidence import Cell, Evidence, baseline
-from paper.experiments import PASSKEY, Column
+from paper.evidence import Evidence
+from paper.experiments import PASSKEY
 from paper.runs import SWEEP_STEMS, SWEPT_P
 from paper.tables import Built, Line
 from support import plots
@@ -34,63 +35,53 @@ def quantity(built: Built) -> str:
     return "passkey accuracy (%)" if passkey else f"validation loss ({built.unit})"
 
 
-def styles(lines: list[Line]) -> list[dict]:
-    """A colour per mechanism; the second and third line of one have other dashes."""
-    seen, found = Counter(), []
-    for line in lines:
-        cell = next((e.cell for e in line.entries if e.cell.n), Cell())
-        window = line.row.variant == "window"
-        found.append(plots.style(cell.mechanism, line.row.variant, seen[cell.mechanism, window]))
-        seen[cell.mechanism, window] += 1
-    return plots.coloured(found)
-
-
-def priority(line: Line) -> tuple:
-    mechanism = next((e.cell.mechanism for e in line.entries if e.cell.n), "")
-    place = FIRST.index(mechanism) if mechanism in FIRST else len(FIRST)
-    # p = 15 is the paper's LSSAR; of one mechanism only one line keeps the colour.
-    return line.row.control, line.row.key.endswith("-p3"), place
+# --- lines ---------------------------------------------------------------------------------------
 
 
 def by_length(built: Built, evidence: Evidence):
-    """One line per row; bars are the spread over seeds.
+    """One line per row; error bars are the spread over seeds.
 
-    Where rows have unlike seeds, "gaps" draws their comparisons with the baseline instead.
+    "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
-    gaps = built.table.figure == "gaps"
+    table, gaps = built.table, built.table.figure == "gaps"
     shown = [i for i, (c, _) in enumerate(built.columns) if c.quantity != "context_gain"]
-    lengths = [evidence.length(built.table, built.columns[i][0]) for i in shown]
-    panels = built.table.panels
+    lengths = [evidence.length(table, built.columns[i][0].factor) for i in shown]
+    several = len(table.panels) > 1
     figure, grid = plots.figure(
         1,
-        len(panels),
-        width=plots.PAGE if len(panels) > 1 or len(built.lines) > 9 else 1.15 * plots.COLUMN,
-        height=max(2.5, 0.8 + 0.14 * len(built.lines) / len(panels)),
+        len(table.panels),
+        width=plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN,
+        height=max(2.5, 0.8 + 0.14 * len(built.lines) / len(table.panels)),
         squeeze=False,
         sharey=True,
     )
-    trained = evidence.length(built.table, Column(1))
-    for axes, prefix in zip(grid[0], panels, strict=True):
+    for axes, prefix in zip(grid[0], table.panels, strict=True):
         lines = [n for n in built.lines if n.row.key.startswith(prefix)]
         lines = [n for n in lines if not gaps or (n.entries[0].comparison and not n.row.control)]
         ends = draw_lines(axes, sorted(lines, key=priority), shown, lengths, gaps)
-        plots.length_axis(axes, lengths, trained)
+        plots.length_axis(axes, lengths, evidence.length(table, 1))
         axes.set(xlabel="evaluation length (tokens)")
-        if len(panels) > 1:
+        if several:
             axes.set_title(lines[0].row.title.partition(",")[0], pad=12)
         else:
             plots.label_ends(axes, ends)
-    if len(panels) > 1:
+    if several:
         plots.legend_below(figure, grid[0, 0], columns=3)
     label = quantity(built)
     if gaps:
-        label = f"difference from {baseline(built.table).title}\n({built.unit}; 95 % interval)"
+        label = f"difference from {table.base.title}\n({built.unit}; 95 % interval)"
     grid[0, 0].set_ylabel(label)
     return figure
 
 
+def priority(line: Line) -> tuple:
+    place = FIRST.index(line.mechanism) if line.mechanism in FIRST else len(FIRST)
+    # p = 15 is the paper's LSSAR; only one line per mechanism keeps the colour.
+    return line.row.control, line.row.key.endswith("-p3"), place
+
+
 def draw_lines(axes, lines: list[Line], shown: list[int], lengths: list[int], gaps: bool) -> list:
-    """Draw rows over lengths; (label, height, colour) of every line's end."""
+    """Draw rows over lengths; return (label, height, colour) of every line's end."""
     ends = []
     for line, style in zip(lines, styles(lines), strict=True):
         points = []
@@ -108,34 +99,14 @@ def draw_lines(axes, lines: list[Line], shown: list[int], lengths: list[int], ga
     return ends
 
 
-def bars(built: Built, evidence: Evidence):
-    """One length: how far each row is from the baseline, with the interval that judges it."""
-    base, found = baseline(built.table), []
-    for line in built.lines:
-        entry = line.entries[0]
-        compared = entry.comparison
-        mean = entry.cell.mean if compared is None else compared.mean
-        if mean is not None and line.row is not base:
-            found.append((line, mean, compared and compared.half_width))
-    if not found:
-        return None
-    figure, axes = plots.figure(width=1.2 * plots.COLUMN, height=0.8 + 0.22 * len(found))
-    for height, (line, mean, spread) in enumerate(found):
-        colour = plots.style(line.entries[0].cell.mechanism)["color"]
-        # Pale: one seed, no interval.
-        axes.barh(height, mean, 0.7, color=colour, alpha=1 if spread is not None else 0.45)
-        if spread is not None:
-            axes.errorbar(mean, height, xerr=spread, color=plots.INK, elinewidth=0.9)
-    axes.set_yticks(range(len(found)), [line.row.title for line, *_ in found])
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    axes.set_axisbelow(True)
-    axes.axvline(0, color=plots.INK, linewidth=0.8)
-    label = quantity(built)
-    if base is not None:
-        label = f"difference from {base.title} ({built.unit})\npale: one seed; lines: 95 % interval"
-    axes.set_xlabel(label)
-    return figure
+def styles(lines: list[Line]) -> list[dict]:
+    """One colour per mechanism; its second and third line have other dashes."""
+    seen, found = Counter(), []
+    for line in lines:
+        kind = line.mechanism, line.row.variant == "window"
+        found.append(plots.style(line.mechanism, line.row.variant, seen[kind]))
+        seen[kind] += 1
+    return plots.coloured(found)
 
 
 def by_exponent(built: Built, evidence: Evidence):
@@ -150,7 +121,7 @@ def by_exponent(built: Built, evidence: Evidence):
             if points:
                 style = plots.style(mechanism, order=i)
                 axes.plot(*zip(*points, strict=True), **style)
-                length = short_number(evidence.length(built.table, column))
+                length = short_number(evidence.length(built.table, column.factor))
                 ends.append((f"length {length}", points[-1][1], style["color"]))
         title = {"softmax": "Softmax, re-weighted", "lssar": "LSSAR"}[stem]
         axes.set(xlabel="exponent p", title=title, xticks=SWEPT_P)
@@ -159,35 +130,64 @@ def by_exponent(built: Built, evidence: Evidence):
     return figure
 
 
+# --- bars ----------------------------------------------------------------------------------------
+
+
+def bars(built: Built, evidence: Evidence):
+    """One length: how far each row is from the baseline, with the interval that judges it."""
+    base, found = built.table.base, []
+    for line in built.lines:
+        cell, compared = line.entries[0].cell, line.entries[0].comparison
+        mean = cell.mean if compared is None else compared.mean
+        if mean is not None and line.row is not base:
+            found.append((line, mean, compared and compared.half_width))
+    if not found:
+        return None
+    figure, axes = plots.figure(width=1.2 * plots.COLUMN, height=0.8 + 0.22 * len(found))
+    for place, (line, mean, spread) in enumerate(found):
+        # Pale: one seed, no interval.
+        draw_bar(axes, place, mean, spread, line.mechanism, 1 if spread is not None else 0.45)
+    name_bars(axes, [line for line, *_ in found])
+    axes.invert_yaxis()
+    axes.axvline(0, color=plots.INK, linewidth=0.8)
+    label = quantity(built)
+    if base is not None:
+        label = f"difference from {base.title} ({built.unit})\npale: one seed; lines: 95 % interval"
+    axes.set_xlabel(label)
+    return figure
+
+
 def by_column(built: Built, evidence: Evidence):
-    """One panel of bars per column, for tables whose columns have units of their own."""
+    """One panel of bars per column, for tables whose columns have different units."""
     lines = [n for n in built.lines if any(e.cell.finite for e in n.entries)]
     count = len(built.columns)
     across = min(4, count)
     down = -(-count // across)
+    height = 0.5 + down * (0.4 + 0.17 * len(lines))
     figure, grid = plots.figure(
-        down,
-        across,
-        width=plots.PAGE,
-        height=0.5 + down * (0.4 + 0.17 * len(lines)),
-        squeeze=False,
-        sharey=True,
+        down, across, width=plots.PAGE, height=height, squeeze=False, sharey=True
     )
-    for i, axes in enumerate(grid.flat):
-        if i >= count:
-            axes.set_visible(False)
-            continue
-        for height, line in enumerate(lines):
+    for axes in grid.flat[count:]:
+        axes.set_visible(False)
+    for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):
+        for place, line in enumerate(lines):
             cell = line.entries[i].cell
             if cell.finite:
-                colour = plots.style(cell.mechanism or line.row.key)["color"]
-                axes.barh(height, cell.mean, 0.7, color=colour)
-                if cell.sd:
-                    axes.errorbar(cell.mean, height, xerr=cell.sd, color=plots.INK, elinewidth=0.9)
-        axes.set_title(built.columns[i][1])
-        axes.grid(False, axis="y")
-        axes.set_axisbelow(True)
+                draw_bar(axes, place, cell.mean, cell.sd or None, cell.mechanism or line.row.key)
+        axes.set_title(title)
         axes.locator_params(axis="x", nbins=4)
-        axes.set_yticks(range(len(lines)), [line.row.title for line in lines])
+        name_bars(axes, lines)
     grid[0, 0].invert_yaxis()
     return figure
+
+
+def draw_bar(axes, place: int, mean: float, spread: float | None, mechanism: str, alpha=1.0):
+    axes.barh(place, mean, 0.7, color=plots.style(mechanism)["color"], alpha=alpha)
+    if spread is not None:
+        axes.errorbar(mean, place, xerr=spread, color=plots.INK, elinewidth=0.9)
+
+
+def name_bars(axes, lines: list[Line]) -> None:
+    axes.set_yticks(range(len(lines)), [line.row.title for line in lines])
+    axes.grid(False, axis="y")
+    axes.set_axisbelow(True)

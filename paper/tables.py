@@ -1,11 +1,10 @@
 """A table of the paper made of what was measured, for the terminal, the figures and the page."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from paper.evidence import Cell, Evidence, baseline
+from paper.evidence import Cell, Evidence
 from paper.experiments import Column, Row, Table
-from paper.statistic import Agreement, Comparison
+from paper.statistic import Agreement, Comparison, agreement, direction
 from support.text import short_number
 from support.text import table as text_table
 
@@ -18,8 +17,8 @@ class Entry:
     column: Column
     comparison: Comparison | None  # with the table's baseline; None for the baseline itself
     paper: float | None
-    paper_gap: float | None
-    agreement: Agreement | None
+    paper_gap: float | None  # from the baseline, in the paper
+    agreement: Agreement | None  # with the paper; None where one of them has no number
     decimals: int
 
     @property
@@ -39,11 +38,15 @@ class Entry:
 class Line:
     row: Row
     entries: list[Entry]
-    missing: bool  # of some of its seeds, or of all
+    missing: bool  # some of its seeds, or all
 
     @property
     def seeds(self) -> int:
         return max((entry.cell.n for entry in self.entries), default=0)
+
+    @property
+    def mechanism(self) -> str:
+        return next((entry.cell.mechanism for entry in self.entries if entry.cell.n), "")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Built:
     table: Table
     title: str
     unit: str
+    tolerance: float | list[float] | None  # of the paper's numbers
     columns: list[tuple[Column, str]]  # with their headings
     lines: list[Line]
     notes: list[str]
@@ -61,9 +65,13 @@ class Built:
 
 
 def build(evidence: Evidence, table: Table) -> Built:
-    """The columns and, of controls, the rows that have a number; every row of the paper."""
-    columns = [c for c in table.columns if not c.title or _any(evidence, table, column=c)]
-    rows = [r for r in table.rows if not r.control or _any(evidence, table, row=r)]
+    """All rows of the paper; titled columns and controls only where they have a number."""
+
+    def measured(rows, columns) -> bool:
+        return any(evidence.cell(table, row, column).n for row in rows for column in columns)
+
+    columns = [c for c in table.columns if not c.title or measured(table.rows, [c])]
+    rows = [r for r in table.rows if not r.control or measured([r], table.columns)]
     lines = []
     for row in rows:
         entries = [entry(evidence, table, row, column) for column in columns]
@@ -71,35 +79,32 @@ def build(evidence: Evidence, table: Table) -> Built:
         lines.append(Line(row, entries, missing))
     paper = evidence.paper[table.label]
     unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
-    return Built(
-        *(table, table.title or paper["title"], unit),
-        [(c, heading(evidence, table, c)) for c in columns],
-        lines,
-        [*table.notes, *equations(evidence, table)],
-    )
-
-
-def _any(evidence: Evidence, table: Table, row: Row | None = None, column: Column | None = None):
-    return any(
-        evidence.cell(table, r, c).n
-        for r in ([row] if row else table.rows)
-        for c in ([column] if column else table.columns)
-    )
+    headings = [(c, heading(evidence, table, c)) for c in columns]
+    notes = [*table.notes, *equations(evidence, table)]
+    title, tolerance = table.title or paper["title"], paper["tolerance"]
+    return Built(table, title, unit, tolerance, headings, lines, notes)
 
 
 def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
-    base, paper = baseline(table), evidence.printed(table, row, column)
-    theirs = base and evidence.printed(table, base, column)
-    known = base is not None and base is not row
-    return Entry(
-        cell=evidence.cell(table, row, column),
-        column=column,
-        comparison=evidence.compare(table, row, base, column) if known else None,
-        paper=paper,
-        paper_gap=paper - theirs if known and None not in (paper, theirs) else None,
-        agreement=evidence.agreement(table, row, column),
-        decimals=decimals_of(evidence, table, column),
-    )
+    cell, paper = evidence.cell(table, row, column), evidence.printed(table, row, column)
+    comparison = gap = agrees = None
+    if table.base not in (None, row):
+        comparison = evidence.compare(table, row, table.base, column)
+        theirs = evidence.printed(table, table.base, column)
+        gap = None if None in (paper, theirs) else paper - theirs
+    if paper is not None and cell.mean is not None:
+        tolerance = tolerance_of(evidence.paper[table.label], column)
+        if evidence.scale.name == "paper":
+            agrees = agreement(cell.mean, paper, tolerance)
+        elif gap is not None:
+            agrees = direction(comparison, gap, tolerance)
+    decimals = decimals_of(evidence, table, column)
+    return Entry(cell, column, comparison, paper, gap, agrees, decimals)
+
+
+def tolerance_of(paper: dict, column: Column) -> float | None:
+    found = paper["tolerance"]
+    return found[paper["columns"].index(column.paper)] if isinstance(found, list) else found
 
 
 def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
@@ -112,15 +117,13 @@ def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
 
 
 def fixed(value: float, decimals: int) -> str:
-    if abs(value) >= 1e9:
-        return f"{value:.4g}"
-    return f"{value:,.{decimals}f}"
+    return f"{value:.4g}" if abs(value) >= 1e9 else f"{value:,.{decimals}f}"
 
 
 def heading(evidence: Evidence, table: Table, column: Column) -> str:
     if column.title:
         return column.title
-    length = f"{short_number(evidence.length(table, column))} ({column.factor:g}x)"
+    length = f"{short_number(evidence.length(table, column.factor))} ({column.factor:g}x)"
     return f"context gain at {length}" if column.quantity == "context_gain" else length
 
 
@@ -137,33 +140,8 @@ def equations(evidence: Evidence, table: Table) -> list[str]:
     return found
 
 
-SCRIPTS = {
-    "headline": "scripts/reproduce_all.sh",
-    "p_sweep": "scripts/figure_p_sweep.sh",
-    "passkey": "scripts/figure_passkey.sh",
-    "pi_passkey": "scripts/table_pi.sh",
-    "adaptive_p": "scripts/figure_adaptive_p.sh",
-    "attention_maps": "scripts/figure_attention_maps.sh",
-    "scaling_edu": "scripts/scaling_edu.sh",
-    "scaling_edu_passkey": "scripts/scaling_edu.sh",
-    "downstream_edu": "scripts/table_downstream.sh",
-    "symbolic_regression": "scripts/table_physics.sh",
-}
-
-
-def script_of(name: str) -> str:
-    return SCRIPTS.get(name, f"scripts/table_{name}.sh")
-
-
-def pictures_of(evidence: Evidence, table: Table) -> list[Path]:
-    return sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
-
-
-# --- for the terminal ----------------------------------------------------------------------------
-
-
 def show(built: Built) -> str:
-    """The table as text; the paper's values in a line of their own under each row that has any."""
+    """The table for the terminal; the paper's values on a line below each row that has any."""
     header = ["", *(title for _, title in built.columns), "seeds"]
     body = []
     for line in built.lines:

@@ -99,7 +99,7 @@ def hostile_results(root: Path, text: str) -> Path:
 
 
 def assert_shown_as_text(folder: Path, text: str, plain: Page) -> None:
-    """A page of hostile results has no tag, attribute or link that a page of plain ones has not."""
+    """A page of hostile results has no tag, attribute or link that a page of plain ones lacks."""
     page = build(hostile_results(folder / "results", text), folder / "site")
     tags = {e["tag"] for e in page.elements}
     assert tags <= {e["tag"] for e in plain.elements}

@@ -6,13 +6,12 @@ import pytest
 import report_results as made
 
 from evaluating.results import AS_TRAINED
-from paper.claims import OUR_CONTROLS, PAPER_CLAIMS, findings, judge_all, show_claims
-from paper.evidence import Evidence, baseline
+from paper.claims import OUR_CONTROLS, PAPER_CLAIMS, findings, judge_all, judged, show_claims
+from paper.evidence import Evidence
 from paper.experiments import all_tables
 from paper.runs import HEADLINE, SCALES, SWEPT_P
 from paper.statistic import FAILS, HOLDS, OPEN
 from paper.tables import build
-from paper.verdicts import judged
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +138,7 @@ def test_a_claim_and_its_table_have_the_very_same_comparison(tmp_path):
             for line in built.lines
             for entry, (_, title) in zip(line.entries, built.columns, strict=True)
         }
-        base = baseline(table)
+        base = table.base
         for point in judged(one, found).points if one.pairs and base else ():
             row, _, rest = point.label.partition(" − ")
             if point.found.n and rest.startswith(f"{base.title}, "):

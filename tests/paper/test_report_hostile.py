@@ -1,6 +1,7 @@
 """Broken, foreign and hostile results: named on the page, or shown as text; they cannot harm it."""
 
 import os
+import re
 
 import pytest
 import report_results as made
@@ -96,7 +97,11 @@ def test_a_pipe_that_calls_itself_a_result_is_not_waited_for(tmp_path):
 def test_an_unreadable_file_is_named(tmp_path):
     results = one_run(tmp_path)
     made.write(results / "nano/locked.json", {}).chmod(0)
-    assert "Permission denied" in problems(build(results, tmp_path / "site"))
+    made.write(results / "cpu/good.json", {"kind": "attention"})
+    (results / "cpu/good.png").touch(mode=0)
+    found = problems(build(results, tmp_path / "site"))
+    assert re.search(r"nano/locked.json: .*Permission denied", found)
+    assert re.search(r"cpu/good.png: .*Permission denied", found)
 
 
 def test_numbers_that_no_result_can_have_are_an_overflow_and_flatten_no_figure(tmp_path):

@@ -24,9 +24,8 @@ from paper.experiments import Column, Row, Table, all_tables
 from paper.jobs import Job, Pool, run_all
 from paper.plan import Workspace, jobs_of
 from paper.run_records import write_runs
-from paper.runs import MECHANISM_OF, SCALES, Corpus, Run, all_runs
-from paper.special import SPECIALS
-from paper.tables import build, script_of, show
+from paper.runs import DATA, PASSKEY_FACTORS, SCALES, Corpus, Run, all_runs
+from paper.tables import build, show
 from training.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def test_the_paper_needs_27_fineweb_8_sweep_3_pi_and_6_edu_runs():
     runs = all_runs("paper")
     controls = {"softmax-p15-naive", "no-pi-2x", "no-pi-4x", "no-pi-8x"}
     kinds = {
-        "fineweb": [k for k in runs if k in MECHANISM_OF],
+        "fineweb": [k for k in runs if k in DATA["main"]],
         "edu": [k for k in runs if k.startswith("edu-")],
         "pi": [k for k in runs if k.startswith("pi-")],
     }
@@ -58,9 +57,9 @@ def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
         assert config.train.seed == 3
         assert config.run_directory == Path("runs") / scale / f"{key}-s3"
         assert config.data.directory in SCALES[scale].corpora
-        if key in MECHANISM_OF:
-            name, p = MECHANISM_OF[key]
-            assert (config.mechanism().name, config.mechanism().p) == (name, p)
+        if key in DATA["main"]:
+            wanted = {"name": key, "p": None} | DATA["main"][key].get("attention", {})
+            assert {name: getattr(config.mechanism(), name) for name in wanted} == wanted
 
 
 def test_every_number_of_the_paper_has_a_place_in_a_table():
@@ -83,8 +82,12 @@ def test_every_row_names_a_run_that_exists(scale):
         for row in table.rows if table.folder in ("extrapolation", "passkey") else ():
             for column in table.columns:
                 run = runs[column.run(row.run)]
-                assert column.quantity == "accuracy" or column.factor in run.factors
-        assert table.name not in SPECIALS or table.folder == table.name
+                passkey = table.folder == "passkey"
+                assert column.factor in (PASSKEY_FACTORS if passkey else run.factors)
+                assert passkey or row.variant != "window" or run.windows
+                alpha = row.variant.removeprefix("alpha=")
+                assert alpha == row.variant or float(alpha) in run.alphas
+        assert not table.measure or table.folder == table.name
         assert table.baseline is None or table.baseline in {row.key for row in table.rows}
 
 
@@ -98,7 +101,7 @@ def test_every_extrapolation_table_has_a_sliding_window_beside_it(scale):
 
 @pytest.mark.parametrize("name", all_tables("paper"))
 def test_every_table_has_a_script_that_says_what_it_reproduces(name):
-    script = ROOT / script_of(name)
+    script = ROOT / all_tables("paper")[name].script
     text = script.read_text()
     assert script.stat().st_mode & 0o100
     assert "SCALE:-nano" in text
@@ -258,19 +261,6 @@ def test_many_quick_jobs_all_end(tmp_path):
     assert run_all(jobs, tmp_path / "logs", 16) == {path.name: "done" for path in made}
 
 
-# --- tables and claims ---------------------------------------------------------------------------
-
-
-def write_results(path: Path, losses: dict[tuple[str, int], float | None]) -> None:
-    rows = [
-        {"checkpoint": "c", "variant": v, "length": n, "loss": x, "context_gain": {"gain": 0.5}}
-        for (v, n), x in losses.items()
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"kind": "extrapolation", "settings": {}, "about": {}, "checkpoints": {"c": {}}}
-    path.write_text(json.dumps(content | {"rows": rows}))
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -364,6 +354,12 @@ def test_nothing_is_read_from_a_file_that_is_damaged_and_it_is_named(space, caps
     assert re.search(r"not read: .*half\.json", printed)
     assert "the paper's claims" in printed
     assert not list(space.folder.glob("decomposition.json")), "tables are not stored"
+
+
+def test_a_file_in_the_place_of_the_results_is_one_clear_line(space):
+    space.results.write_text("not a folder")
+    with pytest.raises(UserError, match=r"cannot write .*nano: Not a directory"):
+        reproduce.show_all([], space)
 
 
 # --- all of it, for real -------------------------------------------------------------------------
