@@ -12,6 +12,7 @@ from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism
 from lssar.reference import attention_weights
 
+
 @st.composite
 def mechanisms(draw):
     """Any combination of parts, whether the paper has it or not."""
