@@ -90,26 +90,53 @@ void score_gradients(const Block& block, const Tile& tile, const BackwardScratch
 
 // --- rows that are not sharpened ----------------------------------------------------------------
 
+template <class Phi>
+inline Both plain_activation(vf t, bool l1) {
+  if constexpr (std::is_same<Phi, Exp>::value) {
+    vf y = l1 ? Exp::below_one(t) : Exp::value(t);
+    return {y, y * all(LN_2)};
+  } else {
+    return Phi::both(t);
+  }
+}
+
+// D of rows whose keys are all in this tile by its definition, sum_j f dW / sum_j |f|. From `out`,
+// which is rounded, it would be too coarse for a row of few keys, where dW - D is close to 0.
+template <class Phi>
+void sum_whole_plain(const Block& block, const Tile& tile, const BackwardScratch& at,
+                     Gradients& g) {
+  for (int r = tile.from; r < std::min(tile.to, block.rows); r += W) {
+    unsigned whole = lanes((load(block.lo + r) >= (int32_t)tile.first) &
+                           (load(block.hi + r) <= (int32_t)(tile.first + tile.n)));
+    if (!whole) continue;
+    double along[W] = {}, size[W] = {};
+    for (int x = 0; x < tile.n; x++) {
+      vf f = plain_activation<Phi>(load(at.s + x * ROWS + r) + load(block.shift + r), true).value;
+      f = bits(bits(f) & ~unseen(block, r, tile.first + x));
+      for (int i = 0; i < W; i++) {
+        along[i] += (double)f[i] * at.dw[x * ROWS + r + i];
+        size[i] += std::fabs((double)f[i]);
+      }
+    }
+    for (int i = 0; i < W; i++)
+      if (whole >> i & 1 && size[i] > 0) g.d[r + i] = (float)(along[i] / size[i]);
+  }
+}
+
 // With dOut over l, w = f - l / N (the mean only of re-centred rows) and D over l too:
 //   ds = slope (dOut . v - sgn(f) D), or with RECENTRE_L1 slope (dOut . v - sgn(w) D - pull)
 template <class Phi>
-void plain_tile(const Block& block, const Tile& tile, const BackwardScratch& at,
-                const Gradients& g) {
+void plain_tile(const Block& block, const Tile& tile, const BackwardScratch& at, Gradients& g) {
   const Task& task = block.task;
   bool again = task.call.has(RECENTRE_L1), l1 = task.call.has(L1);
   int64_t key = (tile.first - task.from) * task.vcols;
   tile_product(tile, at.v + key, task.vcols, at.dout_panels, task.dv, at.dw);
+  if (l1 && !again && !tile.clean) sum_whole_plain<Phi>(block, tile, at, g);
   for (int x = 0; x < tile.n; x++)
     for (int r = tile.from; r < tile.to; r += W) {
       float *s = at.s + x * ROWS + r, *dw = at.dw + x * ROWS + r;
       vf t = load(s) + load(block.shift + r), d = load(g.d + r);
-      Both y;
-      if constexpr (std::is_same<Phi, Exp>::value) {
-        y.value = l1 ? Exp::below_one(t) : Exp::value(t);
-        y.slope = y.value * all(LN_2);
-      } else {
-        y = Phi::both(t);
-      }
+      Both y = plain_activation<Phi>(t, l1);
       vf w = y.value - load(g.mean + r), along = load(dw);
       if (again)
         along -= where(w < all(0.f), -d, zero_below(w, d)) + load(g.pull + r);

@@ -52,7 +52,8 @@ struct Task {  // rows [begin, end) of every query head of one head of keys
   const Numbers& numbers;
   int64_t b, group, begin, end;
   int64_t d = call.d, cols = round_up(call.d, W), dv = call.dv, vcols = round_up(call.dv, W);
-  int64_t from = 0, to = 0;  // the keys that some of its rows see; `from` a multiple of PANEL
+  int64_t low = 0, to = 0;  // the keys that some of its rows see
+  int64_t from = 0;         // low, down to a multiple of PANEL
   int64_t widest = 0;        // keys of a block, with room for alignment
   int rows;                  // of a block
   bool direct = end - begin <= DIRECT;
@@ -60,17 +61,17 @@ struct Task {  // rows [begin, end) of every query head of one head of keys
       : call(c), numbers(numbers), b(b), group(group), begin(begin), end(end) {
     // A strip of scores should stay in the second cache; with spans, few rows waste fewer scores.
     rows = c.spans() ? 48 : c.lk <= 2730 ? 96 : c.lk <= 5461 ? 48 : 24;
-    from = c.lk;
+    low = c.lk;
     for (int64_t i = begin; i < end; i += rows) {
       int64_t lo = c.lk, hi = 0;
       for (int64_t j = i; j < std::min(end, i + rows); j++) {
         Seen s = seen_by(c, b, j);
         if (s.lo < s.hi) lo = std::min(lo, s.lo), hi = s.hi;
       }
-      from = std::min(from, lo), to = std::max(to, hi);
+      low = std::min(low, lo), to = std::max(to, hi);
       widest = std::max(widest, hi - lo);
     }
-    from = std::min(from, to) / PANEL * PANEL;
+    low = std::min(low, to), from = low / PANEL * PANEL;
     widest = std::min(widest, to - from) + 2 * PANEL;
   }
   int64_t keys() const { return to - from; }

@@ -45,8 +45,8 @@ void place_keys(const Task& task, ForwardScratch& at) {
     pack_panels(task.key(task.from), c.k.l, keys, task.d, at.inverse, at.panels);
   }
   if (c.has(RECENTRE)) {
-    std::fill(at.prefix, at.prefix + task.dv, 0.);
-    for (int64_t j = 0; j < keys; j++)
+    std::fill(at.prefix, at.prefix + (task.low - task.from + 1) * task.dv, 0.);
+    for (int64_t j = task.low - task.from; j < keys; j++)
       for (int64_t x = 0; x < task.dv; x++)
         at.prefix[(j + 1) * task.dv + x] =
             at.prefix[j * task.dv + x] + task.value(task.from + j)[x];
@@ -166,7 +166,7 @@ void weigh_plain(const Strip& strip, PlainRows& rows) {
       total += wide_sum(part);
     });
     rows.top[r] = top, rows.total[r] = (float)total;
-    rows.inverse[r] = !c.has(L1) ? 1.f : total == 0 ? 0.f : (float)(1 / total);
+    rows.inverse[r] = !c.has(L1) || total == 0 ? 1.f : (float)(1 / total);
     rows.again[r] = 1.f, rows.pull[r] = 0.f;
     if (!c.has(RECENTRE_L1)) continue;
     vf inverse = all(rows.inverse[r]), mean = all(block.shifted(r) ? 1.f / block.count[r] : 0.f);
