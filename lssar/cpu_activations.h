@@ -80,7 +80,7 @@ struct Exp {
 struct Sigmoid {
   static constexpr float UNIT = LOG2_E;
   static constexpr bool SIGNED = false;
-  static vf value(vf t) {
+  static vf value(vf t) {  // a rounded inverse would be too coarse to be sharpened
     vf e = exp2v(maximum(minus_abs(t), all(LOWEST)));
     return where(t < all(0.f), e, all(1.f)) / (all(1.f) + e);
   }
@@ -100,11 +100,11 @@ struct Softplus {
   static vf value(vf t) { return value(t, exp2v(maximum(minus_abs(t), all(LOWEST)))); }
   static Both both(vf t) {
     vf e = exp2v(maximum(minus_abs(t), all(LOWEST)));
-    return {value(t, e), where(t < all(0.f), e, all(1.f)) / (all(1.f) + e)};
+    return {value(t, e), where(t < all(0.f), e, all(1.f)) * inverse(all(1.f) + e)};
   }
   static vf slope(vf t) {
     vf e = exp2v(maximum(minus_abs(t), all(LOWEST)));
-    return where(t < all(0.f), e, all(1.f)) / (all(1.f) + e);
+    return where(t < all(0.f), e, all(1.f)) * inverse(all(1.f) + e);
   }
   static vf score(vf f) {  // log2(2^f - 1), rounded down
     vf tiny = log2v(maximum(f, all(1e-37f))) - all(0.53f);  // 2^f - 1 = f ln 2
@@ -170,7 +170,7 @@ struct Gelu {  // x Phi(x), Phi the normal distribution
     return Exp::below_one(x * x * all(-0.5f * LOG2_E));
   }
   static vf distribution(vf x, vf e) {  // erfc(z) exp(z^2) is a polynomial of 1 / (1 + 0.3 z)
-    vf z = absolute(x) * all(0.70710678f), t = all(1.f) / (all(1.f) + all(0.3f) * z) - all(0.5f);
+    vf z = absolute(x) * all(0.70710678f), t = inverse(all(1.f) + all(0.3f) * z) - all(0.5f);
     vf y = all(-0.12977780f);
     y = y * t + all(-0.097049177f);
     y = y * t + all(0.26425198f);
@@ -195,9 +195,9 @@ struct Mish {  // x tanh(softplus(x)); with w = e^x, tanh = (w^2 + 2 w) / (w^2 +
     vi negative = x < all(0.f);
     vf up = where(negative, e2 + e + e, all(1.f) + e + e);
     vf below = where(negative, all(2.f), e2 + e2);  // the denominator less `up`
-    vf inverse = all(1.f) / (up + below), tanh = up * inverse;
-    vf sigmoid = where(negative, e, all(1.f)) / (all(1.f) + e);
-    return {x * tanh, tanh + x * (below * inverse) * (all(1.f) + tanh) * sigmoid};
+    vf part = inverse(up + below), tanh = up * part;
+    vf sigmoid = where(negative, e, all(1.f)) * inverse(all(1.f) + e);
+    return {x * tanh, tanh + x * (below * part) * (all(1.f) + tanh) * sigmoid};
   }
 };
 

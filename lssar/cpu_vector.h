@@ -102,6 +102,7 @@ inline void pack(int32_t* to, vi x, unsigned mask) {
 inline vf lookup(const float* table, const int32_t* at) {
   return _mm512_i32gather_ps(_mm512_loadu_si512(at), table, 4);
 }
+inline vf rough_inverse(vf x) { return _mm512_rcp14_ps(x); }
 #elif defined(LSSAR_AVX2)
 inline vf maximum(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf minimum(vf a, vf b) { return _mm256_min_ps(a, b); }
@@ -130,6 +131,7 @@ inline void pack(int32_t* to, vi x, unsigned mask) {
 inline vf lookup(const float* table, const int32_t* at) {
   return _mm256_i32gather_ps(table, _mm256_loadu_si256((const __m256i*)at), 4);
 }
+inline vf rough_inverse(vf x) { return _mm256_rcp_ps(x); }
 #else
 inline vf maximum(vf a, vf b) { return where(a > b, a, b); }
 inline vf minimum(vf a, vf b) { return where(a < b, a, b); }
@@ -161,7 +163,14 @@ inline vf lookup(const float* table, const int32_t* at) {
   for (int b = 0; b < W; b++) y[b] = table[at[b]];
   return y;
 }
+inline vf rough_inverse(vf x) { return all(1.f) / x; }
 #endif
+
+// 1 / x to 1e-7 for x in [1, 8]: a division takes as long as ten products
+inline vf inverse(vf x) {
+  vf y = rough_inverse(x);
+  return y + y * (all(1.f) - x * y);
+}
 
 // --- a row of entries ---------------------------------------------------------------------------
 
