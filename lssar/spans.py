@@ -37,10 +37,13 @@ def document_starts(starts: Tensor) -> Tensor:
 
 def padding(mask: Tensor, queries: int) -> Tensor:
     """The first token of left-padded sequences, (B, queries); the mask (B, L) is True at tokens."""
-    first = (~mask).sum(-1, keepdim=True)
-    if not bool((mask == (torch.arange(mask.shape[1], device=mask.device) >= first)).all()):
+    if not _is_left_padded(mask):
         raise UserError("padding between or after the tokens is no span; use attend_padded")
-    return first.expand(-1, queries)
+    return (~mask).sum(-1, keepdim=True).expand(-1, queries)
+
+
+def _is_left_padded(mask: Tensor) -> bool:
+    return bool((mask[:, 1:] >= mask[:, :-1]).all())
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,14 @@ def attend_padded(
     k, v = k[:, :, :keys], v[:, :, :keys]
     if mask.all():
         return attend(q, k, v, mechanism, **options)
-    asking = mask[:, keys - queries :]
-    first = (~mask).sum(-1, keepdim=True)
-    places = torch.arange(keys, device=mask.device)
-    if torch.equal(mask, places >= first):
-        return attend(q, k, v, mechanism, first=first.expand(-1, queries), **options)
+    if _is_left_padded(mask):
+        return attend(q, k, v, mechanism, first=padding(mask, queries), **options)
     # Padding moves to the front of its row, and back again: then it is a span.
     order = mask.to(torch.uint8).argsort(dim=1, stable=True)
     k, v = (_moved(x, order) for x in (k, v))
+    asking = mask[:, keys - queries :]
     order = asking.to(torch.uint8).argsort(dim=1, stable=True)
-    first = torch.where(asking.gather(1, order), first, keys)
+    first = torch.where(asking.gather(1, order), (~mask).sum(-1, keepdim=True), keys)
     out = attend(_moved(q, order), k, v, mechanism, first=first, **options)
     return _moved(out, order.argsort(dim=1))
 
