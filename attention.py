@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lssar.backends import attend
 from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
-from lssar.padding import attend_padded
 from lssar.reference import attention_weights
+from lssar.spans import attend_padded
 
 __all__ = ["MECHANISMS", "Attention", "KVCache", "attend", "attention_weights", "get_mechanism"]
 

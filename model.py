@@ -20,7 +20,7 @@ from torch import Tensor
 from attention import Attention, KVCache, Rope, rope_at
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
-from lssar.padding import token_positions
+from lssar.spans import token_positions
 from training.cross_entropy import linear_cross_entropy, token_losses
 
 # What the weights mean: raised by every change after which the same weights compute something

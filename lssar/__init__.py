@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lssar import spans
     from lssar.backends import BACKENDS, attend, choose_backend, used_backend
     from lssar.errors import UserError
     from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
-    from lssar.padding import attend_padded, token_positions
     from lssar.reference import attention_weights
+    from lssar.spans import attend_padded, token_positions
 
 __version__ = "0.1.0"
 
@@ -22,8 +23,9 @@ _HOME = {
     **dict.fromkeys(("MECHANISMS", "OVERRIDES", "Mechanism", "get_mechanism"), "mechanisms"),
     "attention_weights": "reference",
     **dict.fromkeys(("BACKENDS", "attend", "choose_backend", "used_backend"), "backends"),
-    **dict.fromkeys(("attend_padded", "token_positions"), "padding"),
+    **dict.fromkeys(("attend_padded", "token_positions"), "spans"),
     "UserError": "errors",
+    "spans": "spans",
 }
 __all__ = [
     "BACKENDS",
@@ -36,6 +38,7 @@ __all__ = [
     "attention_weights",
     "choose_backend",
     "get_mechanism",
+    "spans",
     "token_positions",
     "used_backend",
 ]
@@ -44,4 +47,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lssar.{_HOME[name]}"), name)
+    module = importlib.import_module(f"lssar.{_HOME[name]}")
+    return module if name == _HOME[name] else getattr(module, name)

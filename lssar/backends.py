@@ -17,8 +17,15 @@ from torch import Tensor
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import PARTS, Mechanism
-from lssar.reference import attention_weights, check_shapes, parameters_of, resolve
+from lssar.reference import (
+    check_shapes,
+    grouped_product,
+    parameters_of,
+    resolve,
+    weights_of_span,
+)
 from lssar.rowblock import attend_by_row_blocks
+from lssar.spans import Span, span_of
 
 
 def attend(
@@ -27,20 +34,24 @@ def attend(
     v: Tensor,
     mechanism: str | Mechanism,
     *,
+    first: Tensor | None = None,
     params: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal attention: q (B, H, Lq, d) over k, v (B, H, Lk, d), the last query at the last key.
+    """Causal attention: q (B, H, Lq, d) over k, v (B, G, Lk, d), the last query at the last key.
 
-    v may be of another width than q and k. `mechanism` is a name or a `Mechanism`. `params` holds
-    the learnable scalar of each head (H,) for `ssmax` and `relu-shen`; absent, the paper's initial
-    value. `backend` is "auto" for the fastest that supports the call, or one of `BACKENDS` to
-    insist on it.
+    Each of the G heads of k and v serves H / G heads of q in turn; v may be of another width than
+    q and k. `mechanism` is a name or a `Mechanism`. `first` (B, Lq) or (Lq,) is the place of the
+    first key that each row sees (`lssar.spans` makes it: windows, packed documents, padding).
+    `params` holds the learnable scalar of each head (H,) for `ssmax` and `relu-shen`; absent, the
+    paper's initial value. `backend` is "auto" for the fastest that supports the call, or one of
+    `BACKENDS` to insist on it.
     """
     check_shapes(q, k, v)
     m = resolve(mechanism, keys=k.shape[2])
     params = parameters_of(m, params, q)
-    return _chosen(backend, m, _describe(q, k, v)).run(q, k, v, m, params)
+    span = span_of(first, m.window, q, k)
+    return _chosen(backend, m, _describe(q, k, v, span)).run(q, k, v, m, params, span)
 
 
 # --- what a call asks and a backend offers -------------------------------------------------------
@@ -58,9 +69,11 @@ class Call:
     value_dim: int | None = None  # None: as wide as the keys
     mixed: bool = False  # q, k and v differ in type, and no autocast makes them alike
     keys: int = 0  # Lk
+    spans: bool = False  # some rows do not see all keys up to their own
+    grouped: bool = False  # heads of q share one of k and v
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor) -> Call:
+def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
     alike = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
     return Call(
         device=q.device.type,
@@ -71,6 +84,8 @@ def _describe(q: Tensor, k: Tensor, v: Tensor) -> Call:
         value_dim=v.shape[3],
         mixed=not alike,
         keys=k.shape[2],
+        spans=not span.full,
+        grouped=q.shape[1] != k.shape[1],
     )
 
 
@@ -80,11 +95,13 @@ class Computes:
 
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sharpened: tuple[bool, ...] = (False,)
-    window: bool = False
+    spans: bool = False
+    grouped: bool = False
     devices: tuple[str, ...] | None = None  # None: any, here and below
     dtypes: tuple[torch.dtype, ...] | None = None
     largest_head_dim: int | None = None
-    most_keys: Callable[[int], int] | None = None  # of a head dimension
+    most_keys: Callable[[int], int] | None = None  # of a head dimension, on the cosine
+    combination: Callable[[Mechanism], str | None] | None = None  # why its parts do not go together
     other_value_dim: bool = True
     mixed_types: bool = False
 
@@ -95,18 +112,24 @@ class Computes:
                 return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
         if m.sharpened not in self.sharpened:
             return f"it does not compute {m.name!r}: p = {m.p!r}"
-        if m.window and not self.window:
-            return "it has no sliding window"
+        if call.spans and not self.spans:
+            return "it has no windows, packed documents or padding"
+        if call.grouped and not self.grouped:
+            return "it takes one head of k and v for each of q"
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and self.devices == ("cuda",)
         if self.devices is not None and call.device not in self.devices and not interpreted:
             places = {"cpu": "the CPU", "cuda": "a GPU"}
             return f"it computes on {places[self.devices[0]]}, not on {call.device}"
         if self.dtypes is not None and call.dtype not in self.dtypes:
             return f"it computes in float32, not {call.dtype}"
-        if self.largest_head_dim is not None and call.head_dim > self.largest_head_dim:
-            return f"it takes head dimensions up to {self.largest_head_dim}, not {call.head_dim}"
-        if self.most_keys and call.keys > (most := self.most_keys(call.head_dim)):
+        widest = max(call.head_dim, call.value_dim or 0)
+        if self.largest_head_dim is not None and widest > self.largest_head_dim:
+            return f"it takes head dimensions up to {self.largest_head_dim}, not {widest}"
+        cosine = m.scale == "log d log N"
+        if self.most_keys and cosine and call.keys > (most := self.most_keys(call.head_dim)):
             return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
+        if self.combination and (reason := self.combination(m)):
+            return reason
         if call.value_dim not in (None, call.head_dim) and not self.other_value_dim:
             return f"it takes values as wide as the keys ({call.head_dim}), not {call.value_dim}"
         return "it takes q, k and v of one type" if call.mixed and not self.mixed_types else None
@@ -118,7 +141,7 @@ def _present() -> str | None:
 
 @dataclass(frozen=True)
 class Backend:
-    """`run(q, k, v, mechanism, params)`, what it computes, and why it may be missing here."""
+    """`run(q, k, v, mechanism, params, span)`, what it computes, and why it may be missing here."""
 
     run: Callable[..., Tensor]
     computes: Computes | None = None  # None: every call
@@ -185,17 +208,26 @@ def used_backend(m: Mechanism) -> str | None:
 # --- the backends --------------------------------------------------------------------------------
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
-    weights = attention_weights(q, k, m, params=params)
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
+    weights = weights_of_span(q, k, m, params, span)
+    if span.first is not None:  # what no row sees may be anything, NaN too
+        unseen = torch.arange(k.shape[2], device=v.device) < span.first.amin(1, keepdim=True)
+        v = v.masked_fill(unseen[:, None, :, None], 0)
     with torch.autocast(q.device.type, enabled=False):
-        return (weights @ v.to(weights.dtype)).to(v.dtype)
+        return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
-def _rowblock(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
-    return attend_by_row_blocks(_eager, q, k, v, m, params)
+def _rowblock(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
+    return attend_by_row_blocks(_eager, q, k, v, m, params, span)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
     """PyTorch's flash attention; the scale of ssmax is a factor of q."""
     length, keys = q.shape[-2], k.shape[-2]
     if params is not None:
@@ -210,16 +242,24 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None) 
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None) -> Tensor:
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
     from lssar import cpu
 
-    return cpu.lssar(q, k, v, p=m.p, alpha=m.alpha, train_length=m.train_length)
+    return cpu.attend(q, k, v, m, params, span)
 
 
 def _cpu_most_keys(head_dim: int) -> int:
     from lssar import cpu
 
     return cpu.most_keys(head_dim)
+
+
+def _cpu_combination(m: Mechanism) -> str | None:
+    from lssar import cpu
+
+    return cpu.unfused(m)
 
 
 @_constant
@@ -229,7 +269,7 @@ def _cpu_missing() -> str | None:
     return _with_notice("CPU", cpu.unavailable())
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None) -> Tensor:
+def _triton(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None, span: Span) -> Tensor:
     from lssar import triton_op
 
     return triton_op.lssar(q, k, v, p=m.p, alpha=m.alpha, train_length=m.train_length)
@@ -245,33 +285,39 @@ def _triton_missing() -> str | None:
 @functools.cache
 def _with_notice(device: str, reason: str | None) -> str | None:
     if reason:
-        text = f"LSSAR runs without its fused {device} kernel, several times slower: {reason}"
+        text = f"attention runs without its fused {device} kernel, several times slower: {reason}"
         warnings.warn(text, stacklevel=2)
     return reason
 
 
 _SOFTMAX = {"scale": ("1/sqrt(d)", "s log N / sqrt(d)"), "length": PARTS["length"]}
-
-
-def _fused(
-    devices: tuple[str, ...], largest_head_dim: int, most_keys: Callable[[int], int] | None = None
-) -> Computes:
-    return Computes(
-        {"scale": ("log d log N",), "phi": ("softplus",), "length": PARTS["length"]},
-        sharpened=(False, True),
-        devices=devices,
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        largest_head_dim=largest_head_dim,
-        most_keys=most_keys,
-        other_value_dim=False,
-    )
-
+_FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ON_THE_GPU = Computes(
+    {"scale": ("log d log N",), "phi": ("softplus",), "length": PARTS["length"]},
+    sharpened=(False, True),
+    devices=("cuda",),
+    dtypes=_FUSED_TYPES,
+    largest_head_dim=128,
+    other_value_dim=False,
+)
+_ON_THE_CPU = Computes(
+    PARTS | {"numerics": ("safe",)},
+    sharpened=(False, True),
+    spans=True,
+    grouped=True,
+    devices=("cpu",),
+    dtypes=_FUSED_TYPES,
+    largest_head_dim=256,
+    most_keys=_cpu_most_keys,
+    combination=_cpu_combination,
+    mixed_types=True,
+)
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
-    "triton": Backend(_triton, _fused(("cuda",), 128), _triton_missing),
-    "cpu": Backend(_cpu, _fused(("cpu",), 256, _cpu_most_keys), _cpu_missing),
+    "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
+    "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(_rowblock),
     "eager": Backend(_eager),
 }

@@ -1,4 +1,4 @@
-"""Exact fused LSSA and LSSAR on the CPU: `lssar(q, k, v, p=15)`, forward and backward.
+"""Exact fused attention on the CPU, every mechanism, forward and backward.
 
 The kernel is `lssar_cpu.cpp`, built once by the system's C++ compiler (seconds) into a cache
 folder ($LSSAR_CACHE, else $XDG_CACHE_HOME/lssar, else ~/.cache/lssar, else a private temporary one)
@@ -21,19 +21,20 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lssar.cache import private_folder
+from lssar.mechanisms import SIGNED, Mechanism
 from lssar.reference import FLAT
+from lssar.spans import Span
 
 SOURCE = Path(__file__).with_name("lssar_cpu.cpp")
-FLAGS = (
-    *("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC"),
-    f"-DLSSAR_FLAT={FLAT}f",
-)
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+CONSTANTS = (f"-DLSSAR_FLAT={FLAT}f",)
 # Tried in this order: an Arm clang knows only -mcpu, and some compilers come without OpenMP.
 VARIANTS = (
     ("-march=native", "-fopenmp"),
@@ -43,8 +44,11 @@ VARIANTS = (
     (),
 )
 MAX_HEAD_DIM = 256
-MAX_SCORE = 125.9  # a score s has |s| <= log(d) log2(N), and 2^-|s| must be a normal float32
-ROW_STATISTICS = 6  # named in lssar_cpu.cpp
+MAX_SCORE = 125.9  # |s| <= log(d) log2(N) of a cosine, and 2^-|s| must be a normal float32
+ROW_STATISTICS = 8  # STATS in cpu_call.h
+PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
+CAN_SHARPEN = ("exp", "sigmoid", "softplus")
+COSINE, L1, LOG_N, RECENTRE, RECENTRE_L1 = 1, 2, 4, 8, 16  # Flags in cpu_call.h
 
 
 class Unavailable(RuntimeError):
@@ -93,7 +97,9 @@ def build(*extra: str) -> Path:
         version = _run_compiler([*compiler, "--version"]).stdout
     except OSError as error:
         raise Unavailable(f"cannot run the C++ compiler {shlex.join(compiler)}: {error}") from None
-    parts = [SOURCE.read_text(), repr((compiler, FLAGS, VARIANTS, extra)), version, _cpu_features()]
+    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h")))]
+    flags = repr((compiler, FLAGS, CONSTANTS, VARIANTS, extra))
+    parts = [*sources, flags, version, _cpu_features()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     name = f"lssar_cpu-{key}"
     problems = []
@@ -141,7 +147,7 @@ def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: st
     try:
         for variant in VARIANTS:
             result = _run_compiler(
-                [*compiler, *FLAGS, *variant, *extra, str(SOURCE), "-o", str(partial)]
+                [*compiler, *FLAGS, *CONSTANTS, *variant, *extra, str(SOURCE), "-o", str(partial)]
             )
             if result.returncode == 0:
                 with partial.open("rb") as file:
@@ -157,14 +163,14 @@ def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: st
 
 
 def load(*extra: str) -> ctypes.CDLL:
-    """The kernel's two functions, ready to be called with a `_Call` array, p and alpha."""
+    """The kernel's two functions, ready to be called with a `_Call` and a `_Numbers` array."""
     library = build(*extra)
     try:
         kernel = ctypes.CDLL(str(library))
     except OSError as error:
         raise Unavailable(f"cannot load {library}: {error}") from None
     for function in (kernel.lssar_forward, kernel.lssar_backward):
-        function.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         function.restype = ctypes.c_int
     return kernel
 
@@ -184,7 +190,8 @@ def unavailable() -> str | None:
     return None
 
 
-_Call = ctypes.c_int64 * 47  # struct Call: 7 numbers, then 10 views of (pointer, 3 strides)
+_Call = ctypes.c_int64 * 54  # struct Call: 12 numbers, `first` and its stride, 10 views of 4
+_Numbers = ctypes.c_double * 3  # struct Numbers
 _NO_VIEW = (0, 0, 0, 0)
 
 
@@ -195,12 +202,37 @@ def _view(x: Tensor) -> tuple[int, ...]:
     return x.data_ptr(), b, h, l
 
 
-def _call(function, q: Tensor, k: Tensor, train_length: int, views, p: float, alpha: float) -> None:
-    b, h, lq, d = q.shape
-    numbers = (b, h, lq, k.shape[2], d, torch.get_num_threads(), train_length)
+class _Settings(NamedTuple):
+    """What a call asks besides its tensors, in the order of the operators' arguments."""
+
+    window: int  # 0: none
+    phi: int
+    flags: int
+    p: float  # 0: not sharpened
+    alpha: float
+    bias: float
+    train_length: int
+
+    @property
+    def guided(self) -> bool:
+        """Whether a backward pass needs more than the output and the row statistics."""
+        return self.p != 0 or bool(self.flags & RECENTRE)
+
+
+def _call(function, q, k, v, first, settings: _Settings, views) -> None:
+    (b, h, lq, d), (_, groups, lk, _) = q.shape, k.shape
+    if not (q.numel() and v.numel()):
+        return
+    numbers = (b, h, groups, lq, lk, d, v.shape[3], torch.get_num_threads())
+    numbers += (settings.train_length, settings.window, settings.phi, settings.flags)
+    span = (0, 0)
+    if first is not None:
+        first = first.contiguous()
+        span = (first.data_ptr(), lq if len(first) > 1 else 0)
     flat = [x for view in views for x in view]
-    if q.numel() and function(_Call(*numbers, *flat), p, alpha):
-        raise MemoryError(f"the attention kernel found no scratch memory for {k.shape[2]} keys")
+    arguments = _Numbers(settings.p, settings.alpha, settings.bias)
+    if function(_Call(*numbers, *span, *flat), arguments):
+        raise MemoryError(f"the attention kernel found no scratch memory for {lk} keys")
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -208,8 +240,11 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _like(x: Tensor) -> Tensor:
+def _like(x: Tensor, width: int | None = None) -> Tensor:
     """Room for a result in the layout of x, so that merging the heads again needs no copy."""
+    if width is not None and width != x.shape[3]:
+        batch, heads, length, _ = x.shape
+        return x.new_empty(batch, length, heads, width).transpose(1, 2)
     room = torch.empty_like(x)
     return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
@@ -217,64 +252,70 @@ def _like(x: Tensor) -> Tensor:
 # torch.compile's cache on disk knows an operator by its name: with a change of what is saved the
 # name changes, or compiled code of an older version would be loaded and refuse the new shapes.
 _library = torch.library.Library("lssar", "DEF")
+_SETTINGS = "int window, int phi, int flags, float p, float alpha, float bias, int train_length"
 _library.define(
-    "cpu_forward_v2(Tensor q, Tensor k, Tensor v, float p, float alpha, int train_length,"
-    " bool save) -> (Tensor out, Tensor stats, Tensor guide)"
+    f"cpu_forward_v3(Tensor q, Tensor k, Tensor v, Tensor? first, {_SETTINGS}, bool save)"
+    " -> (Tensor out, Tensor stats, Tensor guide)"
 )
 _library.define(
-    "cpu_backward_v2(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats,"
-    " Tensor guide, float p, float alpha, int train_length) -> (Tensor dq, Tensor dk, Tensor dv)"
+    "cpu_backward_v3(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? first, Tensor out,"
+    f" Tensor stats, Tensor guide, {_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
-def _fake_forward(q, k, v, p, alpha, train_length, save):
-    """The output, and what a backward pass needs of the rows: statistics, and G unless LSSA."""
-    guide = _like(q) if save and p else q.new_empty(0)
-    return _like(q), q.new_empty((*q.shape[:3], ROW_STATISTICS)), guide
+def _fake_forward(q, k, v, first, *settings_and_save):
+    """The output, and what a backward pass needs of the rows: statistics, and a guide."""
+    *settings, save = settings_and_save
+    out, nothing = _like(q, v.shape[3]), q.new_empty(0)
+    stats = q.new_empty((*q.shape[:3], ROW_STATISTICS)) if save else nothing
+    guide = _like(q, v.shape[3]) if save and _Settings(*settings).guided else nothing.clone()
+    return out, stats, guide
 
 
 def _fake_backward(dout, q, k, v, *_):
     return _like(q), _like(k), _like(v)
 
 
-def _forward(q, k, v, p, alpha, train_length, save):
-    out, stats, guide = _fake_forward(q, k, v, p, alpha, train_length, save)
+def _forward(q, k, v, first, *settings_and_save):
+    out, stats, guide = _fake_forward(q, k, v, first, *settings_and_save)
     q, k, v = _readable(q), _readable(k), _readable(v)
-    views = [_view(x) for x in (q, k, v, out, stats, guide)]
-    _call(_kernel().lssar_forward, q, k, train_length, [*views, *[_NO_VIEW] * 4], p, alpha)
+    views = [*(_view(x) for x in (q, k, v, out, stats, guide)), *[_NO_VIEW] * 4]
+    _call(_kernel().lssar_forward, q, k, v, first, _Settings(*settings_and_save[:-1]), views)
     return out, stats, guide
 
 
-def _backward(dout, q, k, v, out, stats, guide, p, alpha, train_length):
+def _backward(dout, q, k, v, first, out, stats, guide, *settings):
     grads = _fake_backward(dout, q, k, v)
-    tensors = [_readable(x) for x in (q, k, v, out, stats, guide, dout)]
-    views = [_view(x) for x in (*tensors, *grads)]
-    _call(_kernel().lssar_backward, q, k, train_length, views, p, alpha)
+    q, k, v, *rest = (_readable(x) for x in (q, k, v, out, stats, guide, dout))
+    views = [_view(x) for x in (q, k, v, *rest, *grads)]
+    if not (q.numel() and v.numel()):
+        return tuple(g.zero_() for g in grads)
+    _call(_kernel().lssar_backward, q, k, v, first, _Settings(*settings), views)
     return grads
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, first, *ctx.settings, _ = inputs
+    ctx.save_for_backward(q, k, v, first, *output)
 
 
 def _autograd(ctx, dout, *_):
-    grads = torch.ops.lssar.cpu_backward_v2(dout, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None, None, None
+    grads = torch.ops.lssar.cpu_backward_v3(dout, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, *[None] * (len(_Settings._fields) + 1)
 
 
 def _no_second_derivative(ctx, *_):
     raise RuntimeError("the fused kernel has no second derivative; use backend='eager' for it")
 
 
-_library.impl("cpu_forward_v2", _forward, "CPU")
-_library.impl("cpu_backward_v2", _backward, "CPU")
-torch.library.register_fake("lssar::cpu_forward_v2", _fake_forward, lib=_library)
-torch.library.register_fake("lssar::cpu_backward_v2", _fake_backward, lib=_library)
+_library.impl("cpu_forward_v3", _forward, "CPU")
+_library.impl("cpu_backward_v3", _backward, "CPU")
+torch.library.register_fake("lssar::cpu_forward_v3", _fake_forward, lib=_library)
+torch.library.register_fake("lssar::cpu_backward_v3", _fake_backward, lib=_library)
 torch.library.register_autograd(
-    "lssar::cpu_forward_v2", _autograd, setup_context=_setup_context, lib=_library
+    "lssar::cpu_forward_v3", _autograd, setup_context=_setup_context, lib=_library
 )
-torch.library.register_autograd("lssar::cpu_backward_v2", _no_second_derivative, lib=_library)
+torch.library.register_autograd("lssar::cpu_backward_v3", _no_second_derivative, lib=_library)
 
 
 class _Direct(torch.autograd.Function):
@@ -289,20 +330,20 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         # With create_graph the operator is recorded, and refuses when it is differentiated.
-        run = torch.ops.lssar.cpu_backward_v2 if torch.is_grad_enabled() else _backward
-        return *run(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        run = torch.ops.lssar.cpu_backward_v3 if torch.is_grad_enabled() else _backward
+        grads = run(dout, *ctx.saved_tensors, *ctx.settings)
+        return *grads, None, *[None] * (len(_Settings._fields) + 1)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, p: float, alpha: float, train_length: int) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: _Settings) -> Tensor:
     """Whoever traces or intercepts operators gets the operator; an ordinary call goes straight."""
-    options = (p, alpha, train_length)
     plain = type(q) is type(k) is type(v) is Tensor
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
-        return torch.ops.lssar.cpu_forward_v2(q, k, v, *options, save)[0]
+        return torch.ops.lssar.cpu_forward_v3(q, k, v, first, *settings, save)[0]
     if save:
-        return _Direct.apply(q, k, v, *options, save)
-    return _forward(q, k, v, *options, save)[0]
+        return _Direct.apply(q, k, v, first, *settings, save)
+    return _forward(q, k, v, first, *settings, save)[0]
 
 
 def most_keys(head_dim: int) -> int:
@@ -310,42 +351,51 @@ def most_keys(head_dim: int) -> int:
     return int(2 ** (MAX_SCORE / math.log(max(head_dim, 2))))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None, train_length: int) -> None:
-    if q.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"q must be (B, H, Lq, d), k and v (B, H, Lk, d), not {shapes}")
-    if q.shape[2] > k.shape[2]:
-        raise ValueError(f"{q.shape[2]} queries need at least as many keys, not {k.shape[2]}")
-    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"head dimension {q.shape[3]}: the kernel takes 1 to {MAX_HEAD_DIM}")
-    if k.shape[2] > most_keys(q.shape[3]):
-        limit = f"the kernel takes up to {most_keys(q.shape[3])} of this head dimension"
-        raise ValueError(f"{k.shape[2]} keys of dimension {q.shape[3]}: {limit}")
-    if p is not None and not p >= 1:
-        raise ValueError(f"p = {p}: the gradient of y^p at 0 needs p >= 1")
-    if train_length < 1:
-        raise ValueError(f"train_length = {train_length} must be at least 1")
-    for x in (q, k, v):
-        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"the CPU kernel takes float32, not {x.dtype} on {x.device}")
+def unfused(m: Mechanism) -> str | None:
+    """Why the kernel does not compute this combination of parts, though it knows each of them."""
+    if m.sharpened and m.phi not in CAN_SHARPEN:
+        return f"it does not re-weight phi = {m.phi!r}"
+    if m.post.startswith("recentre") and (m.norm != "l1" or m.phi in SIGNED):
+        return f"it does not re-centre phi = {m.phi!r}, norm = {m.norm!r}"
+    return None
 
 
-def lssar(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    p: float | None,
-    alpha: float = 0.0,
-    train_length: int = 1024,
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
-    """Causal LSSAR attention, l1(relu(N_i A - 1[N_i > 3])^p_i) v with A the LSSA weights.
+    """Any mechanism that `unfused` lets through; half-precision input is computed in float32.
 
-    q is (B, H, Lq, d), k and v (B, H, Lk, d), the last query aligned with the last key:
-    N_i = Lk - Lq + i + 1. `p=None` is LSSA, A v. p_i = p up to `train_length` keys and
-    p (1 + alpha (sqrt(N_i / train_length) - 1)) beyond. A row whose keys are all alike takes its
-    stage-one weights A. Half-precision input is computed in float32.
+    What is a factor of a query or of an output row is multiplied outside of the kernel.
     """
-    _check(q, k, v, p, train_length)
-    power = 0.0 if p is None else float(p)
-    return _run(q.float(), k.float(), v.float(), power, float(alpha), train_length).to(q.dtype)
+    dtype = v.dtype
+    q, k, v = q.float(), k.float(), v.float()
+    count = scale = None
+    if params is not None:
+        count = span.counts(q.shape[2], k.shape[2], q.device).unsqueeze(-1)  # against (B, H, Lq, d)
+        scale = params.view(-1, 1, 1)
+        if m.scale == "s log N / sqrt(d)":
+            q = q * (scale * count.log())
+    flags = {
+        COSINE: m.scale == "log d log N",
+        L1: m.norm == "l1",
+        LOG_N: m.bias == "-log N",
+        RECENTRE: m.post.startswith("recentre"),
+        RECENTRE_L1: m.post == "recentre, l1",
+    }
+    settings = _Settings(
+        window=span.window or 0,
+        phi=PHI.index(m.phi),
+        flags=sum(flag for flag, on in flags.items() if on),
+        p=0.0 if m.p is None else float(m.p),
+        alpha=float(m.alpha) if m.sharpened else 0.0,
+        bias=-math.log(m.train_length) if m.bias == "-log L" else 0.0,
+        train_length=m.train_length,
+    )
+    out = _run(q, k, v, span.first, settings)
+    if m.phi == "softplus" and m.norm != "l1":
+        out = out * math.log(2)  # the kernel's is over ln 2
+    if m.norm == "L":
+        out = out / m.train_length
+    elif m.norm == "gamma sqrt(N/2)":
+        out = out / (scale * (count / 2).sqrt())
+    return (-out if m.post == "negate" else out).to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lssar.errors import UserError
 from lssar.mechanisms import SIGNED, Mechanism, get_mechanism
+from lssar.spans import Span, span_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
@@ -36,29 +37,45 @@ FLAT = 2.0
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, mechanism: str | Mechanism, *, params: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    mechanism: str | Mechanism,
+    *,
+    first: Tensor | None = None,
+    params: Tensor | None = None,
 ) -> Tensor:
-    """The attention matrix (B, H, Lq, Lk) of queries (B, H, Lq, d) over keys (B, H, Lk, d).
+    """The attention matrix (B, H, Lq, Lk) of queries (B, H, Lq, d) over keys (B, G, Lk, d).
 
-    Causal, the last query aligned with the last key: query i of Lq sees Lk - Lq + i + 1 keys.
-    float64 in, float64 out; any other type is computed, and returned, in float32.
+    Causal, the last query aligned with the last key: query i of Lq sees Lk - Lq + i + 1 keys, or
+    those from first_i on. Each of the G heads of k serves H / G heads of q in turn. float64 in,
+    float64 out; any other type is computed, and returned, in float32.
     """
     check_shapes(q, k)
-    mechanism = resolve(mechanism, keys=k.shape[2])
+    m = resolve(mechanism, keys=k.shape[2])
+    params = parameters_of(m, params, q)
+    return weights_of_span(q, k, m, params, span_of(first, m.window, q, k))
+
+
+def weights_of_span(
+    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
-        return _weights(q.to(dtype), k.to(dtype), mechanism, parameters_of(mechanism, params, q))
+        return _weights(q.to(dtype), k.to(dtype), m, params, span)
 
 
-def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None) -> Tensor:
-    length, keys = q.shape[-2], k.shape[-2]
-    position = torch.arange(keys - length + 1, keys + 1, device=q.device).unsqueeze(-1)  # (Lq, 1)
-    key = torch.arange(1, keys + 1, device=q.device)
+def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+    queries, keys = q.shape[-2], k.shape[-2]
+    position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
+    key = torch.arange(keys, device=q.device)
     visible = key <= position  # (Lq, Lk)
-    if m.window is not None:
-        visible &= key > position - m.window
-        position = position.clamp(max=m.window)
-    row_count = position.to(q.dtype)
+    row_count = position + 1
+    first = span.firsts(queries, keys, q.device)
+    if first is not None:
+        first = first[:, None, :, None]
+        visible = visible & (key >= first)  # (B, 1, Lq, Lk)
+        row_count = (position + 1 - first).clamp(min=1)  # a row that sees nothing ends as zeros
+    row_count = row_count.to(q.dtype)
 
     x = _scores(q, k, m, row_count, params)
     a = _normalise(_activate(x, visible, m), m, row_count, params)
@@ -73,6 +90,7 @@ def _score_bound(q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor) -> Tenso
     if m.scale == "log d log N":
         return math.log(d) * row_count.log()
     longest = k.norm(dim=-1).cummax(-1).values[..., k.shape[-2] - q.shape[-2] :]
+    longest = longest.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
 
 
@@ -85,7 +103,7 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
         q = q * (_per_head(params) * row_count.log() / math.sqrt(d))
     else:
         q = q / math.sqrt(d)
-    x = q @ k.mT
+    x = grouped_product(q, k.mT)
     if m.bias == "-log N":
         x = x - row_count.log()
     elif m.bias == "-log L":
@@ -93,12 +111,22 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     return x
 
 
+def grouped_product(a: Tensor, b: Tensor) -> Tensor:
+    """a (B, H, n, m) @ b (B, G, m, l), each of b's heads for H / G heads of a, without copies."""
+    batch, groups = b.shape[:2]
+    product = a.reshape(batch, groups, -1, a.shape[-1]) @ b
+    return product.view(*a.shape[:3], b.shape[-1])
+
+
 def _activate(x: Tensor, visible: Tensor, m: Mechanism) -> Tensor:
     """phi(x) on the visible keys, zero elsewhere."""
     if m.phi == "exp":
         x = x.masked_fill(~visible, -torch.inf)
+        if m.norm != "l1":
+            return x.exp()
         # l1 removes any factor of a row, so shifting by its maximum is exact and cannot overflow.
-        return (x - x.detach().amax(-1, keepdim=True) if m.norm == "l1" else x).exp()
+        top = x.detach().amax(-1, keepdim=True)
+        return (x - top.masked_fill(top == -torch.inf, 0)).exp()
     return ACTIVATIONS[m.phi](x).masked_fill(~visible, 0)
 
 
@@ -162,16 +190,16 @@ def _per_head(params: Tensor | None) -> Tensor:
 
 
 def resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
-    """The mechanism of this call: L is a number, and a window that hides nothing is dropped."""
+    """The mechanism of this call, where L is a number."""
     m = mechanism if isinstance(mechanism, Mechanism) else get_mechanism(mechanism)
-    if m.length == "current":
-        m = replace(m, length="train", train_length=keys)
-    return replace(m, window=None) if m.window is not None and m.window >= keys else m
+    return replace(m, length="train", train_length=keys) if m.length == "current" else m
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
-    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         rule = "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
+    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        rule = "attention needs heads of q that the heads of k and v divide"
     elif v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3]):
         rule = "attention needs one value for each key"
     elif not 1 <= q.shape[2] <= k.shape[2]:

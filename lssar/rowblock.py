@@ -13,28 +13,38 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lssar.mechanisms import Mechanism
+from lssar.spans import Span
+
 # About what stays in a CPU's outer cache, and enough work for a launch on a GPU.
 BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
 
 
-def attend_by_row_blocks(attend_eager, q, k, v, mechanism, params: Tensor | None) -> Tensor:
-    """`attend_eager(q, k, v, mechanism, params)` row block by row block, recomputed in backward."""
+def attend_by_row_blocks(
+    attend_eager, q, k, v, mechanism: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
+    """`attend_eager(q, k, v, mechanism, params, span)`, recomputed in backward."""
     batch, heads = q.shape[:2]
-    q, k, v = (x.reshape(1, batch * heads, *x.shape[2:]) for x in (q, k, v))
+    first = span.firsts(q.shape[2], k.shape[2], q.device)
+    if first is not None and len(first) > 1:  # sequences that differ in what they see
+        parts = zip(q.split(1), k.split(1), v.split(1), first.split(1), strict=True)
+        out = [_RowBlocks.apply(attend_eager, mechanism, *part, params) for part in parts]
+        return torch.cat(out)
+    q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
     params = None if params is None else params.repeat(batch)  # one of every head
-    out = _RowBlocks.apply(attend_eager, mechanism, q, k, v, params)
+    out = _RowBlocks.apply(attend_eager, mechanism, q, k, v, first, params)
     return out.view(batch, heads, *out.shape[2:])
 
 
 class _RowBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, attend_eager, mechanism, q, k, v, params):
-        ctx.attend_eager, ctx.mechanism = attend_eager, mechanism
+    def forward(ctx, attend_eager, mechanism, q, k, v, first, params):
+        ctx.attend_eager, ctx.mechanism, ctx.first = attend_eager, mechanism, first
         ctx.save_for_backward(q, k, v, params)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
-        for block in _blocks(q, k, mechanism.window):
-            parts = block.of(q, k, v, params)
-            out[:, block.heads, block.rows] = attend_eager(*parts[:3], mechanism, parts[3])
+        for block in _blocks(q, k, first):
+            *parts, scale = block.of(q, k, v, params)
+            out[:, block.heads, block.rows] = attend_eager(*parts, mechanism, scale, block.span)
         return out
 
     @staticmethod
@@ -45,17 +55,18 @@ class _RowBlocks(torch.autograd.Function):
         totals = _each(
             lambda t: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)), inputs
         )
-        for block in _blocks(*inputs[:2], ctx.mechanism.window):
+        for block in _blocks(*inputs[:2], ctx.first):
             parts = _each(lambda t: t.detach().requires_grad_(), block.of(*inputs))
             with torch.enable_grad():
-                out = ctx.attend_eager(*parts[:3], ctx.mechanism, parts[3])
+                out = ctx.attend_eager(*parts[:3], ctx.mechanism, parts[3], block.span)
             leaves = [t for t in parts if t is not None]
             grads = torch.autograd.grad(out, leaves, grad_out[:, block.heads, block.rows])
             targets = [t for t in block.of(*totals) if t is not None]
             for target, grad in zip(targets, grads, strict=True):
                 target += grad
         types = _each(lambda t: t.dtype, inputs)
-        return None, None, *(t and total.to(t) for t, total in zip(types, totals, strict=True))
+        *grads, scale = (t and total.to(t) for t, total in zip(types, totals, strict=True))
+        return None, None, *grads, None, scale
 
 
 def _each(function, tensors) -> list:
@@ -66,32 +77,46 @@ def _each(function, tensors) -> list:
 @dataclass(frozen=True)
 class _Block:
     heads: slice
+    shared: slice  # the heads of k and v that they use
     rows: slice
-    keys: slice  # that these rows see
+    keys: slice  # that some of these rows see
+    span: Span
 
     def of(self, q: Tensor, k: Tensor, v: Tensor, params: Tensor | None) -> list[Tensor | None]:
         """Views of its part of each."""
-        seen = [x[:, self.heads, self.keys] for x in (k, v)]
         return [
             q[:, self.heads, self.rows],
-            *seen,
+            *(x[:, self.shared, self.keys] for x in (k, v)),
             params if params is None else params[self.heads],
         ]
 
 
-def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[_Block]:
-    """Of one head if it fills a block, as its keys are normalised anew for each; else of several.
+def _blocks(q: Tensor, k: Tensor, first: Tensor | None) -> Iterator[_Block]:
+    """Of one head of k if it fills a block, as keys are normalised anew for each; else of several.
 
     At least four blocks of rows, so that little is computed of what no row sees.
     """
-    heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
+    length, heads, keys = q.shape[2], k.shape[1], k.shape[2]
+    group, past = q.shape[1] // heads, keys - length
     entries = BLOCK_ENTRIES.get(q.device.type, BLOCK_ENTRIES["default"])
-    seen = keys if window is None else min(keys, 2 * window)
-    rows = max(16, min(entries // seen, -(-length // 4)))
-    together = max(1, entries // (rows * seen))
-    for head in range(0, heads, together):
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            last = keys - length + stop
-            first = 0 if window is None else max(0, keys - length + start + 1 - window)
-            yield _Block(slice(head, head + together), slice(start, stop), slice(first, last))
+    longest = keys
+    if first is not None:
+        counts = torch.arange(past + 1, keys + 1, device=first.device) - first
+        longest = min(keys, 2 * max(1, int(counts.max())))
+    rows = max(16, min(entries // (group * longest), -(-length // 4)))
+    together = max(1, entries // (group * rows * longest))
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        low, span = 0, Span()
+        if first is not None:
+            low = min(int(first[:, start:stop].min()), past + stop - 1)
+            span = Span(first[:, start:stop] - low)
+        for head in range(0, heads, together):
+            end = min(head + together, heads)
+            yield _Block(
+                slice(head * group, end * group),
+                slice(head, end),
+                slice(start, stop),
+                slice(low, past + stop),
+                span,
+            )

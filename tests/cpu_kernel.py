@@ -19,6 +19,10 @@ def eager(q, k, v, **options):
     return attend(q, k, v, mechanism(**options), backend="eager")
 
 
+def fused(q, k, v, **options):
+    return attend(q, k, v, mechanism(**options), backend="cpu")
+
+
 def results(attention, tensors, dout, dtype, **options):
     """out, dq, dk, dv in float64, computed in `dtype`."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]

@@ -12,8 +12,6 @@ from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism
 from lssar.reference import attention_weights
 
-COSINE_SOFTMAX = Mechanism("cosine-softmax", "Cosine softmax", scale="log d log N")
-
 
 @st.composite
 def mechanisms(draw):
@@ -66,7 +64,8 @@ def test_every_field_of_a_mechanism_reaches_the_choice(part):
 
 def test_an_entry_no_backend_knows_is_computed_by_the_reference():
     q, k, v = torch.randn(3, 1, 2, 33, 16, dtype=torch.float64).unbind()
-    for m in (COSINE_SOFTMAX, replace(MECHANISMS["lssar"], name="biased", bias="-log N")):
+    sharpened = replace(MECHANISMS["relu-l1"], name="sharpened", p=3)
+    for m in (sharpened, replace(MECHANISMS["gelu-l1"], name="recentred", post="recentre, l1")):
         for precise in (False, True):
             inputs = (q, k, v) if precise else (q.float(), k.float(), v.float())
             out = attend(*inputs, m)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from lssar.errors import UserError
-from lssar.hf import add_head_scales, attention_forward, register
+from lssar.hf import add_head_scales, attention_forward, register, visibility
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 
@@ -197,20 +197,59 @@ def test_a_scale_other_than_the_usual_one_is_applied():
     torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def sliding(attention: str, window: int | None = 3):
+    torch.manual_seed(0)
+    config = MistralConfig(**GROUPED, sliding_window=window)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def test_a_sliding_window_is_the_models_own():
+    """Softmax against transformers', LSSAR against a mechanism with that window; cached too."""
+    register("lssar-window", get_mechanism("lssar", window=3))
+    ids, mask = padded([tokens(1, n)[0] for n in (12, 7)], "left")
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    pairs = {"softmax": sliding("eager"), "lssar": sliding("lssar-window", None)}
+    for name, expected in pairs.items():
+        model = sliding(name)
+        options = {"attention_mask": mask, "position_ids": place}
+        got, want = model(ids, **options).logits, expected(ids, **options).logits
+        torch.testing.assert_close(got[mask == 1], want[mask == 1], rtol=1e-4, atol=1e-5)
+        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+        for cache in ("dynamic", "static"):
+            written = [
+                m.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
+                for m in (model, expected)
+            ]
+            assert torch.equal(*written), (name, cache)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("mechanism", ["softmax", "lssar", "relu-shen"])
+def test_packed_sequences_do_not_see_one_another(kind, mechanism):
+    model = build(kind, mechanism)
+    sequences = [tokens(1, n) for n in (5, 1, 8)]
+    place = torch.cat([torch.arange(s.shape[1]) for s in sequences])[None]
+    with torch.no_grad():
+        packed = model(torch.cat(sequences, dim=1), position_ids=place, use_cache=False).logits
+        alone = torch.cat([model(s, use_cache=False).logits for s in sequences], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
 def test_what_a_mechanism_cannot_do_is_refused():
     ids = tokens(2, 6)
-    sliding = AutoModelForCausalLM.from_config(
-        MistralConfig(**GROUPED, sliding_window=3), attn_implementation="lssar"
-    )
-    with pytest.raises(UserError, match=r"'lssar' .* cannot take a sliding or chunked window of 3"):
-        sliding(ids)
     with pytest.raises(UserError, match=r"dropout of 0.1 on the weights; set it to 0"):
         build("gpt2", "lssar").train()(ids)
     model = build("llama", "lssar")
     with pytest.raises(UserError, match=r"a mask of shape \(2, 1, 6, 6\); give the padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, 6, 6, dtype=bool))
-    with pytest.raises(UserError, match="packed sequences"):
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    with pytest.raises(UserError, match="other keys than a span up to itself"):
+        visibility(
+            MECHANISMS["lssar"],
+            batch_size=2,
+            q_length=6,
+            kv_length=6,
+            mask_function=lambda batch, head, q, key: (key <= q) & (key % 2 == 0),
+        )
     module = model.model.layers[0].self_attn
     q, k = torch.randn(1, 4, 5, 6), torch.randn(1, 2, 5, 6)
     for name, what in (("softcap", "soft-capped scores"), ("s_aux", "learned sinks")):

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_kernel import distance, draw, results
+from cpu_kernel import distance, draw, fused, results
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lssar import cpu
+from lssar.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,29 +34,29 @@ def layouts(x):
 
 def test_every_layout_gives_the_same_bits():
     q, k, v = draw(2, 3, 70, 24)
-    expected = results(cpu.lssar, (q, k, v), q, torch.float32, p=15)
+    expected = results(fused, (q, k, v), q, torch.float32, p=15)
     for tensors in zip(layouts(q), layouts(k), layouts(v), strict=True):
-        got = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+        got = results(fused, tensors, tensors[0], torch.float32, p=15)
         assert all(map(torch.equal, got, expected))
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 40, 16))
-    cpu.lssar(q, k, v, p=15).sum().backward()  # an expanded gradient: every stride is zero
+    fused(q, k, v, p=15).sum().backward()  # an expanded gradient: every stride is zero
     assert q.grad.isfinite().all()
 
 
 def test_output_and_gradients_are_laid_out_as_the_inputs():
     leaves = [x.transpose(1, 2).requires_grad_() for x in draw(2, 50, 3, 16)]
-    out = cpu.lssar(*leaves, p=15)
+    out = fused(*leaves, p=15)
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert all(x.transpose(1, 2).is_contiguous() for x in (out, *grads))
 
 
 def test_threads_change_no_bit_of_the_output_and_dq():
     tensors = draw(1, 3, 700, 32)
-    one = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    one = results(fused, tensors, tensors[0], torch.float32, p=15)
     torch.set_num_threads(2)
     try:
-        two = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
-        again = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+        two = results(fused, tensors, tensors[0], torch.float32, p=15)
+        again = results(fused, tensors, tensors[0], torch.float32, p=15)
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, two, again))
@@ -66,10 +67,10 @@ def test_threads_change_no_bit_of_the_output_and_dq():
 @pytest.mark.parametrize("threads, shape", [(3, (1, 1, 1000, 8)), (7, (5, 1, 500, 16))])
 def test_any_division_among_threads_gives_the_same_result(threads, shape):
     tensors = draw(*shape)
-    one = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    one = results(fused, tensors, tensors[0], torch.float32, p=15)
     torch.set_num_threads(threads)
     try:
-        many = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+        many = results(fused, tensors, tensors[0], torch.float32, p=15)
     finally:
         torch.set_num_threads(1)
     assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
@@ -79,9 +80,9 @@ def test_any_division_among_threads_gives_the_same_result(threads, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype):
     q, k, v = (x.to(dtype) for x in draw(1, 2, 60, 32))
-    out = cpu.lssar(q, k, v, p=15)
+    out = fused(q, k, v, p=15)
     assert out.dtype == dtype
-    assert torch.equal(out, cpu.lssar(q.float(), k.float(), v.float(), p=15).to(dtype))
+    assert torch.equal(out, fused(q.float(), k.float(), v.float(), p=15).to(dtype))
 
 
 def test_autocast_trains_through_the_kernel():
@@ -89,20 +90,24 @@ def test_autocast_trains_through_the_kernel():
     x = torch.randn(1, 50, 32)
     with torch.autocast("cpu", torch.bfloat16):
         q, k, v = project(x).view(1, 50, 2, 48).transpose(1, 2).split(16, dim=-1)
-        out = cpu.lssar(q, k, v, p=15)
+        out = fused(q, k, v, p=15)
     assert out.dtype == torch.bfloat16
     out.float().square().sum().backward()
     assert project.weight.grad.isfinite().all() and project.weight.grad.any()
 
 
 @pytest.mark.parametrize("p", [0.0, 7.5])
-def test_operators_pass_opcheck(p):
+@pytest.mark.parametrize("first", [None, torch.tensor([[0, 0, 0, 3, 3, 3, 3, 6, 7]])])
+def test_operators_pass_opcheck(p, first):
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
-    torch.library.opcheck(torch.ops.lssar.cpu_forward_v2, (q, k, v, p, 0.1, 4, True))
+    flags = cpu.L1 | (cpu.COSINE if p else cpu.RECENTRE)
+    settings = (5, cpu.PHI.index("softplus" if p else "exp"), flags, p, 0.1, 0.0, 4)
+    forward, backward = torch.ops.lssar.cpu_forward_v3, torch.ops.lssar.cpu_backward_v3
+    torch.library.opcheck(forward, (q, k, v, first, *settings, True))
     q, k, v = (x.detach() for x in (q, k, v))
-    torch.library.opcheck(torch.ops.lssar.cpu_forward_v2, (q, k, v, p, 0.1, 4, False))
-    saved = (q, q, k, v, *torch.ops.lssar.cpu_forward_v2(q, k, v, p, 0.1, 4, True))
-    torch.library.opcheck(torch.ops.lssar.cpu_backward_v2, (*saved, p, 0.1, 4))
+    torch.library.opcheck(forward, (q, k, v, first, *settings, False))
+    saved = (q, q, k, v, first, *forward(q, k, v, first, *settings, True))
+    torch.library.opcheck(backward, (*saved, *settings))
 
 
 def test_compiled_graphs_see_one_node_each_way():
@@ -114,22 +119,22 @@ def test_compiled_graphs_see_one_node_each_way():
 
     tensors = draw(1, 2, 30, 8)
     compiled = torch.compile(
-        lambda *x: 2 * cpu.lssar(*x, p=15),
+        lambda *x: 2 * fused(*x, p=15),
         fullgraph=True,
         backend=aot_autograd(fw_compiler=backend),
     )
     got = results(compiled, tensors, tensors[0], torch.float32)
-    expected = results(lambda *x: 2 * cpu.lssar(*x, p=15), tensors, tensors[0], torch.float32)
+    expected = results(lambda *x: 2 * fused(*x, p=15), tensors, tensors[0], torch.float32)
     assert all(map(torch.equal, got, expected))
     ops = torch.ops.lssar
-    assert seen == [[ops.cpu_forward_v2.default], [ops.cpu_backward_v2.default]]
+    assert seen == [[ops.cpu_forward_v3.default], [ops.cpu_backward_v3.default]]
 
 
 def test_checkpointing_recomputes_the_same_bits():
     tensors = draw(1, 2, 60, 16)
-    plain = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    plain = results(fused, tensors, tensors[0], torch.float32, p=15)
     saved = results(
-        lambda *x: checkpoint(lambda *y: cpu.lssar(*y, p=15), *x, use_reentrant=False),
+        lambda *x: checkpoint(lambda *y: fused(*y, p=15), *x, use_reentrant=False),
         tensors,
         tensors[0],
         torch.float32,
@@ -140,11 +145,11 @@ def test_checkpointing_recomputes_the_same_bits():
 def test_portable_path_equals_the_vector_path(monkeypatch):
     tensors = draw(1, 2, 250, 40)
     options = [{"p": None}, {"p": 1}, {"p": 15}, {"p": 4.5}]
-    vector = [results(cpu.lssar, tensors, tensors[0], torch.float32, **o) for o in options]
+    vector = [results(fused, tensors, tensors[0], torch.float32, **o) for o in options]
     portable = cpu.load("-DLSSAR_PORTABLE")
     monkeypatch.setattr(cpu, "_kernel", lambda: portable)
     for expected, o in zip(vector, options, strict=True):
-        got = results(cpu.lssar, tensors, tensors[0], torch.float32, **o)
+        got = results(fused, tensors, tensors[0], torch.float32, **o)
         assert max(map(distance, got, expected)) < 1e-5
 
 
@@ -152,10 +157,10 @@ def test_builds_and_agrees_without_openmp(monkeypatch, tmp_path):
     monkeypatch.setenv("LSSAR_CACHE", str(tmp_path))
     monkeypatch.setattr(cpu, "VARIANTS", ((),))
     tensors = draw(1, 2, 100, 16)
-    expected = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    expected = results(fused, tensors, tensors[0], torch.float32, p=15)
     serial = cpu.load()
     monkeypatch.setattr(cpu, "_kernel", lambda: serial)
-    got = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    got = results(fused, tensors, tensors[0], torch.float32, p=15)
     assert max(map(distance, got, expected)) < 1e-5
 
 
@@ -201,23 +206,23 @@ def test_importing_builds_nothing(tmp_path):
 
 def test_refusals_name_the_value():
     q, k, v = draw(1, 2, 5, 8)
-    with pytest.raises(ValueError, match=r"p = 0\.5"):
-        cpu.lssar(q, k, v, p=0.5)
-    with pytest.raises(ValueError, match="5 queries need at least as many keys, not 3"):
-        cpu.lssar(q, k[:, :, :3], v[:, :, :3], p=15)
-    with pytest.raises(ValueError, match=r"torch\.float64"):
-        cpu.lssar(q.double(), k, v, p=15)
-    with pytest.raises(ValueError, match="head dimension 300"):
-        cpu.lssar(*draw(1, 1, 2, 300), p=15)
-    with pytest.raises(ValueError, match=r"q must be"):
-        cpu.lssar(q, k[..., :4], v, p=15)
+    with pytest.raises(UserError, match=r"p = 0\.5"):
+        fused(q, k, v, p=0.5)
+    with pytest.raises(UserError, match=r"1 <= Lq <= Lk; got q \(1, 2, 5, 8\), k \(1, 2, 3, 8\)"):
+        fused(q, k[:, :, :3], v[:, :, :3], p=15)
+    with pytest.raises(UserError, match=r"torch\.float64"):
+        fused(q.double(), k, v, p=15)
+    with pytest.raises(UserError, match="head dimensions up to 256, not 300"):
+        fused(*draw(1, 1, 2, 300), p=15)
+    with pytest.raises(UserError, match=r"attention takes q"):
+        fused(q, k[..., :4], v, p=15)
 
 
 def test_empty_batches_and_second_derivatives():
-    empty = cpu.lssar(*(torch.empty(0, 2, 5, 8) for _ in range(3)), p=15)
+    empty = fused(*(torch.empty(0, 2, 5, 8) for _ in range(3)), p=15)
     assert empty.shape == (0, 2, 5, 8)
     q, k, v = (x.requires_grad_() for x in draw(1, 1, 6, 8))
-    (dq,) = torch.autograd.grad(cpu.lssar(q, k, v, p=15).sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(fused(q, k, v, p=15).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
 
@@ -231,11 +236,11 @@ def test_a_dispatch_mode_sees_the_operator():
             return func(*args, **(kwargs or {}))
 
     tensors = draw(1, 1, 6, 8)
-    plain = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
+    plain = results(fused, tensors, tensors[0], torch.float32, p=15)
     with Listen():
-        heard = results(cpu.lssar, tensors, tensors[0], torch.float32, p=15)
-    assert torch.ops.lssar.cpu_forward_v2.default in seen
-    assert torch.ops.lssar.cpu_backward_v2.default in seen
+        heard = results(fused, tensors, tensors[0], torch.float32, p=15)
+    assert torch.ops.lssar.cpu_forward_v3.default in seen
+    assert torch.ops.lssar.cpu_backward_v3.default in seen
     assert all(map(torch.equal, plain, heard))
 
 
@@ -243,4 +248,4 @@ def test_what_is_saved_for_the_backward_changes_no_bit_of_the_output():
     tensors = draw(1, 2, 300, 24)
     leaves = [x.clone().requires_grad_() for x in tensors]
     for p in (None, 1, 15):
-        assert torch.equal(cpu.lssar(*tensors, p=p), cpu.lssar(*leaves, p=p))
+        assert torch.equal(fused(*tensors, p=p), fused(*leaves, p=p))

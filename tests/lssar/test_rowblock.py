@@ -7,6 +7,7 @@ from largest_tensor import LargestTensor
 from lssar import rowblock
 from lssar.backends import attend
 from lssar.mechanisms import MECHANISMS, get_mechanism
+from lssar.spans import window
 
 NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
@@ -125,8 +126,7 @@ def test_nothing_of_size_length_squared_exists(name, monkeypatch):
 def test_a_window_makes_the_cost_linear_too(monkeypatch):
     monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**14, "default": 2**14})
     q, k = torch.randn(2, 1, 1, 4096, 8)
-    mechanism = get_mechanism("lssar", window=64)
-    blocks = list(rowblock._blocks(q, k, mechanism.window))
+    blocks = list(rowblock._blocks(q, k, window(64, 4096)[None]))
     assert sum(size(b.rows) * size(b.keys) for b in blocks) < 4096 * 64 * 4
     assert [b.rows.start for b in blocks] == [0, *(b.rows.stop for b in blocks[:-1])]
     assert blocks[-1].rows.stop == 4096

@@ -54,6 +54,6 @@ def test_without_a_compiler_the_run_names_what_it_used_instead(corpus, tmp_path,
     assert done.returncode == 0, done.stderr
     assert said_backend(done.stderr) == "eager"
     assert "backend cpu" not in done.stderr
-    assert done.stderr.count("UserWarning: LSSAR runs without its fused CPU kernel") == 1
+    assert done.stderr.count("UserWarning: attention runs without its fused CPU kernel") == 1
     shown = run_process(*given, "--dry-run").stdout
     assert "attention  lssar (p = 15), planned for cuda: backend triton\n" in shown

@@ -1,0 +1,202 @@
+// A call, the rows of a block and what both directions know of them.
+#pragma once
+#include "cpu_activations.h"
+
+namespace {
+
+constexpr int ROWS = 96;   // queries of the largest block: a multiple of MR, W and the smaller ones
+constexpr int SPAN = 96;   // keys of a tile, backward
+constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
+constexpr int STATS = 8;   // numbers saved of each row
+constexpr float EPS = 1e-12f;  // as F.normalize
+
+struct View {  // (B, H, L, d) float32, unit stride along d
+  float* data;
+  int64_t b, h, l;
+  float* row(int64_t i, int64_t j, int64_t k) const { return data + i * b + j * h + k * l; }
+};
+
+enum Flags : int64_t {  // what is not the plain case; named in cpu.py
+  COSINE = 1,           // scores are log d log N cos(q, k)
+  L1 = 2,               // rows are divided by the sum of their absolute values
+  LOG_N = 4,            // the bias is -log N
+  RECENTRE = 8,         // 1/N is subtracted from the weights of rows beyond the third
+  RECENTRE_L1 = 16,     // and they are normalised again
+};
+
+struct Call {  // the layout of the int64 array that Python passes
+  int64_t batch, heads, groups, lq, lk, d, dv, threads, train_length, window, phi, flags;
+  const int64_t* first;
+  int64_t first_b;
+  View q, k, v, out, stats, guide, dout, dq, dk, dvalue;
+  bool has(Flags flag) const { return flags & flag; }
+  bool spans() const { return first || window; }
+};
+
+struct Numbers {
+  double p, alpha, bias;  // p = 0: not sharpened
+};
+
+// Row i sees the keys [lo, hi); none where lo >= hi.
+struct Seen {
+  int64_t lo, hi;
+};
+inline Seen seen_by(const Call& c, int64_t b, int64_t i) {
+  int64_t hi = c.lk - c.lq + i + 1, lo = c.first ? c.first[b * c.first_b + i] : 0;
+  if (c.window) lo = std::max(lo, hi - c.window);
+  return {std::min(lo, hi), hi};
+}
+
+struct Task {  // rows [begin, end) of every query head of one head of keys
+  const Call& call;
+  const Numbers& numbers;
+  int64_t b, group, begin, end;
+  int64_t d = call.d, cols = round_up(call.d, W), dv = call.dv, vcols = round_up(call.dv, W);
+  int64_t low = 0, to = 0;  // the keys that some of its rows see
+  int64_t from = 0;         // low, down to a multiple of PANEL
+  int64_t widest = 0;        // keys of a block, with room for alignment
+  int rows;                  // of a block
+  bool direct = end - begin <= DIRECT;
+  Task(const Call& c, const Numbers& numbers, int64_t b, int64_t group, int64_t begin, int64_t end)
+      : call(c), numbers(numbers), b(b), group(group), begin(begin), end(end) {
+    // A strip of scores should stay in the second cache; with spans, few rows waste fewer scores.
+    rows = c.spans() ? 48 : c.lk <= 2730 ? 96 : c.lk <= 5461 ? 48 : 24;
+    low = c.lk;
+    for (int64_t i = begin; i < end; i += rows) {
+      int64_t lo = c.lk, hi = 0;
+      for (int64_t j = i; j < std::min(end, i + rows); j++) {
+        Seen s = seen_by(c, b, j);
+        if (s.lo < s.hi) lo = std::min(lo, s.lo), hi = s.hi;
+      }
+      low = std::min(low, lo), to = std::max(to, hi);
+      widest = std::max(widest, hi - lo);
+    }
+    low = std::min(low, to), from = low / PANEL * PANEL;
+    widest = std::min(widest, to - from) + 2 * PANEL;
+  }
+  int64_t keys() const { return to - from; }
+  int64_t heads() const { return call.heads / call.groups; }
+  bool sharp() const { return numbers.p != 0; }
+  const float* key(int64_t j) const { return call.k.row(b, group, j); }
+  const float* value(int64_t j) const { return call.v.row(b, group, j); }
+};
+
+struct Block {  // up to `rows` consecutive queries of a head
+  const Task& task;
+  int64_t head, first;
+  int rows;
+  int64_t lo_all, hi_all;  // the keys that some of them see
+  alignas(64) int32_t lo[ROWS], hi[ROWS];
+  alignas(64) float count[ROWS], scale[ROWS], shift[ROWS], p[ROWS];
+  alignas(64) float mu[ROWS] = {}, mu_rest[ROWS] = {};  // the mean in two parts
+  alignas(64) float m[ROWS], inverse_m[ROWS];           // largest excess over it
+  bool mixed;                                           // rows differ in p
+
+  Block(const Task& task, int64_t head, int64_t first, float unit)
+      : task(task), head(head), first(first),
+        rows((int)std::min<int64_t>(task.rows, task.end - first)) {
+    const Call& c = task.call;
+    lo_all = task.to, hi_all = task.from;
+    for (int r = 0; r < ROWS; r++) {  // those past the end are as the last one
+      Seen s = seen_by(c, task.b, first + std::min(r, rows - 1));
+      lo[r] = (int32_t)s.lo, hi[r] = (int32_t)s.hi;
+      count[r] = (float)std::max<int64_t>(s.hi - s.lo, 1);
+      if (s.lo < s.hi) lo_all = std::min(lo_all, s.lo), hi_all = std::max(hi_all, s.hi);
+      m[r] = inverse_m[r] = 1.f;
+    }
+    lo_all = std::min(lo_all, hi_all);
+    const Numbers& n = task.numbers;
+    float log_d = std::log((float)c.d), root = 1.f / std::sqrt((float)c.d);
+    for (int r = 0; r < ROWS; r += W) {
+      vf log2_n = log2v(load(count + r)), to_unit = all(unit == 1.f ? LN_2 : 1.f);
+      store(scale + r, c.has(COSINE) ? all(log_d) * log2_n * to_unit : all(root * unit));
+      store(shift + r, c.has(LOG_N) ? -log2_n * to_unit : all((float)n.bias * unit));
+    }
+    mixed = n.alpha != 0;
+    for (int r = 0; r < ROWS; r++) {
+      p[r] = (float)n.p;
+      if (count[r] > c.train_length && mixed)
+        p[r] = (float)(n.p * (1 + n.alpha * (std::sqrt(count[r] / (double)c.train_length) - 1)));
+    }
+  }
+  bool shifted(int r) const { return count[r] > 3.f; }  // the mean of the first three rows is 0
+  bool empty() const { return lo_all >= hi_all; }
+  void shape(int r, float mean, float mean_rest, float range) {
+    mu[r] = mean, mu_rest[r] = mean_rest, m[r] = range, inverse_m[r] = 1.f / range;
+  }
+  void stage_one(int r) {
+    shape(r, 0.f, 0.f, 1.f);
+    p[r] = 1.f, mixed = true;
+  }
+  const float* query(int r) const { return task.call.q.row(task.b, head, first + r); }
+  float* of(const View& view, int r) const { return view.row(task.b, head, first + r); }
+};
+
+// q scaled so that a score is q . k, or q . k_hat: rows [ROWS][cols]
+inline void pack_queries(const Block& block, float* q) {
+  const Task& task = block.task;
+  for (int r = 0; r < block.rows; r++) {
+    float c = block.scale[r];
+    if (task.call.has(COSINE)) c /= std::max(norm(block.query(r), task.d), EPS);
+    pack_rows(block.query(r), 0, 1, task.d, task.cols, &c, q + r * task.cols);
+  }
+}
+
+inline float key_factor(const Task& task, int64_t j) {
+  return task.call.has(COSINE) ? 1.f / std::max(norm(task.key(j), task.d), EPS) : 1.f;
+}
+
+// Scores of one key, which is read where it lies: to[r * stride]. Both directions take the same
+// steps to a score, here as in their products: sharpening would enlarge a difference.
+inline void score_direct(const Block& block, int64_t key, const float* q, float* to,
+                         int64_t stride) {
+  const Task& task = block.task;
+  float factor = key_factor(task, key);
+  for (int r = 0; r < block.rows; r++)
+    to[r * stride] = factor * dot(q + r * task.cols, task.key(key), task.d);
+}
+
+// calls f(Phi()) for the activation of the call
+template <class F>
+inline void with_activation(int64_t phi, F&& f) {
+  switch (phi) {  // in the order of PHI in cpu.py
+    case 0: return f(Exp());
+    case 1: return f(Sigmoid());
+    case 2: return f(Softplus());
+    case 3: return f(Identity());
+    case 4: return f(Relu());
+    case 5: return f(Relu2());
+    case 6: return f(Relu6());
+    case 7: return f(Gelu());
+    default: return f(Mish());
+  }
+}
+template <class Phi>
+constexpr bool CAN_SHARPEN = std::is_same<Phi, Exp>::value || std::is_same<Phi, Sigmoid>::value ||
+                             std::is_same<Phi, Softplus>::value;
+
+// Chunks of rows that a head of keys is cut into, so that the tasks divide evenly.
+inline int chunks_per_head(const Call& c) {
+  int64_t heads = c.batch * c.groups, blocks = (c.lq + ROWS - 1) / ROWS;
+  if (heads >= 8 * c.threads) return 1;
+  int64_t chunks = c.threads / std::gcd(heads, c.threads);
+  return (int)std::max<int64_t>(1, std::min({chunks, blocks / 2, (int64_t)8}));
+}
+
+// First row of chunk i of n: equal shares of the keys seen, at whole blocks
+inline int64_t chunk_begin(const Call& c, int i, int n) {
+  if (i == n) return c.lq;
+  if (c.spans()) return c.lq * i / n / ROWS * ROWS;
+  double before = (double)(c.lk - c.lq), rows = (double)c.lq;
+  double work = (before * rows + rows * rows / 2) * i / n;
+  return (int64_t)(std::sqrt(before * before + 2 * work) - before) / ROWS * ROWS;
+}
+
+inline Task task_of(const Call& c, const Numbers& numbers, int64_t i, int chunks) {
+  int chunk = (int)(i % chunks);
+  int64_t head = i / chunks;
+  return Task(c, numbers, head / c.groups, head % c.groups, chunk_begin(c, chunk, chunks),
+              chunk_begin(c, chunk + 1, chunks));
+}
+
+}  // namespace

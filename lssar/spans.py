@@ -1,0 +1,132 @@
+"""Visible spans: row i sees the keys first_i .. i, and its row count is N_i = i - first_i + 1.
+
+    first = documents(tokens, end_of_text)        # packed documents, each of them seen alone
+    out = attend(q, k, v, "lssar", first=first)
+
+`first` is an integer tensor (B, Lq) or (Lq,): for every query, the place of the first key it sees.
+A sliding window, packed documents and left padding are all such spans, and the maximum of two of
+them is both at once. A query before its own first key sees nothing, and its output is zero.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lssar.errors import UserError
+from lssar.mechanisms import Mechanism
+
+
+def window(size: int, queries: int, keys: int | None = None) -> Tensor:
+    """The last `size` keys of each of the last `queries` places, itself included: (queries,)."""
+    keys = queries if keys is None else keys
+    return (torch.arange(keys - queries, keys) - size + 1).clamp(min=0)
+
+
+def documents(tokens: Tensor, end_of_text: int) -> Tensor:
+    """The start of each token's own document, (B, L); an end-of-text token begins the next one."""
+    return document_starts(tokens == end_of_text)
+
+
+def document_starts(starts: Tensor) -> Tensor:
+    """The same from a mask (B, L) that is True where a document begins."""
+    places = torch.arange(starts.shape[-1], device=starts.device)
+    return (places * starts).cummax(-1).values
+
+
+def padding(mask: Tensor, queries: int) -> Tensor:
+    """The first token of left-padded sequences, (B, queries); the mask (B, L) is True at tokens."""
+    if not _is_left_padded(mask):
+        raise UserError("padding between or after the tokens is no span; use attend_padded")
+    return (~mask).sum(-1, keepdim=True).expand(-1, queries)
+
+
+def _is_left_padded(mask: Tensor) -> bool:
+    return bool((mask[:, 1:] >= mask[:, :-1]).all())
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the rows of a call see: from `first` on, and at most `window` keys."""
+
+    first: Tensor | None = None  # (B, Lq) or (1, Lq)
+    window: int | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.first is None and self.window is None
+
+    def firsts(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """The two as one tensor (B, Lq) or (1, Lq); None where every row sees all keys up to it."""
+        first = self.first
+        if self.window is not None:
+            last = window(self.window, queries, keys).to(device)
+            first = last[None] if first is None else torch.maximum(first, last)
+        return first
+
+    def counts(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """How many keys each row sees, (1, 1, Lq) or (B, 1, Lq); 1 where it sees none."""
+        counts = torch.arange(keys - queries + 1, keys + 1, device=device)[None]
+        first = self.firsts(queries, keys, device)
+        counts = counts if first is None else (counts - first).clamp(min=1)
+        return counts[:, None]
+
+
+def span_of(first: Tensor | None, window: int | None, q: Tensor, k: Tensor) -> Span:
+    """A caller's `first` and a mechanism's window, checked; what hides nothing is dropped."""
+    window = None if window is None or window >= k.shape[2] else window
+    if first is None:
+        return Span(None, window)
+    batch, queries = q.shape[0], q.shape[2]
+    shapes = ((queries,), (1, queries), (batch, queries))
+    if first.is_floating_point() or first.dtype == torch.bool or first.shape not in shapes:
+        raise UserError(
+            f"first must be an integer tensor (B, Lq) or (Lq,), here ({batch}, {queries}); "
+            f"got {first.dtype} {tuple(first.shape)}"
+        )
+    if first.device != q.device:
+        raise UserError(f"first is on {first.device}, q on {q.device}; move one of them")
+    return Span(first.reshape(-1, queries).to(torch.int64).clamp(0, k.shape[2]), window)
+
+
+# --- padded batches ------------------------------------------------------------------------------
+
+
+def attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, mechanism: str | Mechanism, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """`attend` over the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
+
+    Keys from n on do not exist yet: a cache with room for more may be given whole. Padding may be
+    to the left, to the right or, in a cache, between the two; a row gives what its sequence gives
+    alone. The result is zero where a query is padding.
+    """
+    from lssar.backends import attend
+
+    if mask is None:
+        return attend(q, k, v, mechanism, **options)
+    queries, keys = q.shape[2], mask.shape[1]
+    k, v = k[:, :, :keys], v[:, :, :keys]
+    if mask.all():
+        return attend(q, k, v, mechanism, **options)
+    if _is_left_padded(mask):
+        return attend(q, k, v, mechanism, first=padding(mask, queries), **options)
+    # Padding moves to the front of its row, and back again: then it is a span.
+    order = mask.to(torch.uint8).argsort(dim=1, stable=True)
+    k, v = (_moved(x, order) for x in (k, v))
+    asking = mask[:, keys - queries :]
+    order = asking.to(torch.uint8).argsort(dim=1, stable=True)
+    first = torch.where(asking.gather(1, order), (~mask).sum(-1, keepdim=True), keys)
+    out = attend(_moved(q, order), k, v, mechanism, first=first, **options)
+    return _moved(out, order.argsort(dim=1))
+
+
+def _moved(x: Tensor, order: Tensor) -> Tensor:
+    """x (B, H, L, d) with the places of each sequence in this order (B, L)."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def token_positions(mask: Tensor, length: int) -> Tensor:
+    """The place of each of the last `length` tokens in its own sequence, (B, length), from 0."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)[:, mask.shape[1] - length :]
