@@ -24,6 +24,7 @@ class KVCache:
         self.capacity, self.length = capacity, 0
         # For a padded batch: which keys are tokens (B, keys), new ones included.
         self.mask: Tensor | None = None
+        self.document: Tensor | None = None  # (B, 1): where the last token's document starts
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,14 +80,17 @@ class Attention(nn.Module):
         init = mechanism.parameter_init
         self.head_scale = None if init is None else nn.Parameter(torch.full((heads,), init))
 
-    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope | None, cache: KVCache | None, first: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self.queries_keys_values(x, rope)
+        options = {"params": self.head_scale, "backend": self.backend}
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        mask = None if cache is None else cache.mask
-        out = attend_padded(  # (B, H, L, d)
-            q, k, v, self.mechanism, mask, params=self.head_scale, backend=self.backend
-        )
+        if cache is None or cache.mask is None:
+            out = attend(q, k, v, self.mechanism, first=first, **options)  # (B, H, L, d)
+        else:
+            out = attend_padded(q, k, v, self.mechanism, cache.mask, **options)
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 
     def queries_keys_values(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,9 +59,10 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
         model.hidden(tokens.unsqueeze(0))
     finally:
         hook.remove()
-    x, rope, _ = seen
+    x, rope, _, first = seen
     q, k, _ = attention.queries_keys_values(x, rope)
-    return attention_weights(q, k, attention.mechanism, params=attention.head_scale)[0].cpu()
+    options = {"first": first, "params": attention.head_scale}
+    return attention_weights(q, k, attention.mechanism, **options)[0].cpu()
 
 
 def head_statistics(weights: Tensor) -> dict[str, list[float]]:

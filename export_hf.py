@@ -54,6 +54,11 @@ def main(argv: list[str]) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
+    if checkpoint.config.documents:
+        raise UserError(
+            f"{checkpoint.path} was trained with data.document_mask = true, which transformers' "
+            "caches have no place for; train without it to export"
+        )
     out = arguments.out
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give a new folder")
@@ -142,9 +147,22 @@ def write_code(out: Path) -> None:
             text = text.replace(CPU_SOURCE, CPU_SOURCE + WRITE_SOURCE)
         write_text(out / f"{_flat(module)}.py", text)
     about = '"""lssar/lssar_cpu.cpp: transformers copies Python files only."""'
-    source = (ROOT / "lssar/lssar_cpu.cpp").read_text(encoding="utf-8")
+    source = with_headers(ROOT / "lssar/lssar_cpu.cpp", set())
     write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXT = {source!r}\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
+
+
+def with_headers(source: Path, included: set[str]) -> str:
+    """A C++ file with its own headers in place of their includes, each once."""
+
+    def header(match: re.Match) -> str:
+        if match[1] in included:
+            return ""
+        included.add(match[1])
+        return with_headers(source.with_name(match[1]), included)
+
+    text = source.read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return re.sub(r'^#include "(.+)"$', header, text, flags=re.MULTILINE)
 
 
 def modules_of(module: str, found: dict[str, None] | None = None) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from attention import Attention, KVCache, Rope, rope_at
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
-from lssar.spans import token_positions
+from lssar.spans import document_starts, token_positions
 from training.cross_entropy import linear_cross_entropy, token_losses
 
 # What the weights mean: raised by every change after which the same weights compute something
@@ -45,16 +45,22 @@ class ModelConfig:
     channels: int = 1  # tokens per position; above 1: a table for each, and an untied head
     positions: int = 0  # rows of a learned position table in place of RoPE; 0: RoPE
     outputs: int = 0  # numbers per position from a regression head; 0: a token
+    documents: bool = False  # a row sees its own document only, from its end-of-text token on
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    @property
+    def end_of_text(self) -> int:
+        return self.vocab_size - 1  # the last token of both our tokenisers
 
     def __post_init__(self):
         def require(holds: bool, rule: str):
             if not holds:
                 raise UserError(f"model: {rule}")
 
+        many = self.channels != 1
         least = dict.fromkeys(("layers", "heads", "width", "vocab_size", "vocab_rows"), 1) | TEXT
         for key, lowest in least.items():
             value = getattr(self, key)
@@ -65,6 +71,10 @@ class ModelConfig:
             self.width % (2 * self.heads) == 0,
             f"width = {self.width} must be an even multiple of heads = {self.heads} "
             "(RoPE turns pairs of dimensions)",
+        )
+        require(
+            self.documents is False or (self.documents is True and not (many or self.outputs)),
+            f"documents = {self.documents!r}; data.document_mask is true or false, and for text",
         )
         rows, vocab, stretch = self.vocab_rows, self.vocab_size, self.interpolation
         require(rows >= vocab, f"vocab_rows = {rows} must be at least vocab_size = {vocab}")
@@ -80,8 +90,9 @@ class ModelConfig:
         entry = MECHANISMS[self.attention.name]
         settings = {key: getattr(self.attention, key) for key in OVERRIDES}
         changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
-        # A text model's description, and so its identity, has none of TEXT's keys.
-        plain = {k: v for k, v in asdict(self).items() if v != TEXT.get(k)}
+        # A plain text model's description, and so its identity, has none of these keys.
+        absent = TEXT | {"documents": False}
+        plain = {k: v for k, v in asdict(self).items() if v != absent.get(k)}
         return plain | {"attention": {"name": entry.name, **changed}}
 
     @classmethod
@@ -118,8 +129,10 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)
 
-    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.norm_attention(x), rope, cache)
+    def forward(
+        self, x: Tensor, rope: Rope | None, cache: KVCache | None, first: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.norm_attention(x), rope, cache, first)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
 
 
@@ -172,11 +185,26 @@ class GPT(nn.Module):
             else:
                 place = token_positions(cache.mask, length)
             rope = rope_at(place, self.config.head_dim, self.config.interpolation)
+        first = self._first(tokens, cache) if self.config.documents else None
         for block in self.blocks:
-            x = block(x, rope, cache)
+            x = block(x, rope, cache, first)
         if cache is not None:
             cache.length += length
         return self.norm(x)
+
+    def _first(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        """The place where each token's document starts, (B, L)."""
+        starts = tokens == self.config.end_of_text
+        if cache is None:
+            return document_starts(starts)
+        if cache.mask is not None:
+            if starts[:, cache.length == 0 :].any():
+                raise UserError("a padded batch of several documents a row; pass them one by one")
+            return None
+        first = torch.where(starts.cummax(1).values, cache.length + document_starts(starts), 0)
+        first = first if cache.document is None else torch.maximum(first, cache.document)
+        cache.document = first[:, -1:]
+        return first
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         c, end = self.config, start + tokens.shape[1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,3 +290,31 @@ def test_configure_swaps_the_mechanism_but_not_the_parameters(tokens):
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     with pytest.raises(UserError, match=r"'lssar'.*'ssmax'"):
         model.configure(attention=get_mechanism("ssmax"))
+
+
+def test_a_model_of_documents_gives_each_what_it_gives_alone_cached_or_not():
+    config = replace(preset("nano", "lssar"), documents=True)
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    pieces = [torch.randint(0, 256, (1, n)) for n in (7, 1, 30)]
+    pieces = [torch.cat((torch.full((1, 1), config.end_of_text), p), dim=1) for p in pieces]
+    packed = torch.cat(pieces, dim=1)
+    with torch.no_grad():
+        together = model(packed)
+        alone = torch.cat([model(piece) for piece in pieces], dim=1)
+        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+        plain = GPT(preset("nano", "lssar")).eval()
+        plain.load_state_dict(model.state_dict())
+        assert not torch.allclose(plain(packed), together, atol=1e-2)
+        cache, parts = KVCache(packed.shape[1]), []
+        for part in packed.split((5, 1, 3, 20, 12), dim=1):
+            parts.append(model.logits(model.hidden(part, cache)))
+    torch.testing.assert_close(torch.cat(parts, dim=1), together, rtol=1e-4, atol=1e-5)
+
+
+def test_a_description_names_documents_only_where_they_are_masked():
+    masked = replace(preset("nano"), documents=True)
+    assert "documents" not in preset("nano").to_dict()
+    assert ModelConfig.from_dict(masked.to_dict()) == masked
+    with pytest.raises(UserError, match=r"documents = True; .* for text"):
+        replace(masked, channels=2)

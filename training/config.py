@@ -65,6 +65,7 @@ class AttentionSection:
 class DataSection:
     directory: PathText = "corpora/fineweb10B"
     shuffle: bool = True  # windows in a seeded order, each once per epoch
+    document_mask: bool = False  # a token sees its own document only
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Config:
         from model import preset  # imports torch: a mistyped key is found faster without it
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
+        changes["documents"] = self.data.document_mask
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
     def data_ends(self) -> dict[str, int]:

@@ -22,9 +22,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classe
     hidden (..., C), weight (rows >= classes, C), targets (...). Softmax and sums in float32; the
     products follow autocast.
     """
-    return _LinearCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), classes
-    )
+    # Inside a Function gradients look needed even under no_grad.
+    training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return _LinearCrossEntropy.apply(flat, weight, targets.reshape(-1), classes, training)
 
 
 @torch.no_grad()
@@ -53,10 +54,9 @@ def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tu
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, classes):
+    def forward(ctx, hidden, weight, targets, classes, training):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        training = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -88,4 +88,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, grad_weight * grad, None, None
+        return grad_hidden * grad, grad_weight * grad, None, None, None
