@@ -31,20 +31,13 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from data.download import READY_MADE, download
+from data.download import READY_MADE, begun_revision, download, latest_revision
 from data.passkey_text import PasskeySource
 from data.pipeline import chunks, encoded
-from data.shards import MAX_SHARD_TOKENS, describe_set, verify
-from data.sources import (
-    HUB,
-    HubSource,
-    StdlibSource,
-    TextSource,
-    find_files,
-    latest_revision,
-)
+from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
+from data.sources import HUB, HubSource, StdlibSource, TextSource, find_files
 from data.tokeniser import get_tokeniser
-from data.writer import ShardWriter, is_complete, locked, recorded_settings
+from data.writer import ShardWriter, forget_progress, locked, recorded_settings
 from lssar.errors import UserError, did_you_mean
 from support.command import MOST_PROCESSES, Parser, positive, run, whole
 
@@ -56,38 +49,31 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
 SECONDS_BETWEEN_RECORDS = 5.0
 
 
-def prepare(
-    source,
-    out: Path,
-    *,
-    tokeniser: str,
-    shard_tokens: int,
-    val_tokens: int | None,
-    max_tokens: int | None,
-    workers: int,
-) -> None:
-    """Write the source's shards to `out`, continuing if that was interrupted.
+def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> None:
+    """Write the source's shards to --out, continuing if that was interrupted.
 
     The first `val_tokens` are validation; None leaves the border to the source.
     """
+    out, tokeniser = arguments.out, get_tokeniser(arguments.tokeniser)
     settings = {
-        "tokeniser": tokeniser,
-        "shard_tokens": shard_tokens,
+        "tokeniser": arguments.tokeniser,
+        "shard_tokens": arguments.shard_tokens,
         "val_tokens": val_tokens,
-        "max_tokens": max_tokens,
+        "max_tokens": arguments.max_tokens,
         "source": source.describe(),
     }
     with locked(out):
         _refuse_other_settings(out, settings)
-        if is_complete(out):
+        if (out / MANIFEST).exists():
+            forget_progress(out)
             print(f"{out} is already complete")
             return
-        encoder = get_tokeniser(tokeniser)
-        with ShardWriter(out, source.prefix, encoder, settings, shard_tokens) as writer:
-            _fill(writer, source, val_tokens, max_tokens, workers)
+        writer = ShardWriter(out, source.prefix, tokeniser, settings, arguments.shard_tokens)
+        with contextlib.closing(writer):
+            _fill(writer, source, val_tokens, arguments.max_tokens, number_of_workers(arguments))
             _refuse_too_little(writer)
             writer.finish()
-    train, val = writer.total_of("train"), writer.total_of("val")
+    train, val = writer.totals["train"], writer.totals["val"]
     print(f"{out}: {train:,} training and {val:,} validation tokens, {len(writer.shards)} shards")
 
 
@@ -95,14 +81,13 @@ def _refuse_other_settings(out: Path, settings: dict) -> None:
     recorded = recorded_settings(out)
     if recorded in (None, settings):
         return
-    different = [key for key in settings if recorded.get(key) != settings[key]]
     shown = ", ".join(
         key if key == "source" else f"{key} {recorded.get(key)} then, {settings[key]} now"
-        for key in different
+        for key in settings
+        if recorded.get(key) != settings[key]
     )
     raise UserError(
-        f"{out} was prepared with other settings ({shown}); use those, or another --out, or "
-        "delete it"
+        f"{out} was prepared with other settings ({shown}); use those, another --out, or delete it"
     )
 
 
@@ -119,9 +104,8 @@ def _fill(
             done = min(skip, len(tokens))
             skip -= done
             while done < len(tokens):
-                room = writer.room
-                if val_tokens is not None and writer.split == "val":
-                    room = val_tokens - writer.total
+                in_validation = val_tokens is not None and writer.split == "val"
+                room = (val_tokens if in_validation else writer.shard_tokens) - writer.partial
                 if max_tokens is not None:
                     room = min(room, max_tokens - writer.total)
                 part = tokens[done : done + room]
@@ -131,30 +115,25 @@ def _fill(
                 if writer.total == max_tokens:
                     return
                 if len(part) == room:
-                    if writer.split == "val" and val_tokens is not None:
-                        writer.end_validation()
-                    else:
-                        writer.close_shard()
+                    writer.close_shard()
+                    writer.split = "train" if in_validation else writer.split
                     writer.save(chunk.state, done)
             if chunk.ends_validation and writer.split == "val":
-                writer.end_validation()
+                writer.close_shard()
+                writer.split = "train"
             if time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
                 writer.save(chunk.state, done)
                 last_record = time.monotonic()
-            bar.total = max_tokens or source.expected_tokens or _estimate(writer, source)
-
-
-def _estimate(writer: ShardWriter, source) -> int | None:
-    """Tokens in the whole source, for the time left."""
-    fraction = source.fraction()
-    return int(writer.total / fraction) if fraction else None
+            read = source.fraction()
+            estimate = int(writer.total / read) if read else None
+            bar.total = max_tokens or source.expected_tokens or estimate
 
 
 def _refuse_too_little(writer: ShardWriter) -> None:
     if writer.total == 0:
         raise UserError("the source holds no text")
-    for split in ("train", "val"):
-        if writer.total_of(split) == 0:
+    for split, tokens in writer.totals.items():
+        if tokens == 0:
             raise UserError(
                 f"the source is too small: its {writer.total} tokens leave nothing for {split}; "
                 f"add text or choose a smaller --val-tokens, and delete {writer.directory}"
@@ -214,25 +193,28 @@ def make_source(arguments: argparse.Namespace):
         return GENERATED[arguments.command]()
     if arguments.command == "text":
         return TextSource(arguments.inputs, arguments.field)
-    files = find_files(arguments.from_files, (".parquet",))
-    revision = None
+    files, revision = find_files(arguments.from_files, (".parquet",)), None
     if not files:
-        # An unfinished set continues with the revision it was begun with.
-        begun = (recorded_settings(arguments.out) or {}).get("source", {})
-        revision = begun.get("revision") or latest_revision(arguments.command)
+        advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
+        repository = HUB[arguments.command][0]
+        revision = begun_revision(arguments.out) or latest_revision(repository, advice)
     return HubSource(arguments.command, arguments.sample, revision=revision, files=files)
 
 
-def default_val_tokens(arguments: argparse.Namespace, source) -> int | None:
-    """llm.c's whole first shard for the hub; about a twentieth of a user's own text."""
+def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | None:
+    """By default llm.c's whole first shard for the hub, a twentieth of a user's own text."""
     if arguments.command in GENERATED:
         return None
-    if arguments.val_tokens is not None:
-        return arguments.val_tokens
-    if arguments.command != "text":
-        return arguments.shard_tokens
     bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
-    return min(arguments.shard_tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
+    tokens = arguments.val_tokens or arguments.shard_tokens
+    if arguments.val_tokens is None and arguments.command == "text":
+        tokens = min(tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
+    if tokens > arguments.shard_tokens:
+        raise UserError(
+            f"--val-tokens {tokens} do not fit in one shard of {arguments.shard_tokens}; "
+            "choose fewer or a larger --shard-tokens"
+        )
+    return tokens
 
 
 def number_of_workers(arguments: argparse.Namespace) -> int:
@@ -250,11 +232,9 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unknown source {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
     arguments = make_parser().parse_args(argv)
     if arguments.command == "verify":
-        totals = verify(arguments.directory)
-        print(
-            f"{arguments.directory} is sound: {totals['train']:,} training tokens, "
-            f"{totals['val']:,} validation tokens"
-        )
+        found = "{train:,} training tokens, {val:,} validation tokens"
+        totals = found.format(**verify(arguments.directory))
+        print(f"{arguments.directory} is sound: {totals}")
         return
     if arguments.command == "download":
         download(arguments.name, arguments.out, arguments.shards)
@@ -265,21 +245,7 @@ def main(argv: list[str]) -> None:
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
-    val_tokens = default_val_tokens(arguments, source)
-    if val_tokens is not None and val_tokens > arguments.shard_tokens:
-        raise UserError(
-            f"--val-tokens {val_tokens} do not fit in one shard of {arguments.shard_tokens}; "
-            "choose fewer or a larger --shard-tokens"
-        )
-    prepare(
-        source,
-        arguments.out,
-        tokeniser=arguments.tokeniser,
-        shard_tokens=arguments.shard_tokens,
-        val_tokens=val_tokens,
-        max_tokens=arguments.max_tokens,
-        workers=number_of_workers(arguments),
-    )
+    prepare(source, arguments, number_of_validation_tokens(arguments, source))
     if arguments.command == "stdlib":
         compare_with_published(arguments.out)
 
