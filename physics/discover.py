@@ -52,8 +52,8 @@ from evaluating.results import Record, Results
 from lssar.errors import UserError
 from physics import figures, regression
 from physics.force import FORCES, TASKS, origin, refuse_non_finite
-from physics.simulate import STATES, magnitude
-from physics.systems import PLANETS
+from physics.simulate import STATES
+from physics.systems import PLANETS, magnitude
 from support.files import reading
 from support.text import table
 

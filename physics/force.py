@@ -51,7 +51,7 @@ import train
 from data.records import Records, describe, open_data
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
-from physics.simulate import write_whole
+from physics.simulate import whole_file
 from support.files import write_json, writing
 from training import distributed
 from training.checkpoint import Store, find, load_model, read_description
@@ -121,7 +121,8 @@ def predict(config: Config, device: torch.device) -> Path:
         parts.append(model(inputs.to(device))[:, 1::2].float().cpu().numpy())
     forces = np.concatenate(parts) * unit_of(records)
     refuse_non_finite(forces, best)
-    write_whole(out, lambda file: np.save(file, forces))
+    with whole_file(out) as file:
+        np.save(file, forces)
     print(f"{out}: predictions of {best.name}")
     return out
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from physics.kepler import Orbits
+from physics.kepler import G, Orbits
 
 EXTENT = 50.0  # AU: coordinates in [-EXTENT, EXTENT], beyond it the outermost bin
 TIME_STEPS = (0.0189, 0.486)  # years: a week, and half a year
@@ -31,6 +31,11 @@ PLANETS = {
     "Uranus": (4.354e-05, 19.189, 0.047),
     "Neptune": (5.165e-05, 30.069, 0.009),
 }
+
+
+def magnitude(states: np.ndarray) -> np.ndarray:
+    """Newton's law: G m1 m2 / r^2 of states (..., 6)."""
+    return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
 
 
 @dataclass(frozen=True)
