@@ -22,10 +22,9 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from physics import TASKS
 from support.command import Parser, answer_early, run
 from training.config import Config, load_config, read_config
-
-TASKS = ("magnitude", "vector")
 
 
 def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:

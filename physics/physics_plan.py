@@ -34,7 +34,7 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 from data.records import DESCRIPTION
 from paper.jobs import Job, is_done
 from paper.plan import config_cost, disk_line, is_trained, training_lines
-from physics.force import TASKS
+from physics import TASKS
 from physics.systems import CHANNELS
 from training.config import Config, load_config
 
