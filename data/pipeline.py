@@ -80,10 +80,9 @@ class Encoded(NamedTuple):
 class ChunkEncoder:
     """Pieces -> one uint16 array, EOT before each document; and the name of what encoded it.
 
-    What the fast encoder returns is used when all of it decodes to the text, to the byte, and on
-    one part in sixteen has tiktoken's ids; otherwise tiktoken encodes the chunk. Decoding shows
-    that no text was lost or changed, not that the merges are the same: that rests on the parts
-    that were compared.
+    What the fast encoder returns is used when all of it decodes to the text, to the byte, and one
+    part in sixteen has tiktoken's ids; otherwise tiktoken encodes the chunk. Decoding shows that
+    no text was lost or changed; that the merges are the same rests on the parts compared.
     """
 
     def __init__(self, tokeniser: str, fast: bool = True):
@@ -118,11 +117,13 @@ class ChunkEncoder:
         return ids if all(same) else None
 
 
-_cached_encoder = functools.cache(ChunkEncoder)
+@functools.cache
+def _encoder_of_worker(tokeniser: str, fast: bool) -> ChunkEncoder:
+    return ChunkEncoder(tokeniser, fast)
 
 
 def _encode_in_worker(tokeniser: str, fast: bool, chunk: Chunk) -> Encoded:
-    return _cached_encoder(tokeniser, fast)(chunk.pieces)
+    return _encoder_of_worker(tokeniser, fast)(chunk.pieces)
 
 
 def encoded(

@@ -37,7 +37,13 @@ from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
 from data.sources import HUB, HubSource, StdlibSource, TextSource, find_files
 from data.tokeniser import get_tokeniser
-from data.writer import ShardWriter, forget_progress, locked, recorded_settings
+from data.writer import (
+    ShardWriter,
+    forget_progress,
+    locked,
+    recorded_settings,
+    refuse_other_settings,
+)
 from lssar.errors import UserError, did_you_mean
 from support.command import MOST_PROCESSES, Parser, positive, run, whole
 
@@ -63,37 +69,23 @@ def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> No
         "source": source.describe(),
     }
     with locked(out):
-        _refuse_other_settings(out, settings)
+        refuse_other_settings(out, recorded_settings(out), settings)
         if (out / MANIFEST).exists():
             forget_progress(out)
             print(f"{out} is already complete")
             return
         writer = ShardWriter(out, source.prefix, tokeniser, settings, arguments.shard_tokens)
         with contextlib.closing(writer):
-            _fill(writer, source, val_tokens, arguments.max_tokens, number_of_workers(arguments))
+            _fill(writer, source, number_of_workers(arguments))
             _refuse_too_little(writer)
             writer.finish()
-    train, val = writer.totals["train"], writer.totals["val"]
-    print(f"{out}: {train:,} training and {val:,} validation tokens, {len(writer.shards)} shards")
+    found = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
+    print(f"{out}: {found}, {len(writer.shards)} shards")
 
 
-def _refuse_other_settings(out: Path, settings: dict) -> None:
-    recorded = recorded_settings(out)
-    if recorded in (None, settings):
-        return
-    shown = ", ".join(
-        key if key == "source" else f"{key} {recorded.get(key)} then, {settings[key]} now"
-        for key in settings
-        if recorded.get(key) != settings[key]
-    )
-    raise UserError(
-        f"{out} was prepared with other settings ({shown}); use those, another --out, or delete it"
-    )
-
-
-def _fill(
-    writer: ShardWriter, source, val_tokens: int | None, max_tokens: int | None, workers: int
-) -> None:
+def _fill(writer: ShardWriter, source, workers: int) -> None:
+    val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
+    most = max_tokens or sys.maxsize
     state, skip = writer.resume()
     last_record = time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 30.0
@@ -106,13 +98,11 @@ def _fill(
             while done < len(tokens):
                 in_validation = val_tokens is not None and writer.split == "val"
                 room = (val_tokens if in_validation else writer.shard_tokens) - writer.partial
-                if max_tokens is not None:
-                    room = min(room, max_tokens - writer.total)
-                part = tokens[done : done + room]
+                part = tokens[done : done + min(room, most - writer.total)]
                 writer.append(part, encoder)
                 done += len(part)
                 bar.update(len(part))
-                if writer.total == max_tokens:
+                if writer.total == most:
                     return
                 if len(part) == room:
                     writer.close_shard()
@@ -142,11 +132,9 @@ def _refuse_too_little(writer: ShardWriter) -> None:
 
 def token_count(text: str) -> int:
     """`100M`, `1.5B`, `20K` or a plain number of tokens."""
-    scale = {"K": 10**3, "M": 10**6, "B": 10**9}
-    unit = scale.get(text[-1:].upper(), 1)
-    number = text[:-1] if unit > 1 else text
+    unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper())
     try:
-        count = int(float(number) * unit) if unit > 1 else int(number.replace("_", ""))
+        count = int(float(text[:-1]) * unit) if unit else int(text.replace("_", ""))
     except (ValueError, OverflowError):
         count = 0
     if not 1 <= count < 2**63:
@@ -159,9 +147,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument(
-        "--tokeniser", help="gpt2 or bytes; default gpt2, for stdlib and passkey bytes"
-    )
+    common.add_argument("--tokeniser", help="gpt2, or bytes (default of stdlib and passkey)")
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     workers = whole(0, MOST_PROCESSES)

@@ -1,10 +1,8 @@
 """Token shards in llm.c's version-1 format: reading, checking, and the manifest beside them.
 
-A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count) followed
-by the tokens as uint16. A set of shards is a folder of `PREFIX_val_000000.bin`,
-`PREFIX_train_000001.bin`, ...; one that `prepare.py` wrote has a `manifest.json` too, a ready-made
-one need not. Tokens are addressed by their offset in the whole split, so shard borders are
-invisible to the reader.
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count) and the
+tokens as uint16. A set is a folder of `PREFIX_val_000000.bin`, `PREFIX_train_000001.bin`, ..., with
+a `manifest.json` if `prepare.py` wrote it. Tokens are addressed by their offset in the whole split.
 """
 
 import contextlib
@@ -13,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +27,9 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
 MANIFEST, PROGRESS, DESCRIPTION = "manifest.json", "progress.json", "records.json"
 # No separators and no leading dot: a name from a manifest or a hub listing cannot leave its folder.
 SHARD_NAME = re.compile(r"(?P<prefix>\w[\w.-]*)_(?P<split>train|val)_(?P<index>\d+)\.bin", re.ASCII)
-SHA256 = re.compile(r"[0-9a-f]{64}")
-# Checked in every shard at opening: enough to tell a wrong tokeniser, few enough for 10,000 files.
-SAMPLE_TOKENS = 4096
-# Each mapping holds a file descriptor, of which a process has perhaps 1,024.
-OPEN_SHARDS = 128
-# A model pads its vocabulary by less than this; more unused ids mean another tokeniser's set.
-MAX_PADDING = 1024
+SAMPLE_TOKENS = 4096  # checked when a shard is opened: fast enough for 10,000 files
+OPEN_SHARDS = 128  # each holds a file descriptor, of which a process has perhaps 1,024
+MAX_PADDING = 1024  # a model's vocabulary with more unused ids is of another tokeniser
 
 
 @dataclass(frozen=True)
@@ -46,20 +41,17 @@ class Shard:
 
 
 def header_bytes(tokens: int) -> bytes:
-    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, tokens
-    return header.tobytes()
+    return struct.pack("<3i", MAGIC, VERSION, tokens).ljust(HEADER_BYTES, b"\0")
 
 
 def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
     """Token count of the shard, after checking header, size and a sample of its tokens."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        header = np.frombuffer(file.read(HEADER_BYTES), dtype="<u1")
-        sample = np.frombuffer(file.read(2 * SAMPLE_TOKENS), dtype="<u1")
+        header, sample = file.read(HEADER_BYTES), file.read(2 * SAMPLE_TOKENS)
     if len(header) < HEADER_BYTES:
         raise UserError(f"{path} is truncated: {size} bytes, less than a shard's header")
-    magic, version, tokens = (int(x) for x in header.view("<i4")[:3])
+    magic, version, tokens = struct.unpack_from("<3i", header)
     if (magic, version) != (MAGIC, VERSION):
         raise UserError(
             f"{path} is not an llm.c version-1 GPT-2 shard (magic {magic}, version {version}; "
@@ -71,7 +63,7 @@ def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
             f"{path} is damaged: its header promises {tokens} tokens ({expected} bytes) but it has "
             f"{size} bytes; prepare or download it again"
         )
-    check_ids(sample[: 2 * tokens].view("<u2"), vocab_size, path)
+    check_ids(np.frombuffer(sample[: 2 * tokens], "<u2"), vocab_size, path)
     return tokens
 
 
@@ -102,11 +94,10 @@ class TokenSet:
         self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
 
     def _map_shard(self, index: int) -> np.ndarray:
-        shard = self.shards[index]
-        path = self.directory / shard.name
+        path, shape = self.directory / self.shards[index].name, (self.shards[index].tokens,)
         with reading(path):
             try:
-                return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(shard.tokens,))
+                return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=shape)
             except ValueError as error:  # the file shrank since it was checked
                 raise UserError(f"{path} changed while in use: {error}") from None
 
@@ -145,14 +136,15 @@ def open_split(directory: str | Path, split: str, *, vocab_size: int | None = No
     """
     directory = Path(directory)
     shards, manifest = list_shards(directory)
-    data_vocab = manifest["vocab_size"] if manifest else None
-    tokeniser = manifest["tokeniser"] if manifest else None
-    if None not in (vocab_size, data_vocab) and not 0 <= vocab_size - data_vocab < MAX_PADDING:
-        raise UserError(
-            f"{directory} was tokenised with {tokeniser!r} ({data_vocab} ids) but the model has a "
-            f"vocabulary of {vocab_size}; prepare it with the model's tokeniser"
-        )
-    limit = data_vocab if vocab_size is None else vocab_size
+    tokeniser, limit = None, vocab_size
+    if manifest:
+        tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
+        limit = ids if vocab_size is None else vocab_size
+        if not 0 <= limit - ids < MAX_PADDING:
+            raise UserError(
+                f"{directory} was tokenised with {tokeniser!r} ({ids} ids) but the model has a "
+                f"vocabulary of {vocab_size}; prepare it with the model's tokeniser"
+            )
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
@@ -225,8 +217,12 @@ def json_record(path: Path, remedy: str = "") -> Iterator[object]:
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is damaged ({what}){remedy}") from None
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}){remedy}") from None
+
+
+def _require(sound: bool, what: str) -> None:
+    if not sound:
+        raise ValueError(what)
 
 
 def read_manifest(directory: Path) -> dict:
@@ -235,27 +231,18 @@ def read_manifest(directory: Path) -> dict:
         manifest = unseal(record)
         shards = [Shard(**entry) for entry in manifest["shards"]]
         for shard in shards:
-            match = SHARD_NAME.fullmatch(shard.name)
-            if not match or match["split"] != shard.split:
-                raise ValueError(f"shard name {shard.name!r}")
-            if type(shard.tokens) is not int or not 0 <= shard.tokens <= MAX_SHARD_TOKENS:
-                raise ValueError(f"token count {shard.tokens!r}")
-            if not SHA256.fullmatch(shard.sha256):
-                raise ValueError(f"sha256 {shard.sha256!r}")
-        if len({shard.name for shard in shards}) != len(shards):
-            raise ValueError("a shard listed twice")
-        tokeniser = TOKENISERS[manifest["tokeniser"]]
-        if (manifest["vocab_size"], manifest["eot"]) != (tokeniser.vocab_size, tokeniser.eot):
-            raise ValueError(f"vocabulary {manifest['vocab_size']!r}")
-        if type(manifest["documents"]) is not int:
-            raise ValueError(f"documents {manifest['documents']!r}")
-        if not isinstance(_source(manifest), dict):
-            raise ValueError(f"source {_source(manifest)!r}")
+            match, count = SHARD_NAME.fullmatch(shard.name), shard.tokens
+            _require(match and match["split"] == shard.split, f"shard name {shard.name!r}")
+            _require(type(count) is int and 0 <= count <= MAX_SHARD_TOKENS, f"{count!r} tokens")
+            _require(re.fullmatch("[0-9a-f]{64}", shard.sha256), f"sha256 {shard.sha256!r}")
+        _require(len({shard.name for shard in shards}) == len(shards), "a shard listed twice")
+        kind, vocabulary = TOKENISERS[manifest["tokeniser"]], manifest["vocab_size"]
+        same = (vocabulary, manifest["eot"]) == (kind.vocab_size, kind.eot)
+        _require(same, f"vocabulary {vocabulary!r}")
+        _require(type(manifest["documents"]) is int, f"documents {manifest['documents']!r}")
+        source = manifest.get("settings", {}).get("source", {})
+        _require(isinstance(source, dict), f"source {source!r}")
     return manifest
-
-
-def _source(manifest: dict) -> dict:
-    return manifest.get("settings", {}).get("source", {})
 
 
 def describe(directory: Path) -> dict:
@@ -267,8 +254,8 @@ def describe(directory: Path) -> dict:
             "python physics/simulate.py --help"
         )
     with json_record(path, "; simulate it again") as about:
-        if not all(type(about[key]) is int for key in ("points", "channels", "outputs")):
-            raise ValueError("a size is not a whole number")
+        for key in ("points", "channels", "outputs"):
+            _require(type(about[key]) is int, f"{key} {about[key]!r}")
     return about
 
 
@@ -283,12 +270,13 @@ def describe_set(directory: str | Path) -> dict:
         "data": str(directory),
         "manifest_sha256": sha256_of(path) if manifest else None,
         "tokens_sha256": digest([s["sha256"] for s in manifest["shards"]]) if manifest else None,
-        "source": _source_note(_source(manifest)) if manifest else None,
+        "source": _source_of(manifest) if manifest else None,
     }
 
 
-def _source_note(source: dict) -> str | None:
+def _source_of(manifest: dict) -> str | None:
     """`Python 3.11.7 standard library`, or the name, sample and revision of a set on the hub."""
+    source = manifest.get("settings", {}).get("source", {})
     if source.get("kind") == "stdlib":
         return f"Python {source.get('python')} standard library"
     named = (source[key] for key in ("kind", "sample", "repository", "revision") if key in source)

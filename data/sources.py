@@ -83,19 +83,17 @@ class HubSource:
         repository, self.prefix, samples = HUB[name]
         if sample not in samples:
             raise UserError(f"{name} has no sample {sample!r}; {did_you_mean(sample, samples)}")
-        self._rows_read = 0
-        self._rows = sum(parquet_rows(path, "text") for path in files)
+        self._rows, self._rows_read = sum(parquet_rows(path, "text") for path in files), 0
         self.expected_tokens = None if files else samples[sample]
         if files:
             self._stream = ParquetStream("parquet", "text", data_files=[str(p) for p in files])
-            self._origin = describe_files(files)
+            self._description = {"kind": name, **describe_files(files)}
         else:
             self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
-            self._origin = {"sample": sample, "revision": revision}
-        self._name = name
+            self._description = {"kind": name, "sample": sample, "revision": revision}
 
     def describe(self) -> dict:
-        return {"kind": self._name, **self._origin}
+        return self._description
 
     def pieces(self, state: dict | None) -> Iterator[Piece]:
         stream_state, self._rows_read = (state["stream"], state["rows"]) if state else (None, 0)
@@ -143,19 +141,20 @@ class TextSource:
             yield from ((text, True) for text in self._parquet.texts(self._at) if text)
             self._parquet = None
             return
-        is_plain_text = path.name.removesuffix(".gz").endswith(".txt")
+        read = self._document if path.name.removesuffix(".gz").endswith(".txt") else self._lines
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 file.seek(self._at or 0)
-                yield from (self._document if is_plain_text else self._lines)(path, file)
+                yield from read(path, file)
         except (EOFError, zlib.error) as error:
             raise UserError(f"{path} is damaged: {error}") from None
 
     def _document(self, path: Path, file: BinaryIO) -> Iterator[Piece]:
         """The whole file, in parts that fit in memory however long it is."""
         decoder = codecs.getincrementaldecoder("utf-8")()
-        at, held, starts = self._at or 0, "", not self._at
-        while True:
+        self._at = self._at or 0
+        block, held, starts = b"...", "", self._at == 0
+        while block:
             block = file.read(CHUNK_CHARS)
             try:
                 held += decoder.decode(block, final=not block)
@@ -164,15 +163,12 @@ class TextSource:
                 raise UserError(_not_utf8(path, f"byte {place}")) from None
             cut = SAFE_CUT.search(held, max(0, len(held) - 4096)) if block else None
             if cut or not block:
-                part, held = (held[: cut.end()], held[cut.end() :]) if cut else (held, "")
-                at += len(part.encode())
-                self._at = at
-                part = part.removeprefix(BYTE_ORDER_MARK) if starts else part
-                if part:
+                end = cut.end() if cut else len(held)
+                part, held = held[:end], held[end:]
+                self._at += len(part.encode())
+                if part := part.removeprefix(BYTE_ORDER_MARK if starts else ""):
                     yield part, starts
                     starts = False
-            if not block:
-                return
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[Piece]:
         for line in file:
@@ -187,10 +183,10 @@ class TextSource:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
             known = isinstance(row, dict) and self._field in row
             if not known or not isinstance(row[self._field], str | None):
-                keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+                there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
                 raise UserError(
-                    f"{path}, line at byte {start}: no text in {self._field!r} (there is: {keys}); "
-                    "name the field with --field"
+                    f"{path}, line at byte {start}: no text in {self._field!r} (there is: {there});"
+                    " name the field with --field"
                 )
             if row[self._field]:
                 yield row[self._field], True
@@ -244,7 +240,7 @@ class StdlibSource(NumberedSource):
         names.sort(key=_split_of, reverse=True)  # validation first
         self._texts = {name: _python_source(root / name) for name in names}
         self._items = list(self._texts.values())
-        self._items.insert([*map(_split_of, names)].count("val"), END_OF_VALIDATION)
+        self._items.insert(sum(_split_of(name) == "val" for name in names), END_OF_VALIDATION)
         self.count = len(self._items)
 
     def describe(self) -> dict:
@@ -291,8 +287,7 @@ def find_files(inputs: list[str], suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> 
             if path.is_dir():
                 inside = (Path(top) / name for top, _, names in os.walk(path) for name in names)
                 matches = sorted(file for file in inside if file.name.endswith(suffixes))
-            else:
-                # Path.glob refuses absolute patterns.
+            else:  # Path.glob refuses absolute patterns
                 matches = [path] if path.exists() else sorted(map(Path, glob.glob(given)))  # noqa: PTH207
         if not matches:
             what = f"holds no {', '.join(suffixes)} files" if path.is_dir() else "does not exist"

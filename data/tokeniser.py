@@ -37,20 +37,16 @@ class Encoder(NamedTuple):
 
 
 class Tokeniser:
-    """A name, a vocabulary, and exact conversion between text and uint16 ids."""
+    """Exact conversion between text and uint16 ids: `encode(text)` and `decode(ids)`.
+
+    The text "<|endoftext|>" is text, never the EOT id. Ids outside the vocabulary, which a padded
+    model can emit, become U+FFFD.
+    """
 
     name: str
     vocab_size: int
     eot: int
     merges_sha256: str | None = None
-
-    def encode(self, text: str) -> np.ndarray:
-        """Text -> uint16 ids. The text "<|endoftext|>" is text, never the EOT id."""
-        raise NotImplementedError
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text; ids outside the vocabulary (a padded model can emit them) become U+FFFD."""
-        raise NotImplementedError
 
     def encoder(self) -> Encoder:
         """`encode`, with its name."""
@@ -137,9 +133,8 @@ class Gpt2Tokeniser(Tokeniser):
     @functools.cached_property
     def _spellings(self) -> np.ndarray:
         """The bytes of every token, by its id."""
-        table = np.empty(self.eot, dtype=object)
-        for spelling, rank in self._bpe._mergeable_ranks.items():
-            table[rank] = spelling
+        table, ranks = np.empty(self.eot, dtype=object), self._bpe._mergeable_ranks
+        table[list(ranks.values())] = list(ranks)
         return table
 
 

@@ -108,8 +108,7 @@ class ShardWriter:
     @property
     def totals(self) -> dict[str, int]:
         """Tokens of each split so far."""
-        current = Shard(self._path.name, self.split, self.partial)
-        return tokens_by_split([*self.shards, current])
+        return tokens_by_split([*self.shards, Shard("", self.split, self.partial)])
 
     @property
     def total(self) -> int:
@@ -131,13 +130,13 @@ class ShardWriter:
                 # Unbuffered: a failed write must fail here, not in a later close.
                 self._file = self._temporary.open("wb", buffering=0)
                 self._write(bytes(HEADER_BYTES))
-            self._write(memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B"))
+            self._write(np.ascontiguousarray(tokens, dtype="<u2"))
         self.partial += len(tokens)
         self.encoders.add(encoder)
         self.documents += int(np.count_nonzero(tokens == self.tokeniser.eot))
 
-    def _write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
+    def _write(self, data: bytes | np.ndarray) -> None:
+        view = memoryview(data).cast("B")
         while len(view):
             view = view[self._file.write(view) :]
 
@@ -158,8 +157,8 @@ class ShardWriter:
 
     def save(self, source_state: object, skip: int) -> None:
         """Record that everything up to `skip` tokens after `source_state` is written."""
-        with writing(self._path):
-            if self._file is not None:
+        if self._file is not None:
+            with writing(self._path):
                 os.fsync(self._file.fileno())
         body = {
             "settings": self.settings,
@@ -178,39 +177,31 @@ class ShardWriter:
         progress = read_progress(self.directory)
         if progress is None:
             with reading(self.directory):
-                names = sorted(entry.name for entry in os.scandir(self.directory))
-            if shards := list(filter(SHARD_NAME.fullmatch, names)):
-                raise UserError(
-                    f"{self.directory} already holds {shards[0]}; choose an empty folder for --out"
-                )
+                names = sorted(path.name for path in self.directory.iterdir())
+            for name in filter(SHARD_NAME.fullmatch, names):
+                raise UserError(f"{self.directory} already holds {name}; choose an empty --out")
             self.save(None, 0)  # before the first byte: shards without a record are never ours
             return None, 0
         self.split = progress["split"]
         self.shards = [Shard(**entry) for entry in progress["shards"]]
         self.documents = progress["documents"]
         self.encoders = set(progress.get("encoders", [UNRECORDED]))
+        restart = f"since the interruption; delete {self.directory} and start again"
         for shard in self.shards:
-            self._require((self.directory / shard.name).exists(), shard.name, "is gone")
-        self._reopen(progress["partial"])
+            if not (self.directory / shard.name).exists():
+                raise UserError(f"{self.directory / shard.name} is gone {restart}")
+        if progress["partial"]:
+            self._reopen(progress["partial"], restart)
         self._remove_strays()
         return progress["source_state"], progress["skip"]
 
-    def _require(self, intact: bool, name: str, fault: str) -> None:
-        if not intact:
-            raise UserError(
-                f"{self.directory / name} {fault} since the interruption; delete {self.directory} "
-                "and start again"
-            )
-
-    def _reopen(self, partial: int) -> None:
-        if not partial:
-            return
+    def _reopen(self, partial: int, restart: str) -> None:
         size = HEADER_BYTES + 2 * partial
         with writing(self._path):
             if self._path.exists():  # killed between the rename and the record of it
                 self._path.replace(self._temporary)
-            intact = self._temporary.exists() and self._temporary.stat().st_size >= size
-            self._require(intact, self._temporary.name, "was lost or cut")
+            if not self._temporary.exists() or self._temporary.stat().st_size < size:
+                raise UserError(f"{self._temporary} was lost or cut {restart}")
             self._file = self._temporary.open("r+b", buffering=0)
             self._file.truncate(size)
             self._file.seek(size)
@@ -218,9 +209,7 @@ class ShardWriter:
 
     def _remove_strays(self) -> None:
         """Delete what was begun after the last record: it is about to be written again."""
-        keep = {shard.name for shard in self.shards}
-        if self._file is not None:
-            keep.add(self._temporary.name)
+        keep = {shard.name for shard in self.shards} | {self._temporary.name if self._file else ""}
         records = {temporary_of(Path(name)).name for name in (PROGRESS, MANIFEST)}
         with writing(self.directory):
             for path in self.directory.iterdir():
@@ -252,6 +241,20 @@ def read_progress(directory: Path) -> dict | None:
         if digest(record["progress"]) != record["sha256"]:
             raise ValueError("checksum")
     return record["progress"]
+
+
+def refuse_other_settings(directory: Path, recorded: dict | None, settings: dict) -> None:
+    if recorded in (None, settings):
+        return
+    shown = [
+        key if key == "source" else f"{key} {recorded.get(key)} then, {new} now"
+        for key, new in settings.items()
+        if recorded.get(key) != new
+    ]
+    raise UserError(
+        f"{directory} was made with other settings ({', '.join(shown)}); use those, delete it, or "
+        "choose another --out"
+    )
 
 
 def recorded_settings(directory: Path) -> dict | None:

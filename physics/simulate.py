@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,7 +40,7 @@ from data.shards import (
     header_bytes,
     json_record,
 )
-from data.writer import locked
+from data.writer import locked, refuse_other_settings
 from lssar.errors import UserError
 from physics.systems import (
     BLOCK,
@@ -129,13 +129,13 @@ def is_complete(out: Path, settings: dict) -> bool:
             found = dict(record)
     elif any(out.glob("*.bin")):
         raise UserError(f"{out} holds other shards already; choose an empty folder for --out")
-    if found is not None and found != settings:
-        key = next(k for k in {**settings, **found} if settings.get(k) != found.get(k))
-        raise UserError(
-            f"{out} was made with {key} = {found.get(key)}, this is {settings.get(key)}; "
-            "choose another --out or delete it"
-        )
+    refuse_other_settings(out, found, settings)
     return complete
+
+
+def save(path: Path, array: np.ndarray) -> None:
+    with whole_file(path) as file:
+        np.save(file, array)
 
 
 @contextlib.contextmanager
@@ -148,13 +148,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
-
-
-def write_shard(path: Path, sequences: int, blocks: Iterable[np.ndarray], points: int) -> None:
-    with whole_file(path) as file:
-        file.write(header_bytes(sequences * points * CHANNELS))
-        for block in blocks:
-            file.write(np.ascontiguousarray(block, dtype="<u2"))
 
 
 # Each set's function writes its shards and returns a summary, the number of outputs per point, and
@@ -186,21 +179,18 @@ def orbit_shards(options: Namespace) -> Iterator[tuple[Path, Namespace, str, int
 def is_written(path: Path, options: Namespace, split: str, first: int, count: int) -> bool:
     expected = count * options.points * CHANNELS
     if path.exists() and check_shard(path) != expected:
-        raise UserError(f"{path} has not the {expected} tokens it should; delete it and run again")
+        raise UserError(f"{path} has not the {expected} tokens it should; delete it and rerun")
     return path.exists()
 
 
 def write_orbits(task: tuple) -> None:
     path, options, split, first, count = task
-    grid = Grid(options.bins)
-
-    def blocks() -> Iterator[np.ndarray]:
+    with whole_file(path) as file:
+        file.write(header_bytes(count * options.points * CHANNELS))
         for start in range(first, first + count, BLOCK):
             size = min(BLOCK, first + count - start)
             systems = random_systems(options.seed, split, start, size, options.planets)
-            yield points_of(systems, size, options.points, grid)
-
-    write_shard(path, count, blocks(), options.points)
+            file.write(points_of(systems, size, options.points, Grid(options.bins)).astype("<u2"))
 
 
 def forces(options: Namespace) -> tuple[str, int, dict]:
@@ -223,8 +213,7 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
         hidden = np.ones_like(shown)
     write_labelled(options.out, "train", points[train], only(truth / unit, shown)[train])
     write_labelled(options.out, "val", points[val], only(truth / unit, hidden)[val])
-    with whole_file(options.out / STATES) as file:
-        np.save(file, states)
+    save(options.out / STATES, states)
     summary = f"{labelled:,} labelled, {probed:,} probed, {held_out:,} held out"
     return summary, 1, {"unit": unit}
 
@@ -244,8 +233,7 @@ def planets(options: Namespace) -> tuple[str, int, dict]:
     labels = vectors / unit[:, None, None]
     write_labelled(options.out, "train", points, only(labels, shown))
     write_labelled(options.out, "val", points, only(labels, hidden))
-    with whole_file(options.out / STATES) as file:
-        np.save(file, states)
+    save(options.out / STATES, states)
     return ", ".join(PLANETS), 2, {"unit": unit.tolist()}
 
 
@@ -266,10 +254,10 @@ def write_labelled(out: Path, split: str, points: np.ndarray, labels: np.ndarray
     # The planet is at points 1, 3, 5, ...; the time step and the star have no label.
     every = np.full((len(points), points.shape[1] - 1, labels.shape[-1]), np.nan, np.float32)
     every[:, 1::2] = labels
-    with whole_file(out / f"labels_{split}.npy") as file:
-        np.save(file, every)
+    save(out / f"labels_{split}.npy", every)
     index = ("val", "train").index(split)
-    write_shard(out / f"labelled_{split}_{index:06d}.bin", len(points), [points], points.shape[1])
+    with whole_file(out / f"labelled_{split}_{index:06d}.bin") as file:
+        file.write(header_bytes(points.size) + points.astype("<u2").tobytes())
 
 
 SETS = {  # name: (function, options beside those of every set)

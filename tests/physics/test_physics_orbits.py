@@ -208,7 +208,7 @@ def test_a_finished_set_is_left_alone_and_other_settings_are_refused(complete, c
     arguments = ["orbits", *SMALL, "--shard-sequences", "700", "--out", str(complete)]
     simulate(arguments)
     assert "complete" in capsys.readouterr().out
-    with pytest.raises(UserError, match="seed = 0, this is 1"):
+    with pytest.raises(UserError, match="seed 0 then, 1 now"):
         simulate([*arguments, "--seed", "1"])
     assert contents(complete) == before
 
