@@ -4,6 +4,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from data.shards import SHARD_NAME, Shard, check_shard, count_documents
 from data.tokeniser import Gpt2Tokeniser
@@ -22,8 +23,7 @@ RERUN = "check network and disk space and rerun the same command: it continues"
 def download(name: str, out: Path, train_shards: int | None) -> None:
     """Fetch the validation shard and the first `train_shards` (default all); write a manifest.
 
-    Files already there with the right sha256 are kept, so an interrupted download continues. A
-    complete set stays with the commit that its manifest names.
+    Files already there with the right sha256 are kept, so an interrupted download continues.
     """
     if name not in READY_MADE:
         raise UserError(f"no ready-made shards of {name!r}; {did_you_mean(name, READY_MADE)}")
@@ -45,10 +45,13 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _asking_hub(what: str, advice: str) -> Iterator[None]:
-    """Any error in the block is one line: the client's share no base class across versions."""
+def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
+    """The hub's client. Any error is one line: its own share no base class across versions."""
+    ensure_hub_cache()
+    import huggingface_hub
+
     try:
-        yield
+        yield huggingface_hub
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
@@ -63,20 +66,14 @@ def begun_revision(out: Path) -> str | None:
 
 def latest_revision(repository: str, advice: str) -> str:
     """The hub's newest commit of the data set."""
-    ensure_hub_cache()
-    from huggingface_hub import HfApi
-
-    with _asking_hub(repository, advice):
-        return HfApi().dataset_info(repository).sha
+    with _asking_hub(repository, advice) as hub:
+        return hub.HfApi().dataset_info(repository).sha
 
 
 def _list_shards(repository: str, revision: str) -> dict[str, tuple[int, str]]:
     """The commit's shards in order: name -> (bytes, sha256)."""
-    ensure_hub_cache()
-    from huggingface_hub import HfApi
-
-    with _asking_hub(repository, RERUN):
-        tree = HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
+    with _asking_hub(repository, RERUN) as hub:
+        tree = hub.HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
         files = [file for file in tree if getattr(file, "lfs", None)]
     found = {file.path: (file.lfs.size, file.lfs.sha256) for file in files}
     names = [name for name in found if SHARD_NAME.fullmatch(name)]
@@ -89,11 +86,9 @@ def _list_shards(repository: str, revision: str) -> dict[str, tuple[int, str]]:
 def _fetch(repository: str, revision: str, name: str, out: Path, size: int, sha256: str) -> Shard:
     path = out / name
     if not (path.exists() and path.stat().st_size == size and sha256_of(path) == sha256):
-        from huggingface_hub import hf_hub_download
-
         where = {"repo_type": "dataset", "revision": revision, "local_dir": out}
-        with _asking_hub(f"{repository}/{name}", RERUN):
-            hf_hub_download(repository, name, **where, force_download=path.exists())
+        with _asking_hub(f"{repository}/{name}", RERUN) as hub:
+            hub.hf_hub_download(repository, name, **where, force_download=path.exists())
         if sha256_of(path) != sha256:
             raise UserError(f"{path} arrived damaged (sha256); rerun the same command")
     return Shard(name, SHARD_NAME.fullmatch(name)["split"], check_shard(path), sha256)

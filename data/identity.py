@@ -67,12 +67,12 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
         )
     if other:
         return f"training continues on other data (--accept-data): {listed}"
-    if sampled:
-        return (
-            f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} "
-            f"such files); a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
-        )
-    return None
+    if not sampled:
+        return None
+    return (
+        f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} such files); a "
+        f"sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    )
 
 
 def _differences(saved: dict, now: dict) -> Iterator[str]:

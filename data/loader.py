@@ -56,13 +56,11 @@ class Windows:
     """A token stream as windows of `length` inputs and the tokens that follow them."""
 
     def __init__(self, tokens: TokenSet, length: int):
-        self.tokens, self.length, self.stride = tokens, length, length
-        self.count = (tokens.total_tokens - 1) // length
+        self.tokens, self.stride, self.count = tokens, length, (tokens.total_tokens - 1) // length
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
         """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
-        shape = (len(offsets), self.length + 1)
-        batch = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+        batch = torch.empty((len(offsets), self.stride + 1), dtype=torch.int64, pin_memory=pin)
         self.tokens.fill(batch.numpy(), offsets)
         return batch
 
@@ -95,9 +93,8 @@ class TrainLoader:
         self.accumulation, rest = divmod(self.global_batch, at_once)
         if rest:
             raise UserError(
-                f"a global batch of {self.global_batch} sequences cannot be shared by "
-                f"{self.world_size} processes in micro-batches of {self.micro_batch}: it must be a "
-                f"multiple of {at_once}"
+                f"a global batch of {self.global_batch} sequences for {self.world_size} processes "
+                f"in micro-batches of {self.micro_batch} must be a multiple of {at_once}"
             )
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
@@ -140,10 +137,10 @@ class TrainLoader:
             yield self.source.split(self._take(step, part).to(self.device, non_blocking=True))
 
     def divisors(self, step: int) -> list[float]:
-        """For each micro-batch of this rank, what its mean loss is to be divided by.
+        """What to divide each micro-batch's mean loss by.
 
         The sum over a rank's micro-batches, averaged over the ranks, is then the mean over the
-        whole global batch: of its tokens, or of its labels, which may lie unevenly.
+        tokens of the global batch, or over its labels, which may lie unevenly.
         """
         if isinstance(self.source, Windows) or self.source.labels is None:
             return [self.accumulation] * self.accumulation
@@ -180,9 +177,8 @@ def validation_windows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(inputs, targets) of this rank's share of fixed, non-overlapping windows.
 
-    The same `total_tokens` targets at every length. By default they are the first of the split;
-    with `segment` they are runs of that many tokens spread evenly over the whole split, for sets
-    whose beginning is not a fair sample. Ranks take windows in turn; the last batch may be smaller.
+    The same `total_tokens` targets at every length: the first of the split, or with `segment` runs
+    of that many tokens spread evenly over it. Ranks take windows in turn.
     """
     segment = total_tokens if segment is None else segment
     if total_tokens < 1 or total_tokens % segment or segment % length:
@@ -192,19 +188,16 @@ def validation_windows(
         )
     source = windows_of(tokens, length)
     if (most := source.count * length) < total_tokens:
+        change = f"set eval.tokens to at most {most} or " if most > 0 else ""
         raise UserError(
             f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for "
-            f"{total_tokens} targets in windows of {length}; "
-            + (f"set eval.tokens to at most {most} or " if most > 0 else "")
-            + "prepare a larger validation set"
+            f"{total_tokens} targets in windows of {length}; {change}prepare a larger validation set"
         )
     if isinstance(tokens, Records):
         windows = np.arange(total_tokens // length) * source.stride
         if tokens.labels is not None and not tokens.labels_of(windows).any():
-            raise UserError(
-                f"the first {len(windows)} validation records of {tokens.directory} have no label; "
-                "raise eval.tokens"
-            )
+            first = f"the first {len(windows)} validation records of {tokens.directory}"
+            raise UserError(f"{first} have no label; raise eval.tokens")
     else:
         count = total_tokens // segment
         starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)

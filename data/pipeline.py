@@ -117,9 +117,7 @@ class ChunkEncoder:
         return ids if all(same) else None
 
 
-@functools.cache
-def _encoder_of_worker(tokeniser: str, fast: bool) -> ChunkEncoder:
-    return ChunkEncoder(tokeniser, fast)
+_encoder_of_worker = functools.cache(ChunkEncoder)
 
 
 def _encode_in_worker(tokeniser: str, fast: bool, chunk: Chunk) -> Encoded:

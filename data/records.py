@@ -42,11 +42,9 @@ class Records:
         self.total_tokens = self.count * (points - 1)  # positions that a model reads
 
     def of_length(self, length: int) -> "Records":
-        if length != self.points - 1:
-            raise UserError(
-                f"{self.directory} has records of {self.points} points, which are read at length "
-                f"{self.points - 1}, not {length}; set train.length to that"
-            )
+        if length != (only := self.points - 1):
+            has = f"{self.directory} has records of {self.points} points"
+            raise UserError(f"{has}, to be read at train.length = {only}, not {length}")
         return self
 
     def labels_of(self, offsets: np.ndarray) -> np.ndarray:
@@ -54,8 +52,8 @@ class Records:
         return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """(records, points, channels) int64; with labels (records, points - 1, channels + outputs)
-        float32, which holds both: tokens are small numbers."""
+        """(records, points, channels) int64; with labels, both in one float32 tensor of shape
+        (records, points - 1, channels + outputs), which is exact for tokens."""
         shape = (len(offsets), self.points, self.channels)
         batch = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
         self.tokens.fill(batch.numpy(), offsets)

@@ -33,8 +33,8 @@ def make_parser() -> Parser:
     parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
     parser.add_argument("--engine", default="auto", choices=("auto", "pysr", "operon"))
     for effort in fields(Effort):
-        name, default = f"--{effort.name}", effort.default
-        parser.add_argument(name, type=positive, default=default, help="of a regression")
+        of = {"default": effort.default, "help": "of a regression"}
+        parser.add_argument(f"--{effort.name}", type=positive, **of)
     return parser
 
 
@@ -234,7 +234,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vectors) -> None:
-    """What the forces are worth; each number belongs to the model that made these forces."""
+    """What the forces are worth; each number belongs to the model that made them."""
     for task, identity in model.identities.items():
         results.runs[identity] = model.described | {"run": model.name}
         if results.find(run=identity):
@@ -264,8 +264,8 @@ def discover(
         equations.append(asdict(found))
         newtonian = sum(map(regression.newtonian, equations))
         details = {"equations": list(equations), "newtonian": newtonian}
-        k = regression.constant(equations)
-        results.add(Record("constant", identity, k, details=details))
+        constant = regression.constant(equations)
+        results.add(Record("constant", identity, constant, details=details))
         print(f"{model.name} {seed}: {found.equation}  (score {found.score:.2f})", flush=True)
 
 

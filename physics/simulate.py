@@ -30,28 +30,12 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
+from data import shards
 from data.pipeline import in_processes
-from data.shards import (
-    DESCRIPTION,
-    MAX_SHARD_TOKENS,
-    PROGRESS,
-    check_shard,
-    describe,
-    header_bytes,
-    json_record,
-)
 from data.writer import locked, refuse_other_settings
 from lssar.errors import UserError
-from physics.systems import (
-    BLOCK,
-    CHANNELS,
-    PLANETS,
-    Grid,
-    magnitude,
-    points_of,
-    random_systems,
-    solar_system,
-)
+from physics import systems
+from physics.systems import CHANNELS, PLANETS, random_systems
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
 from support.files import sync, temporary_of, write_json, writing
 
@@ -91,11 +75,11 @@ def main(argv: list[str]) -> None:
         if is_complete(options.out, settings):
             print(f"{options.out} is complete")
             return
-        write_json(options.out / PROGRESS, settings)
+        write_json(options.out / shards.PROGRESS, settings)
         summary, outputs, more = make(options)
         sizes = {"points": options.points, "channels": CHANNELS, "outputs": outputs}
-        write_json(options.out / DESCRIPTION, {**sizes, "settings": settings, **more})
-        (options.out / PROGRESS).unlink(missing_ok=True)
+        write_json(options.out / shards.DESCRIPTION, {**sizes, "settings": settings, **more})
+        (options.out / shards.PROGRESS).unlink(missing_ok=True)
         sync(options.out)
     print(f"{options.out}: {summary}")
 
@@ -111,21 +95,21 @@ def check(options: Namespace) -> None:
                 f"--sequences {options.sequences} in shards of {options.shard_sequences} are more "
                 f"than {MAX_SHARDS} files; raise --shard-sequences"
             )
-    if options.set != "planets" and largest * options.points * CHANNELS > MAX_SHARD_TOKENS:
+    if options.set != "planets" and largest * options.points * CHANNELS > shards.MAX_SHARD_TOKENS:
         raise UserError(
             f"{largest} sequences of --points {options.points} do not fit in one shard; give fewer "
-            f"(at most {MAX_SHARD_TOKENS // (options.points * CHANNELS)})"
+            f"(at most {shards.MAX_SHARD_TOKENS // (options.points * CHANNELS)})"
         )
 
 
 def is_complete(out: Path, settings: dict) -> bool:
     """Whether `out` has the set with these settings; refuses a folder with any other."""
-    complete, found = (out / DESCRIPTION).exists(), None
+    complete, found = (out / shards.DESCRIPTION).exists(), None
     if complete:
-        found = describe(out).get("settings")
-        (out / PROGRESS).unlink(missing_ok=True)
-    elif (out / PROGRESS).exists():
-        with json_record(out / PROGRESS, f"; delete {out} and start again") as record:
+        found = shards.describe(out).get("settings")
+        (out / shards.PROGRESS).unlink(missing_ok=True)
+    elif (out / shards.PROGRESS).exists():
+        with shards.json_record(out / shards.PROGRESS, f"; delete {out} and start again") as record:
             found = dict(record)
     elif any(out.glob("*.bin")):
         raise UserError(f"{out} holds other shards already; choose an empty folder for --out")
@@ -178,7 +162,7 @@ def orbit_shards(options: Namespace) -> Iterator[tuple[Path, Namespace, str, int
 
 def is_written(path: Path, options: Namespace, split: str, first: int, count: int) -> bool:
     expected = count * options.points * CHANNELS
-    if path.exists() and check_shard(path) != expected:
+    if path.exists() and shards.check_shard(path) != expected:
         raise UserError(f"{path} has not the {expected} tokens it should; delete it and rerun")
     return path.exists()
 
@@ -186,11 +170,12 @@ def is_written(path: Path, options: Namespace, split: str, first: int, count: in
 def write_orbits(task: tuple) -> None:
     path, options, split, first, count = task
     with whole_file(path) as file:
-        file.write(header_bytes(count * options.points * CHANNELS))
-        for start in range(first, first + count, BLOCK):
-            size = min(BLOCK, first + count - start)
-            systems = random_systems(options.seed, split, start, size, options.planets)
-            file.write(points_of(systems, size, options.points, Grid(options.bins)).astype("<u2"))
+        file.write(shards.header_bytes(count * options.points * CHANNELS))
+        for start in range(first, first + count, systems.BLOCK):
+            size = min(systems.BLOCK, first + count - start)
+            drawn = random_systems(options.seed, split, start, size, options.planets)
+            points = systems.points_of(drawn, size, options.points, options.bins)
+            file.write(points.astype("<u2"))
 
 
 def forces(options: Namespace) -> tuple[str, int, dict]:
@@ -199,10 +184,10 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     count = labelled + probed + held_out
     points = np.empty((count, options.points, CHANNELS), dtype=np.uint16)
     states = np.empty((count, (options.points - 1) // 2, 6))
-    for index, systems in random_systems(options.seed, "forces", 0, count, planets=1):
-        points[index] = systems.points(options.points, Grid(options.bins))
-        states[index] = systems.states(options.points)
-    truth = magnitude(states)[..., None]
+    for index, drawn in random_systems(options.seed, "forces", 0, count, planets=1):
+        points[index] = drawn.points(options.points, options.bins)
+        states[index] = drawn.states(options.points)
+    truth = systems.magnitude(states)[..., None]
     unit = float(truth[:labelled].std()) if options.unit == "deviation" else 1.0
     rng = np.random.default_rng([options.seed, labelled])
     shown = np.ones(truth.shape[:2], dtype=bool)
@@ -220,10 +205,9 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
 
 def planets(options: Namespace) -> tuple[str, int, dict]:
     """The force over each planet's largest, ten labels per planet; ten more for the selection."""
-    systems = solar_system()
-    points = systems.points(options.points, Grid(options.bins))
-    states = systems.states(options.points)
-    vectors = systems.orbits.force(states[:, None, :, :2])[:, 0]
+    solar = systems.solar_system()
+    points, states = solar.points(options.points, options.bins), solar.states(options.points)
+    vectors = solar.orbits.force(states[:, None, :, :2])[:, 0]
     unit = np.linalg.norm(vectors, axis=-1).max(axis=1)
     rng = np.random.default_rng(options.seed)
     shown = choose(rng, len(PLANETS), vectors.shape[1], 10)
@@ -257,7 +241,7 @@ def write_labelled(out: Path, split: str, points: np.ndarray, labels: np.ndarray
     save(out / f"labels_{split}.npy", every)
     index = ("val", "train").index(split)
     with whole_file(out / f"labelled_{split}_{index:06d}.bin") as file:
-        file.write(header_bytes(points.size) + points.astype("<u2").tobytes())
+        file.write(shards.header_bytes(points.size) + points.astype("<u2").tobytes())
 
 
 SETS = {  # name: (function, options beside those of every set)
