@@ -20,20 +20,14 @@ SAMPLED = "sample "
 
 def identity(*splits: TokenSet | Records) -> dict:
     """What a checkpoint records of the data, as plain values."""
-    directory = splits[0].directory
+    directory, files = splits[0].directory, {}
+    for name, sha256 in (item for split in splits for item in split.files.items()):
+        with reading(directory / name):
+            found = (directory / name).stat()
+        content = sha256 or _hash(directory / name, found.st_size)
+        files[name] = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
     manifest = directory / MANIFEST
-    known = {name: sha256 for split in splits for name, sha256 in split.files.items()}
-    return {
-        "manifest": sha256_of(manifest) if manifest.exists() else None,
-        "files": {name: _about(directory / name, sha256) for name, sha256 in known.items()},
-    }
-
-
-def _about(path: Path, sha256: str | None) -> dict:
-    with reading(path):
-        found = path.stat()
-    content = sha256 or _hash(path, found.st_size)
-    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
+    return {"manifest": sha256_of(manifest) if manifest.exists() else None, "files": files}
 
 
 def _hash(path: Path, size: int) -> str:

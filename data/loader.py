@@ -189,10 +189,9 @@ def validation_windows(
     source = windows_of(tokens, length)
     if (most := source.count * length) < total_tokens:
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""
-        raise UserError(
-            f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for "
-            f"{total_tokens} targets in windows of {length}; {change}prepare a larger validation set"
-        )
+        has = f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for"
+        targets = f"{total_tokens} targets in windows of {length}"
+        raise UserError(f"{has} {targets}; {change}prepare a larger validation set")
     if isinstance(tokens, Records):
         windows = np.arange(total_tokens // length) * source.stride
         if tokens.labels is not None and not tokens.labels_of(windows).any():

@@ -66,12 +66,11 @@ def shortest_length(tokeniser: Tokeniser) -> int:
 
 
 class PasskeySource(NumberedSource):
-    """Documents that can only be predicted by retrieval: key lines, short and whole prompts.
+    """Documents that can only be predicted by retrieval.
 
-    Half of them are the key line alone, which names its key twice; a quarter asks for the key
-    after at most a sentence of filler; a quarter are whole prompts of up to `LONGEST` bytes. Short
-    ones make the copied digits a large part of the loss; on whole prompts alone a small model
-    stays at guessing them.
+    Half are the key line alone, which names its key twice; a quarter ask for the key after at most
+    a sentence of filler; a quarter are whole prompts of up to `LONGEST` bytes. On whole prompts
+    alone, where few bytes are digits, a small model never learns more than to guess them.
     """
 
     prefix = "passkey"

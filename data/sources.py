@@ -245,10 +245,10 @@ class StdlibSource(NumberedSource):
 
     def describe(self) -> dict:
         """Patch releases of Python differ in a few files: the hashes tell which."""
-        files = {
-            name: {"split": _split_of(name), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-            for name, text in self._texts.items()
-        }
+        files = {}
+        for name, text in self._texts.items():
+            sha256 = hashlib.sha256(text.encode()).hexdigest()
+            files[name] = {"split": _split_of(name), "sha256": sha256}
         return {"kind": "stdlib", "python": platform.python_version(), "files": files}
 
     def document(self, number: int) -> str | None:

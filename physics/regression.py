@@ -1,13 +1,13 @@
 """Symbolic regression of y on r, m1, m2: PySR where it runs, Operon otherwise, one way to choose.
 
-Both give a Pareto front: the best equation of every complexity. As PySR's model_selection "score"
-does, the one chosen is where the logarithm of the loss falls most for one more node,
+Both give a Pareto front: the best equation of every complexity. As with PySR's model_selection
+"score", the one chosen is where the logarithm of the loss falls most per node,
 
     score_i = log(loss_{i-1} / loss_i) / (complexity_i - complexity_{i-1}),
 
-over the equations that are better than every simpler one. Operon's own choice (minimum description
-length) takes long equations for noise. The loss is the paper's for PySR, mean(max(1e-8, |e|) -
-1e-8). Restarts with the seeds 0, 1, 2; the best score is kept.
+among those better than every simpler one. (Operon's own choice, minimum description length, fits
+long equations to noise.) The loss is the paper's, mean(max(1e-8, |e|) - 1e-8). Of the restarts
+with seeds 0, 1, 2 the best score is kept.
 """
 
 import contextlib
@@ -140,16 +140,14 @@ def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Cand
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about constant models, which are candidates too
         search.fit(x / size, y / unit)
-        found = {tree["model"]: tree for tree in search.pareto_front_}.values()
-        return [_candidate(search, tree, x, y, size, unit) for tree in found]
-
-
-def _candidate(search, tree: dict, x, y, size, unit: float) -> Candidate:
-    text = search.get_model_string(tree["tree"], 9)
-    for i, name in enumerate(NAMES):
-        text = text.replace(f"X{i + 1}", f"({name} / {size[i]:.17g})")
-    predicted = unit * search.evaluate_model(tree["tree"], x / size)
-    return Candidate(f"{unit:.17g} * ({text})", tree["length"], loss_of(predicted, y))
+        candidates = []
+        for found in {tree["model"]: tree for tree in search.pareto_front_}.values():
+            text = search.get_model_string(found["tree"], 9)
+            for i, name in enumerate(NAMES):
+                text = text.replace(f"X{i + 1}", f"({name} / {size[i]:.17g})")
+            loss = loss_of(unit * search.evaluate_model(found["tree"], x / size), y)
+            candidates.append(Candidate(f"{unit:.17g} * ({text})", found["length"], loss))
+    return candidates
 
 
 def readable(equation: str, digits: int = 6) -> str:
@@ -157,9 +155,8 @@ def readable(equation: str, digits: int = 6) -> str:
     expression = _parse(equation)
     with contextlib.suppress(ArithmeticError, ValueError, TypeError):
         expression = sympy.powsimp(sympy.expand_mul(expression))
-    return str(
-        expression.xreplace({n: sympy.Float(n, digits) for n in expression.atoms(sympy.Float)})
-    )
+    rounded = {number: sympy.Float(number, digits) for number in expression.atoms(sympy.Float)}
+    return str(expression.xreplace(rounded))
 
 
 def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:

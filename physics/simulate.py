@@ -117,14 +117,9 @@ def is_complete(out: Path, settings: dict) -> bool:
     return complete
 
 
-def save(path: Path, array: np.ndarray) -> None:
-    with whole_file(path) as file:
-        np.save(file, array)
-
-
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """To write; under its name it is there whole or not at all."""
+    """A file to write that is there whole or not at all."""
     temporary = temporary_of(path)
     with writing(path):
         with temporary.open("wb") as file:
@@ -134,13 +129,24 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         sync(path.parent)
 
 
+def save(path: Path, array: np.ndarray) -> None:
+    with whole_file(path) as file:
+        np.save(file, array)
+
+
 # Each set's function writes its shards and returns a summary, the number of outputs per point, and
 # what else is to be recorded.
 
 
 def orbits(options: Namespace) -> tuple[str, int, dict]:
-    tasks = list(orbit_shards(options))
-    left = [task for task in tasks if not is_written(*task)]
+    tasks, left = list(orbit_shards(options)), []
+    for task in tasks:
+        path, *_, count = task
+        expected = count * options.points * CHANNELS
+        if not path.exists():
+            left.append(task)
+        elif shards.check_shard(path) != expected:
+            raise UserError(f"{path} has not the {expected} tokens it should; delete it and rerun")
     workers = min(options.workers, len(left))
     done = in_processes(write_orbits, left, workers) if workers > 1 else map(write_orbits, left)
     with tqdm(total=len(tasks), initial=len(tasks) - len(left), unit="shard", disable=None) as bar:
@@ -158,13 +164,6 @@ def orbit_shards(options: Namespace) -> Iterator[tuple[Path, Namespace, str, int
             path = options.out / f"orbits_{split}_{index:06d}.bin"
             yield path, options, split, first, min(size, total - first)
             index += 1
-
-
-def is_written(path: Path, options: Namespace, split: str, first: int, count: int) -> bool:
-    expected = count * options.points * CHANNELS
-    if path.exists() and shards.check_shard(path) != expected:
-        raise UserError(f"{path} has not the {expected} tokens it should; delete it and rerun")
-    return path.exists()
 
 
 def write_orbits(task: tuple) -> None:
@@ -196,8 +195,9 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     if options.selection == "source":  # every label of all but the held-out, seen or not
         train = val = slice(labelled + probed)
         hidden = np.ones_like(shown)
-    write_labelled(options.out, "train", points[train], only(truth / unit, shown)[train])
-    write_labelled(options.out, "val", points[val], only(truth / unit, hidden)[val])
+    labels = truth / unit
+    write_labelled(options.out, "train", points[train], labels[train], shown[train])
+    write_labelled(options.out, "val", points[val], labels[val], hidden[val])
     save(options.out / STATES, states)
     summary = f"{labelled:,} labelled, {probed:,} probed, {held_out:,} held out"
     return summary, 1, {"unit": unit}
@@ -215,8 +215,8 @@ def planets(options: Namespace) -> tuple[str, int, dict]:
     if options.selection == "source":
         hidden = np.ones_like(shown)
     labels = vectors / unit[:, None, None]
-    write_labelled(options.out, "train", points, only(labels, shown))
-    write_labelled(options.out, "val", points, only(labels, hidden))
+    write_labelled(options.out, "train", points, labels, shown)
+    write_labelled(options.out, "val", points, labels, hidden)
     save(options.out / STATES, states)
     return ", ".join(PLANETS), 2, {"unit": unit.tolist()}
 
@@ -229,15 +229,13 @@ def choose(
     return (lot.argsort(axis=1).argsort(axis=1) < count) & among
 
 
-def only(labels: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    """Labels (N, times, outputs) where `shown`, NaN elsewhere."""
-    return np.where(shown[..., None], labels, np.nan)
-
-
-def write_labelled(out: Path, split: str, points: np.ndarray, labels: np.ndarray) -> None:
+def write_labelled(
+    out: Path, split: str, points: np.ndarray, labels: np.ndarray, shown: np.ndarray
+) -> None:
+    """A split with the labels (N, times, outputs) where `shown`, NaN elsewhere."""
     # The planet is at points 1, 3, 5, ...; the time step and the star have no label.
     every = np.full((len(points), points.shape[1] - 1, labels.shape[-1]), np.nan, np.float32)
-    every[:, 1::2] = labels
+    every[:, 1::2] = np.where(shown[..., None], labels, np.nan)
     save(out / f"labels_{split}.npy", every)
     index = ("val", "train").index(split)
     with whole_file(out / f"labelled_{split}_{index:06d}.bin") as file:
