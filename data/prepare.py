@@ -147,7 +147,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument("--tokeniser", help="gpt2, or bytes (default of stdlib and passkey)")
+    common.add_argument("--tokeniser", help="gpt2 (default), bytes (default for stdlib, passkey)")
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     workers = whole(0, MOST_PROCESSES)

@@ -10,7 +10,8 @@ Training is train.py's with `--config` (default: configs/physics-109m-TASK.toml)
 of RUN, in runs/NAME-TASK. The predictions of the checkpoint with the lowest loss on the set's
 validation labels go into runs/NAME-TASK/forces.npy: (sequences, times, outputs), in the physical
 unit, at the planet's points 1, 3, 5, ...; forces.json says which weights they came from. Rerun the
-same command to continue. After RUN was trained again, delete runs/NAME-TASK.
+same command to continue; finished, it does nothing. After RUN was trained again, delete
+runs/NAME-TASK.
 """
 
 import json
