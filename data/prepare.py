@@ -49,10 +49,9 @@ from support.command import MOST_PROCESSES, Parser, positive, run, whole
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
-# Of the published numbers; its `corpora` say which text they were trained and evaluated on.
+# Its `corpora` say which text the published numbers were trained and evaluated on.
 PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
-# What a kill can cost; each record syncs the disk.
-SECONDS_BETWEEN_RECORDS = 5.0
+SECONDS_BETWEEN_RECORDS = 5.0  # what a kill can cost; each record syncs the disk
 
 
 def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> None:

@@ -191,10 +191,8 @@ def _refuse_gaps(directory: Path, found: list[re.Match]) -> None:
     """Without a manifest, only the numbers in the names can show that a shard is missing."""
     first, last = found[0], found[-1]
     if first["prefix"] != last["prefix"]:
-        raise UserError(
-            f"{directory} mixes shards of two sets, {first.string} and {last.string}; give each "
-            "its own folder"
-        )
+        names = f"{first.string} and {last.string}"
+        raise UserError(f"{directory} mixes shards of two sets, {names}; separate them")
     for before, after in itertools.pairwise(found):
         step = int(after["index"]) - int(before["index"])
         names = f"{before.string} and {after.string}"
@@ -288,17 +286,23 @@ def verify(directory: str | Path) -> dict[str, int]:
     directory = Path(directory)
     shards, manifest = list_shards(directory)
     kind = TOKENISERS[manifest["tokeniser"] if manifest else "gpt2"]
-    totals, documents = {"val": 0, "train": 0}, 0
+    documents, checked = 0, []
     for listed in shards:
         shard, path = _checked(directory, listed, kind.vocab_size), directory / listed.name
         if shard.sha256 and sha256_of(path) != shard.sha256:
             raise UserError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
         documents += count_documents(directory, shard, kind)
+        checked.append(shard)
+    recorded = manifest["documents"] if manifest else documents
+    if documents != recorded:
+        raise UserError(f"{directory} holds {documents} documents, {MANIFEST} says {recorded}")
+    return tokens_by_split(checked)
+
+
+def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
+    totals = {"train": 0, "val": 0}
+    for shard in shards:
         totals[shard.split] += shard.tokens
-    if manifest and documents != manifest["documents"]:
-        raise UserError(
-            f"{directory} holds {documents} documents, {MANIFEST} says {manifest['documents']}"
-        )
     return totals
 
 

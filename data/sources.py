@@ -32,6 +32,7 @@ HUB = {  # name: (repository, prefix of the shards, samples)
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb", EDU),
 }
 BYTE_ORDER_MARK = "\ufeff"
+CONVERT = "convert it first, for example with iconv"
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 
 
@@ -160,7 +161,7 @@ class TextSource:
                 held += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 place = file.tell() - len(error.object) + error.start
-                raise UserError(_not_utf8(path, f"byte {place}")) from None
+                raise UserError(f"{path} is not UTF-8 (byte {place}); {CONVERT}") from None
             cut = SAFE_CUT.search(held, max(0, len(held) - 4096)) if block else None
             if cut or not block:
                 end = cut.end() if cut else len(held)
@@ -178,7 +179,8 @@ class TextSource:
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
-                raise UserError(_not_utf8(path, f"the line at byte {start}")) from None
+                where = f"the line at byte {start}"
+                raise UserError(f"{path} is not UTF-8 ({where}); {CONVERT}") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
             known = isinstance(row, dict) and self._field in row
@@ -272,10 +274,6 @@ def _split_of(name: str) -> str:
 def _python_source(path: Path) -> str:
     with reading(path), tokenize.open(path) as file:
         return file.read()
-
-
-def _not_utf8(path: Path, place: str) -> str:
-    return f"{path} is not UTF-8 ({place}); convert it first, for example with iconv"
 
 
 def find_files(inputs: list[str], suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[Path]:

@@ -49,7 +49,6 @@ class Tokeniser:
     merges_sha256: str | None = None
 
     def encoder(self) -> Encoder:
-        """`encode`, with its name."""
         return Encoder("utf-8", self.encode)
 
     def fast_encoder(self) -> Encoder | None:

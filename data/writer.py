@@ -23,13 +23,11 @@ from data.shards import (
     header_bytes,
     json_record,
     read_manifest,
+    tokens_by_split,
 )
 from data.tokeniser import Tokeniser
 from lssar.errors import UserError
 from support.files import digest, reading, seal, sha256_of, sync, temporary_of, write_json, writing
-
-# What wrote the part of a set that was begun before encoders were recorded.
-UNRECORDED = "unrecorded"
 
 
 def write_manifest(
@@ -57,13 +55,6 @@ def write_manifest(
         "settings": settings,
     }
     write_json(directory / MANIFEST, seal(manifest))
-
-
-def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
-    totals = {"train": 0, "val": 0}
-    for shard in shards:
-        totals[shard.split] += shard.tokens
-    return totals
 
 
 def forget_progress(directory: Path) -> None:
@@ -185,7 +176,7 @@ class ShardWriter:
         self.split = progress["split"]
         self.shards = [Shard(**entry) for entry in progress["shards"]]
         self.documents = progress["documents"]
-        self.encoders = set(progress.get("encoders", [UNRECORDED]))
+        self.encoders = set(progress.get("encoders", ["unrecorded"]))  # older sets have none
         restart = f"since the interruption; delete {self.directory} and start again"
         for shard in self.shards:
             if not (self.directory / shard.name).exists():
