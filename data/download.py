@@ -1,7 +1,10 @@
-"""Ready-made llm.c shards from the hub, of one commit, each checked against the hub's sha256."""
+"""The hub: the newest commit of a data set, and ready-made llm.c shards, each checked."""
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from data.shards import SHARD_NAME, Shard, check_shard, count_documents
 from data.tokeniser import Gpt2Tokeniser
@@ -14,22 +17,20 @@ READY_MADE = {
     "fineweb": "kjj0/fineweb10B-gpt2",
     "fineweb-edu": "karpathy/fineweb-edu-100B-gpt2-token-shards",
 }
+RERUN = "check network and disk space and rerun the same command: it continues"
 
 
 def download(name: str, out: Path, train_shards: int | None) -> None:
     """Fetch the validation shard and the first `train_shards` (default all); write a manifest.
 
-    Files already there with the right sha256 are kept, so an interrupted download continues. A
-    complete set stays with the commit that its manifest names.
+    Files already there with the right sha256 are kept, so an interrupted download continues.
     """
     if name not in READY_MADE:
         raise UserError(f"no ready-made shards of {name!r}; {did_you_mean(name, READY_MADE)}")
-    if train_shards is not None and train_shards < 1:
-        raise UserError(f"--shards {train_shards} must be at least 1")
     repository = READY_MADE[name]
     with locked(out):
-        begun = (recorded_settings(out) or {}).get("source", {})
-        revision, listing = _list_hub(repository, begun.get("revision"))
+        revision = begun_revision(out) or latest_revision(repository, RERUN)
+        listing = _list_shards(repository, revision)
         training = [n for n in listing if SHARD_NAME.fullmatch(n)["split"] == "train"]
         wanted = [n for n in listing if n not in training] + training[:train_shards]
         shards = []
@@ -38,59 +39,56 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
             shards.append(_fetch(repository, revision, file, out, *listing[file]))
         documents = sum(count_documents(out, shard, Gpt2Tokeniser) for shard in shards)
         source = {"kind": "download", "repository": repository, "revision": revision}
-        settings = {"source": source}
-        write_manifest(out, Gpt2Tokeniser, shards, documents, settings)
+        write_manifest(out, Gpt2Tokeniser, shards, documents, {"source": source})
         shutil.rmtree(out / ".cache", ignore_errors=True)  # the client's notes on the download
     print(f"{out}: {len(shards)} shards, {sum(shard.tokens for shard in shards):,} tokens")
 
 
-def _list_hub(repository: str, revision: str | None) -> tuple[str, dict[str, tuple[int, str]]]:
-    """The commit (the newest, if none is given) and its shards: name -> (bytes, sha256)."""
+@contextlib.contextmanager
+def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
+    """The hub's client. Any error is one line: its own share no base class across versions."""
     ensure_hub_cache()
-    from huggingface_hub import HfApi
+    import huggingface_hub
 
     try:
-        revision = revision or HfApi().dataset_info(repository).sha
-        tree = HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
-        files = list(tree)
-    except Exception as error:  # the client's errors share no base class across its versions
-        raise _unreachable(repository, error) from None
-    found = {
-        file.path: (file.lfs.size, file.lfs.sha256)
-        for file in files
-        if SHARD_NAME.fullmatch(file.path) and getattr(file, "lfs", None)
-    }
-    if not found:
+        yield huggingface_hub
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"cannot fetch {what} from the hub ({type(error).__name__}: {reason}); {advice}"
+        ) from None
+
+
+def begun_revision(out: Path) -> str | None:
+    """The commit that a set, finished or not, was begun with: it stays with it."""
+    return (recorded_settings(out) or {}).get("source", {}).get("revision")
+
+
+def latest_revision(repository: str, advice: str) -> str:
+    """The hub's newest commit of the data set."""
+    with _asking_hub(repository, advice) as hub:
+        return hub.HfApi().dataset_info(repository).sha
+
+
+def _list_shards(repository: str, revision: str) -> dict[str, tuple[int, str]]:
+    """The commit's shards in order: name -> (bytes, sha256)."""
+    with _asking_hub(repository, RERUN) as hub:
+        tree = hub.HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
+        files = [file for file in tree if getattr(file, "lfs", None)]
+    found = {file.path: (file.lfs.size, file.lfs.sha256) for file in files}
+    names = [name for name in found if SHARD_NAME.fullmatch(name)]
+    if not names:
         raise UserError(f"{repository} lists no shards on the hub")
-    by_index = sorted(found.items(), key=lambda i: int(SHARD_NAME.fullmatch(i[0])["index"]))
-    return revision, dict(by_index)
+    names.sort(key=lambda name: int(SHARD_NAME.fullmatch(name)["index"]))
+    return {name: found[name] for name in names}
 
 
 def _fetch(repository: str, revision: str, name: str, out: Path, size: int, sha256: str) -> Shard:
     path = out / name
     if not (path.exists() and path.stat().st_size == size and sha256_of(path) == sha256):
-        from huggingface_hub import hf_hub_download
-
-        try:
-            hf_hub_download(
-                repository,
-                name,
-                repo_type="dataset",
-                revision=revision,
-                local_dir=out,
-                force_download=path.exists(),
-            )
-        except Exception as error:  # as above
-            raise _unreachable(f"{repository}/{name}", error) from None
+        where = {"repo_type": "dataset", "revision": revision, "local_dir": out}
+        with _asking_hub(f"{repository}/{name}", RERUN) as hub:
+            hub.hf_hub_download(repository, name, **where, force_download=path.exists())
         if sha256_of(path) != sha256:
-            raise UserError(f"{path} arrived damaged (sha256); run the same command again")
-    tokens = check_shard(path)
-    return Shard(name, SHARD_NAME.fullmatch(name)["split"], tokens, sha256)
-
-
-def _unreachable(what: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return UserError(
-        f"cannot fetch {what} from the hub ({type(error).__name__}: {reason}); check network and "
-        "disk space and run the same command again: it continues"
-    )
+            raise UserError(f"{path} arrived damaged (sha256); rerun the same command")
+    return Shard(name, SHARD_NAME.fullmatch(name)["split"], check_shard(path), sha256)

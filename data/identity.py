@@ -1,7 +1,7 @@
 """Which data a run reads, recorded in its checkpoints so that `--resume` notices other data.
 
-A shard that the manifest lists is known by its sha256 there; it is read again only where its time
-stamp has changed, as in a copied or edited set. Other files are known by a sample of their bytes.
+A shard in the manifest is known by its sha256 there, and read again only where its time stamp has
+changed, as in a copied or edited set. Other files are known by a sample of their bytes.
 """
 
 import hashlib
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.records import Records
-from data.shards import MANIFEST, TokenSet, reading, sha256_of
+from data.shards import MANIFEST, TokenSet
 from lssar.errors import UserError
-from support.files import open_regular
+from support.files import open_regular, reading, sha256_of
 
 # A file of up to a megabyte is hashed whole; of a larger one these blocks, the ends among them.
 BLOCKS, BLOCK_BYTES = 16, 2**16
@@ -20,24 +20,18 @@ SAMPLED = "sample "
 
 def identity(*splits: TokenSet | Records) -> dict:
     """What a checkpoint records of the data, as plain values."""
-    directory = splits[0].directory
+    directory, files = splits[0].directory, {}
+    for name, sha256 in (item for split in splits for item in split.files.items()):
+        with reading(directory / name):
+            found = (directory / name).stat()
+        content = sha256 or _hash(directory / name, found.st_size)
+        files[name] = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
     manifest = directory / MANIFEST
-    known = {name: sha256 for split in splits for name, sha256 in split.files.items()}
-    return {
-        "manifest": sha256_of(manifest) if manifest.exists() else None,
-        "files": {name: _about(directory / name, sha256) for name, sha256 in known.items()},
-    }
-
-
-def _about(path: Path, sha256: str | None) -> dict:
-    with reading(path):
-        found = path.stat()
-    content = sha256 or _hash(path, found.st_size)
-    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
+    return {"manifest": sha256_of(manifest) if manifest.exists() else None, "files": files}
 
 
 def _hash(path: Path, size: int) -> str:
-    """sha256 of a small file; of a large one that of blocks spread over it, and it says so."""
+    """sha256 of a small file; for a large one, marked as such, of blocks spread over it."""
     if size <= BLOCKS * BLOCK_BYTES:
         return sha256_of(path)
     digest = hashlib.sha256()
@@ -49,9 +43,9 @@ def _hash(path: Path, size: int) -> str:
 
 
 def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice) -> str | None:
-    """Refuse other data than the saved ones unless accepted; returns what to warn of.
+    """Refuse other data than the saved unless accepted; returns what to warn of.
 
-    Files with other time stamps are read again, by this process its share of them.
+    Of the files with other time stamps, this process reads its share again.
     """
     other = list(_differences(saved, now))
     touched = {} if other else {n: f for n, f in now["files"].items() if f != saved["files"][n]}
@@ -67,12 +61,12 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
         )
     if other:
         return f"training continues on other data (--accept-data): {listed}"
-    if sampled:
-        return (
-            f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} "
-            f"such files); a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
-        )
-    return None
+    if not sampled:
+        return None
+    return (
+        f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} such files); a "
+        f"sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    )
 
 
 def _differences(saved: dict, now: dict) -> Iterator[str]:

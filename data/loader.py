@@ -1,25 +1,25 @@
 """Batches from a token set: a pure function of (seed, step, global batch, length).
 
 A split of T tokens has W = (T - 1) // length windows of `length` inputs and the `length` tokens
-that follow them; windows do not overlap and know nothing of shard borders. The sequences of the
-whole run are numbered: number g of epoch g // W is window permute(g % W), a permutation drawn from
-(seed, epoch), so that nothing repeats within an epoch. Step s takes numbers
-s * global_batch ... (s + 1) * global_batch - 1, whoever reads them: how many processes share a
-step and in how many micro-batches changes nothing but who sees what.
+that follow them; windows do not overlap and may cross shard borders. The sequences of the whole
+run are numbered: number g, in epoch g // W, is window permute(g % W), a permutation drawn from
+(seed, epoch), so that nothing repeats within an epoch. Step s takes the numbers from
+s * global_batch on. How many processes and micro-batches share a step only decides who reads what.
 
-A set of records (data/records.py) has its records for windows, and what else is said here holds.
-`shuffle=False` walks the windows in order instead, as llm.c does, and the seed has no say.
+In a set of records (data/records.py) the windows are the records. `shuffle=False` takes windows in
+order, as llm.c does, whatever the seed.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.records import Records
-from data.shards import TokenSet, check_ids
+from data.shards import TokenSet
 from lssar.errors import UserError
 
 ROUNDS = 6
@@ -56,19 +56,12 @@ class Windows:
     """A token stream as windows of `length` inputs and the tokens that follow them."""
 
     def __init__(self, tokens: TokenSet, length: int):
-        self.tokens, self.length, self.stride = tokens, length, length
-        self.count = (tokens.total_tokens - 1) // length
+        self.tokens, self.stride, self.count = tokens, length, (tokens.total_tokens - 1) // length
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
         """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
-        tokens, span = self.tokens, self.length + 1
-        batch = torch.empty((len(offsets), span), dtype=torch.int64, pin_memory=pin)
-        for row, offset in zip(batch.numpy(), offsets, strict=True):
-            row[:] = tokens.slice(int(offset), span)
-        if tokens.vocab_size is not None and int(batch.max()) >= tokens.vocab_size:
-            row, column = divmod(int(batch.argmax()), span)
-            where = tokens.locate(int(offsets[row]) + column)
-            check_ids(batch.numpy(), tokens.vocab_size, where)
+        batch = torch.empty((len(offsets), self.stride + 1), dtype=torch.int64, pin_memory=pin)
+        self.tokens.fill(batch.numpy(), offsets)
         return batch
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,58 +72,53 @@ def windows_of(tokens: TokenSet | Records, length: int) -> Windows | Records:
     return tokens.of_length(length) if isinstance(tokens, Records) else Windows(tokens, length)
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """This rank's micro-batches of any step."""
 
-    def __init__(
-        self,
-        tokens: TokenSet | Records,
-        *,
-        global_batch: int,
-        length: int,
-        seed: int,
-        micro_batch: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: str | torch.device = "cpu",
-        shuffle: bool = True,
-        prefetch: bool | None = None,
-    ):
-        """`prefetch` reads one micro-batch ahead in a thread; by default on a GPU only."""
-        if global_batch % (micro_batch * world_size):
+    tokens: TokenSet | Records
+    _: KW_ONLY
+    global_batch: int
+    length: int
+    seed: int
+    micro_batch: int
+    rank: int = 0
+    world_size: int = 1
+    device: str | torch.device = "cpu"
+    shuffle: bool = True
+    prefetch: bool | None = None  # read one micro-batch ahead in a thread; default: on a GPU only
+
+    def __post_init__(self):
+        at_once = self.micro_batch * self.world_size
+        self.accumulation, rest = divmod(self.global_batch, at_once)
+        if rest:
             raise UserError(
-                f"a global batch of {global_batch} sequences cannot be shared by {world_size} "
-                f"processes in micro-batches of {micro_batch}: it must be a multiple of "
-                f"{micro_batch * world_size}"
+                f"a global batch of {self.global_batch} sequences for {self.world_size} processes "
+                f"in micro-batches of {self.micro_batch} must be a multiple of {at_once}"
             )
-        self.source = windows_of(tokens, length)
+        self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
-        if self.windows < 1:
-            raise UserError(
-                f"{tokens.directory} has {tokens.total_tokens} training tokens, too few for one "
-                f"sequence of length {length} and its targets; the longest they allow: "
-                f"train.length = {max(1, tokens.total_tokens - 1)}"
-            )
-        if self.windows < global_batch:
-            step = micro_batch * world_size
-            fitting = self.windows // step * step * length
-            raise UserError(
-                f"{tokens.directory} has {self.windows} training sequences of length {length}, "
-                f"fewer than the {global_batch} of one step; "
-                + (f"set train.batch_tokens to {fitting}" if fitting else "lower train.micro_batch")
-                + f" (now {global_batch * length if fitting else micro_batch}) or add data"
-            )
-        self.global_batch = global_batch
-        self.seed = seed
-        self.shuffle = shuffle
-        self.micro_batch = micro_batch
-        self.rank = rank
-        self.world_size = world_size
-        self.accumulation = global_batch // (micro_batch * world_size)
-        self.device = torch.device(device)
-        on_gpu = self.device.type == "cuda"
-        self._thread = ThreadPoolExecutor(1) if prefetch or (prefetch is None and on_gpu) else None
+        if self.windows < self.global_batch:
+            raise UserError(self._too_little(self.windows // at_once * at_once * self.length))
+        self.device = torch.device(self.device)
+        ahead = self.device.type == "cuda" if self.prefetch is None else self.prefetch
+        self._thread = ThreadPoolExecutor(1) if ahead else None
         self._ahead: tuple[tuple[int, int], Future] | None = None
+
+    def _too_little(self, fitting: int) -> str:
+        """The message, where steps of `fitting` tokens could be made."""
+        directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
+        if self.windows < 1:
+            return (
+                f"{directory} has {tokens} training tokens, too few for one sequence of length "
+                f"{length} and its targets; set train.length = {max(1, tokens - 1)} or less"
+            )
+        now = self.global_batch * length if fitting else self.micro_batch
+        change = f"set train.batch_tokens to {fitting}" if fitting else "lower train.micro_batch"
+        return (
+            f"{directory} has {self.windows} training sequences of length {length}, fewer than the "
+            f"{self.global_batch} of one step; {change} (now {now}) or add data"
+        )
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""
@@ -146,14 +134,13 @@ class TrainLoader:
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets), each (micro_batch, length) int64, for every accumulation step."""
         for part in range(self.accumulation):
-            batch = self._take(step, part).to(self.device, non_blocking=True)
-            yield self.source.split(batch)
+            yield self.source.split(self._take(step, part).to(self.device, non_blocking=True))
 
     def divisors(self, step: int) -> list[float]:
-        """For each micro-batch of this rank, what its mean loss is to be divided by.
+        """What to divide each micro-batch's mean loss by.
 
         The sum over a rank's micro-batches, averaged over the ranks, is then the mean over the
-        whole global batch: of its tokens, or of its labels, which may lie unevenly.
+        tokens of the global batch, or over its labels, which may lie unevenly.
         """
         if isinstance(self.source, Windows) or self.source.labels is None:
             return [self.accumulation] * self.accumulation
@@ -163,13 +150,11 @@ class TrainLoader:
         return (max(1, labels.sum()) / (self.world_size * np.maximum(mine, 1))).tolist()
 
     def _take(self, step: int, part: int) -> Tensor:
-        """The micro-batch, from the reading thread when it has it; sets the thread to the next."""
+        """The micro-batch, read ahead if it was the next; the thread starts on the one after."""
         if self._thread is None:
             return self._read(step, part)
-        if self._ahead is not None and self._ahead[0] == (step, part):
-            batch = self._ahead[1].result()
-        else:
-            batch = self._read(step, part)
+        is_ahead = self._ahead is not None and self._ahead[0] == (step, part)
+        batch = self._ahead[1].result() if is_ahead else self._read(step, part)
         following = (step, part + 1) if part + 1 < self.accumulation else (step + 1, 0)
         self._ahead = following, self._thread.submit(self._read, *following)
         return batch
@@ -192,9 +177,8 @@ def validation_windows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(inputs, targets) of this rank's share of fixed, non-overlapping windows.
 
-    The same `total_tokens` targets at every length. By default they are the first of the split;
-    with `segment` they are runs of that many tokens spread evenly over the whole split, for sets
-    whose beginning is not a fair sample. Ranks take windows in turn; the last batch may be smaller.
+    The same `total_tokens` targets at every length: the first of the split, or with `segment` runs
+    of that many tokens spread evenly over it. Ranks take windows in turn.
     """
     segment = total_tokens if segment is None else segment
     if total_tokens < 1 or total_tokens % segment or segment % length:
@@ -204,27 +188,19 @@ def validation_windows(
         )
     source = windows_of(tokens, length)
     if (most := source.count * length) < total_tokens:
-        raise UserError(
-            f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for "
-            f"{total_tokens} targets in windows of {length}; "
-            + (f"set eval.tokens to at most {most} or " if most > 0 else "")
-            + "prepare a larger validation set"
-        )
-    count = total_tokens // segment
-    starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)
-    windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
+        change = f"set eval.tokens to at most {most} or " if most > 0 else ""
+        has = f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for"
+        targets = f"{total_tokens} targets in windows of {length}"
+        raise UserError(f"{has} {targets}; {change}prepare a larger validation set")
     if isinstance(tokens, Records):
         windows = np.arange(total_tokens // length) * source.stride
         if tokens.labels is not None and not tokens.labels_of(windows).any():
-            raise UserError(
-                f"the first {len(windows)} validation records of {tokens.directory} have no label; "
-                "raise eval.tokens"
-            )
-    return _read_in_batches(source, windows[rank::world_size], batch)
-
-
-def _read_in_batches(
-    source: Windows | Records, offsets: np.ndarray, batch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(offsets), batch):
-        yield source.split(source.read(offsets[first : first + batch]))
+            first = f"the first {len(windows)} validation records of {tokens.directory}"
+            raise UserError(f"{first} have no label; raise eval.tokens")
+    else:
+        count = total_tokens // segment
+        starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)
+        windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
+    mine = windows[rank::world_size]
+    batches = (mine[first : first + batch] for first in range(0, len(mine), batch))
+    return (source.split(source.read(offsets)) for offsets in batches)

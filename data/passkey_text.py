@@ -1,12 +1,12 @@
 """Passkey prompts (Mohtashami and Jaggi, 2023), and a corpus of them to learn retrieval from."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from data.pipeline import END_OF_VALIDATION, Piece
+from data.pipeline import END_OF_VALIDATION
+from data.sources import NumberedSource
 from data.tokeniser import Tokeniser, get_tokeniser
 from lssar.errors import UserError
 
@@ -65,35 +65,25 @@ def shortest_length(tokeniser: Tokeniser) -> int:
     return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
 
 
-class PasskeySource:
-    """Documents that can only be predicted by retrieval: key lines, short and whole prompts.
+class PasskeySource(NumberedSource):
+    """Documents that can only be predicted by retrieval.
 
-    Half of them are the key line alone, which names its key twice; a quarter asks for the key
-    after at most a sentence of filler; a quarter are whole prompts of up to `LONGEST` bytes. Short
-    ones make the copied digits a large part of the loss; on whole prompts alone a small model
-    stays at guessing them.
+    Half are the key line alone, which names its key twice; a quarter ask for the key after at most
+    a sentence of filler; a quarter are whole prompts of up to `LONGEST` bytes. On whole prompts
+    alone, where few bytes are digits, a small model never learns more than to guess them.
     """
 
     prefix = "passkey"
-    expected_tokens = None
     DOCUMENTS, VALIDATION, SHORTEST, LONGEST = 60_000, 1_200, 290, 384
     SEED = 2**31  # not one that an evaluation would take
-
-    def __init__(self):
-        self._next = 0
+    count = DOCUMENTS + 1
 
     def describe(self) -> dict:
         return {"kind": "passkey", "documents": self.DOCUMENTS, "seed": self.SEED}
 
-    def pieces(self, state: int | None) -> Iterator[Piece]:
-        for i in range(state or 0, self.DOCUMENTS + 1):
-            self._next = i + 1
-            if i == self.VALIDATION:
-                yield END_OF_VALIDATION
-            else:
-                yield self._document(i), True
-
-    def _document(self, number: int) -> str:
+    def document(self, number: int) -> str | None:
+        if number == self.VALIDATION:
+            return END_OF_VALIDATION
         random = np.random.default_rng([self.SEED, number])
         kind, key = number % 4, int(random.integers(1, LARGEST_KEY + 1))
         if kind < 2:
@@ -105,9 +95,3 @@ class PasskeySource:
         length = int(random.integers(self.SHORTEST, self.LONGEST))
         prompt = make_prompt(tokeniser, length, number, self.SEED)
         return f"{tokeniser.decode(prompt.tokens.tolist())} {prompt.key}.\n"
-
-    def state(self) -> int:
-        return self._next
-
-    def fraction(self) -> float:
-        return self._next / (self.DOCUMENTS + 1)

@@ -7,6 +7,7 @@ continue from. What a chunk encodes to depends on nothing but its text.
 import collections
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import re
@@ -14,7 +15,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,10 +26,8 @@ from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
 
 CHUNK_CHARS = 1_000_000
-# What the fast encoder is given at once, and the share of these parts, at least one a chunk, whose
-# ids are compared with tiktoken's.
-PART_CHARS = 16_384
-ONE_IN = 16
+PART_CHARS = 16_384  # what the fast encoder is given at once
+ONE_IN = 16  # of these parts, and at least one per chunk, is compared with tiktoken's ids
 # Nothing in GPT-2's pattern joins a non-blank to a following blank, nor looks behind, so a text
 # may be cut there without changing its tokens.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
@@ -75,16 +74,15 @@ def cut_safely(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
 class Encoded(NamedTuple):
     tokens: np.ndarray
     encoder: str  # name and version of what made them
-    dropped: bool  # whether that is because the fast encoder differed
+    dropped: bool  # the fast encoder, because it differed
 
 
 class ChunkEncoder:
     """Pieces -> one uint16 array, EOT before each document; and the name of what encoded it.
 
-    What the fast encoder returns is used when all of it decodes to the text, to the byte, and on
-    one part in sixteen has tiktoken's ids; otherwise tiktoken encodes the chunk. Decoding shows
-    that no text was lost or changed, not that the merges are the same: that rests on the parts
-    that were compared.
+    What the fast encoder returns is used when all of it decodes to the text, to the byte, and one
+    part in sixteen has tiktoken's ids; otherwise tiktoken encodes the chunk. Decoding shows that
+    no text was lost or changed; that the merges are the same rests on the parts compared.
     """
 
     def __init__(self, tokeniser: str, fast: bool = True):
@@ -119,16 +117,57 @@ class ChunkEncoder:
         return ids if all(same) else None
 
 
-@functools.cache
-def _encoder_of_this_process(tokeniser: str, fast: bool) -> ChunkEncoder:
-    return ChunkEncoder(tokeniser, fast)
+_encoder_of_worker = functools.cache(ChunkEncoder)
 
 
-def _encode_in_worker(tokeniser: str, fast: bool, pieces: list[Piece]) -> Encoded:
-    return _encoder_of_this_process(tokeniser, fast)(pieces)
+def _encode_in_worker(tokeniser: str, fast: bool, chunk: Chunk) -> Encoded:
+    return _encoder_of_worker(tokeniser, fast)(chunk.pieces)
 
 
-def start_worker() -> None:
+def encoded(
+    stream: Iterable[Chunk], tokeniser: str, workers: int, *, fast: bool = True
+) -> Iterator[tuple[Chunk, np.ndarray, str]]:
+    """(chunk, its tokens, what encoded them) in order, by `workers` processes; 0: in this one."""
+    kept, given = itertools.tee(stream)
+    if workers == 0:
+        encoder = ChunkEncoder(tokeniser, fast)
+        answers = (encoder(chunk.pieces) for chunk in given)
+    else:
+        get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
+        encode = functools.partial(_encode_in_worker, tokeniser, fast)
+        answers = in_processes(encode, given, workers)
+    told = False
+    for chunk, answer in zip(kept, answers, strict=True):
+        if answer.dropped and not told:
+            told = True
+            print("note: splintr differs from tiktoken on this text; tiktoken is used instead")
+        yield chunk, answer.tokens, answer.encoder
+
+
+def in_processes(function: Callable, tasks: Iterable, workers: int) -> Iterator:
+    """The function's result for each task, in order; only a few tasks per worker are in memory."""
+    # Spawned, not forked: threads of pyarrow and the hub's client are running here by now.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    waiting = collections.deque()
+    try:
+        for task in tasks:
+            with deaf_children():
+                waiting.append(pool.submit(function, task))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process died (out of memory?); rerun the same command, perhaps with fewer "
+            "--workers: it continues where it stopped"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
     """Ctrl-C is the parent's to handle, and a worker whose parent was killed must not linger."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -143,59 +182,3 @@ def deaf_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def encoded(
-    stream: Iterable[Chunk], tokeniser: str, workers: int, *, fast: bool = True
-) -> Iterator[tuple[Chunk, np.ndarray, str]]:
-    """(chunk, its tokens, what encoded them) in order, by so many processes; with 0 in this one."""
-    warn = _Warning()
-    if workers == 0:
-        encoder = ChunkEncoder(tokeniser, fast)
-        for chunk in stream:
-            yield chunk, *warn(encoder(chunk.pieces))
-        return
-    get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
-    # Spawned, not forked: threads of pyarrow and the hub's client are running here by now.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
-
-    def submit(pieces: list[Piece]) -> Future:
-        with deaf_children():
-            return pool.submit(_encode_in_worker, tokeniser, fast, pieces)
-
-    try:
-        for chunk, future in _in_order(stream, submit, limit=2 * workers + 1):
-            yield chunk, *warn(future.result())
-    except BrokenProcessPool:
-        raise UserError(
-            "a tokeniser process died (out of memory?); run the same command again, perhaps with "
-            "fewer --workers: it continues where it stopped"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _in_order(
-    stream: Iterable[Chunk], submit: Callable[[list[Piece]], Future], limit: int
-) -> Iterator[tuple[Chunk, Future]]:
-    """Keep `limit` chunks under way: enough for every worker, no more in memory."""
-    waiting = collections.deque()
-    for chunk in stream:
-        waiting.append((chunk, submit(chunk.pieces)))
-        if len(waiting) >= limit:
-            yield waiting.popleft()
-    yield from waiting
-
-
-class _Warning:
-    """Unwraps an encoder's answer and tells the user, once, that the fast encoder was dropped."""
-
-    def __init__(self):
-        self._told = False
-
-    def __call__(self, answer: Encoded) -> tuple[np.ndarray, str]:
-        if answer.dropped and not self._told:
-            self._told = True
-            print("note: splintr differs from tiktoken on this text; tiktoken is used instead")
-        return answer.tokens, answer.encoder

@@ -31,84 +31,60 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from data.download import READY_MADE, download
+from data.download import READY_MADE, begun_revision, download, latest_revision
 from data.passkey_text import PasskeySource
 from data.pipeline import chunks, encoded
-from data.shards import MAX_SHARD_TOKENS, describe_set, verify
-from data.sources import (
-    HUB,
-    HubSource,
-    StdlibSource,
-    TextSource,
-    find_files,
-    latest_revision,
-)
+from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
+from data.sources import HUB, HubSource, StdlibSource, TextSource, find_files
 from data.tokeniser import get_tokeniser
-from data.writer import ShardWriter, is_complete, locked, recorded_settings
+from data.writer import (
+    ShardWriter,
+    forget_progress,
+    locked,
+    recorded_settings,
+    refuse_other_settings,
+)
 from lssar.errors import UserError, did_you_mean
 from support.command import MOST_PROCESSES, Parser, positive, run, whole
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
-# Of the published numbers; its `corpora` say which text they were trained and evaluated on.
+# Its `corpora` say which text the published numbers were trained and evaluated on.
 PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
-# What a kill can cost; each record syncs the disk.
-SECONDS_BETWEEN_RECORDS = 5.0
+SECONDS_BETWEEN_RECORDS = 5.0  # what a kill can cost; each record syncs the disk
 
 
-def prepare(
-    source,
-    out: Path,
-    *,
-    tokeniser: str,
-    shard_tokens: int,
-    val_tokens: int | None,
-    max_tokens: int | None,
-    workers: int,
-) -> None:
-    """Write the source's shards to `out`, continuing if that was interrupted.
+def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> None:
+    """Write the source's shards to --out, continuing if that was interrupted.
 
     The first `val_tokens` are validation; None leaves the border to the source.
     """
+    out, tokeniser = arguments.out, get_tokeniser(arguments.tokeniser)
     settings = {
-        "tokeniser": tokeniser,
-        "shard_tokens": shard_tokens,
+        "tokeniser": arguments.tokeniser,
+        "shard_tokens": arguments.shard_tokens,
         "val_tokens": val_tokens,
-        "max_tokens": max_tokens,
+        "max_tokens": arguments.max_tokens,
         "source": source.describe(),
     }
     with locked(out):
-        _refuse_other_settings(out, settings)
-        if is_complete(out):
+        refuse_other_settings(out, recorded_settings(out), settings)
+        if (out / MANIFEST).exists():
+            forget_progress(out)
             print(f"{out} is already complete")
             return
-        encoder = get_tokeniser(tokeniser)
-        with ShardWriter(out, source.prefix, encoder, settings, shard_tokens) as writer:
-            _fill(writer, source, val_tokens, max_tokens, workers)
+        writer = ShardWriter(out, source.prefix, tokeniser, settings, arguments.shard_tokens)
+        with contextlib.closing(writer):
+            _fill(writer, source, number_of_workers(arguments))
             _refuse_too_little(writer)
             writer.finish()
-    train, val = writer.total_of("train"), writer.total_of("val")
-    print(f"{out}: {train:,} training and {val:,} validation tokens, {len(writer.shards)} shards")
+    found = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
+    print(f"{out}: {found}, {len(writer.shards)} shards")
 
 
-def _refuse_other_settings(out: Path, settings: dict) -> None:
-    recorded = recorded_settings(out)
-    if recorded in (None, settings):
-        return
-    different = [key for key in settings if recorded.get(key) != settings[key]]
-    shown = ", ".join(
-        key if key == "source" else f"{key} {recorded.get(key)} then, {settings[key]} now"
-        for key in different
-    )
-    raise UserError(
-        f"{out} was prepared with other settings ({shown}); use those, or another --out, or "
-        "delete it"
-    )
-
-
-def _fill(
-    writer: ShardWriter, source, val_tokens: int | None, max_tokens: int | None, workers: int
-) -> None:
+def _fill(writer: ShardWriter, source, workers: int) -> None:
+    val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
+    most = max_tokens or sys.maxsize
     state, skip = writer.resume()
     last_record = time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 30.0
@@ -119,42 +95,34 @@ def _fill(
             done = min(skip, len(tokens))
             skip -= done
             while done < len(tokens):
-                room = writer.room
-                if val_tokens is not None and writer.split == "val":
-                    room = val_tokens - writer.total
-                if max_tokens is not None:
-                    room = min(room, max_tokens - writer.total)
-                part = tokens[done : done + room]
+                in_validation = val_tokens is not None and writer.split == "val"
+                room = (val_tokens if in_validation else writer.shard_tokens) - writer.partial
+                part = tokens[done : done + min(room, most - writer.total)]
                 writer.append(part, encoder)
                 done += len(part)
                 bar.update(len(part))
-                if writer.total == max_tokens:
+                if writer.total == most:
                     return
                 if len(part) == room:
-                    if writer.split == "val" and val_tokens is not None:
-                        writer.end_validation()
-                    else:
-                        writer.close_shard()
+                    writer.close_shard()
+                    writer.split = "train" if in_validation else writer.split
                     writer.save(chunk.state, done)
             if chunk.ends_validation and writer.split == "val":
-                writer.end_validation()
+                writer.close_shard()
+                writer.split = "train"
             if time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
                 writer.save(chunk.state, done)
                 last_record = time.monotonic()
-            bar.total = max_tokens or source.expected_tokens or _estimate(writer, source)
-
-
-def _estimate(writer: ShardWriter, source) -> int | None:
-    """Tokens in the whole source, for the time left."""
-    fraction = source.fraction()
-    return int(writer.total / fraction) if fraction else None
+            read = source.fraction()
+            estimate = int(writer.total / read) if read else None
+            bar.total = max_tokens or source.expected_tokens or estimate
 
 
 def _refuse_too_little(writer: ShardWriter) -> None:
     if writer.total == 0:
         raise UserError("the source holds no text")
-    for split in ("train", "val"):
-        if writer.total_of(split) == 0:
+    for split, tokens in writer.totals.items():
+        if tokens == 0:
             raise UserError(
                 f"the source is too small: its {writer.total} tokens leave nothing for {split}; "
                 f"add text or choose a smaller --val-tokens, and delete {writer.directory}"
@@ -163,11 +131,9 @@ def _refuse_too_little(writer: ShardWriter) -> None:
 
 def token_count(text: str) -> int:
     """`100M`, `1.5B`, `20K` or a plain number of tokens."""
-    scale = {"K": 10**3, "M": 10**6, "B": 10**9}
-    unit = scale.get(text[-1:].upper(), 1)
-    number = text[:-1] if unit > 1 else text
+    unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper())
     try:
-        count = int(float(number) * unit) if unit > 1 else int(number.replace("_", ""))
+        count = int(float(text[:-1]) * unit) if unit else int(text.replace("_", ""))
     except (ValueError, OverflowError):
         count = 0
     if not 1 <= count < 2**63:
@@ -180,9 +146,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument(
-        "--tokeniser", help="gpt2 or bytes; default gpt2, for stdlib and passkey bytes"
-    )
+    common.add_argument("--tokeniser", help="gpt2 (default), bytes (default for stdlib, passkey)")
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     workers = whole(0, MOST_PROCESSES)
@@ -214,25 +178,28 @@ def make_source(arguments: argparse.Namespace):
         return GENERATED[arguments.command]()
     if arguments.command == "text":
         return TextSource(arguments.inputs, arguments.field)
-    files = find_files(arguments.from_files, (".parquet",))
-    revision = None
+    files, revision = find_files(arguments.from_files, (".parquet",)), None
     if not files:
-        # An unfinished set continues with the revision it was begun with.
-        begun = (recorded_settings(arguments.out) or {}).get("source", {})
-        revision = begun.get("revision") or latest_revision(arguments.command)
+        advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
+        repository = HUB[arguments.command][0]
+        revision = begun_revision(arguments.out) or latest_revision(repository, advice)
     return HubSource(arguments.command, arguments.sample, revision=revision, files=files)
 
 
-def default_val_tokens(arguments: argparse.Namespace, source) -> int | None:
-    """llm.c's whole first shard for the hub; about a twentieth of a user's own text."""
+def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | None:
+    """By default llm.c's whole first shard for the hub, a twentieth of a user's own text."""
     if arguments.command in GENERATED:
         return None
-    if arguments.val_tokens is not None:
-        return arguments.val_tokens
-    if arguments.command != "text":
-        return arguments.shard_tokens
     bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
-    return min(arguments.shard_tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
+    tokens = arguments.val_tokens or arguments.shard_tokens
+    if arguments.val_tokens is None and arguments.command == "text":
+        tokens = min(tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
+    if tokens > arguments.shard_tokens:
+        raise UserError(
+            f"--val-tokens {tokens} do not fit in one shard of {arguments.shard_tokens}; "
+            "choose fewer or a larger --shard-tokens"
+        )
+    return tokens
 
 
 def number_of_workers(arguments: argparse.Namespace) -> int:
@@ -250,11 +217,9 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unknown source {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
     arguments = make_parser().parse_args(argv)
     if arguments.command == "verify":
-        totals = verify(arguments.directory)
-        print(
-            f"{arguments.directory} is sound: {totals['train']:,} training tokens, "
-            f"{totals['val']:,} validation tokens"
-        )
+        found = "{train:,} training tokens, {val:,} validation tokens"
+        totals = found.format(**verify(arguments.directory))
+        print(f"{arguments.directory} is sound: {totals}")
         return
     if arguments.command == "download":
         download(arguments.name, arguments.out, arguments.shards)
@@ -265,21 +230,7 @@ def main(argv: list[str]) -> None:
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
-    val_tokens = default_val_tokens(arguments, source)
-    if val_tokens is not None and val_tokens > arguments.shard_tokens:
-        raise UserError(
-            f"--val-tokens {val_tokens} do not fit in one shard of {arguments.shard_tokens}; "
-            "choose fewer or a larger --shard-tokens"
-        )
-    prepare(
-        source,
-        arguments.out,
-        tokeniser=arguments.tokeniser,
-        shard_tokens=arguments.shard_tokens,
-        val_tokens=val_tokens,
-        max_tokens=arguments.max_tokens,
-        workers=number_of_workers(arguments),
-    )
+    prepare(source, arguments, number_of_validation_tokens(arguments, source))
     if arguments.command == "stdlib":
         compare_with_published(arguments.out)
 

@@ -1,27 +1,24 @@
-"""Sets of records: sequences of one length that do not continue each other, perhaps with labels.
+"""Sets of records: independent sequences of one length, perhaps with labels.
 
-A record has `points` positions of `channels` tokens, position by position. The records lie in
-ordinary shards (data/shards.py), whole; beside them
+A record has `points` positions of `channels` tokens, position by position. Whole records lie in
+ordinary shards (data/shards.py); beside them
 
     records.json        {"points": 1000, "channels": 2, "outputs": 0, "settings": {...}}
     labels_train.npy    where outputs > 0: float32 (records, points - 1, outputs), NaN for "none"
 
-A model reads all positions of a record but the last. It predicts each one's successor, or where
-there are labels, the numbers that belong to it.
+A model reads all positions of a record but the last and predicts each one's successor, or its
+label where there are labels.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import TokenSet, check_ids, open_split
+from data.shards import DESCRIPTION, TokenSet, describe, open_split
 from lssar.errors import UserError
-from support.files import open_regular, read_text, reading
-
-DESCRIPTION = "records.json"
+from support.files import open_regular, reading
 
 
 class Records:
@@ -45,11 +42,9 @@ class Records:
         self.total_tokens = self.count * (points - 1)  # positions that a model reads
 
     def of_length(self, length: int) -> "Records":
-        if length != self.points - 1:
-            raise UserError(
-                f"{self.directory} has records of {self.points} points, which are read at length "
-                f"{self.points - 1}, not {length}; set train.length to that"
-            )
+        if length != (only := self.points - 1):
+            has = f"{self.directory} has records of {self.points} points"
+            raise UserError(f"{has}, to be read at train.length = {only}, not {length}")
         return self
 
     def labels_of(self, offsets: np.ndarray) -> np.ndarray:
@@ -57,14 +52,11 @@ class Records:
         return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """(records, points, channels) int64; with labels (records, points - 1, channels + outputs)
-        float32, which holds both: tokens are small numbers."""
-        batch = torch.empty(
-            (len(offsets), self.points, self.channels), dtype=torch.int64, pin_memory=pin
-        )
-        for row, offset in zip(batch.numpy(), offsets, strict=True):
-            row[:] = self.tokens.slice(int(offset), self.stride).reshape(row.shape)
-        check_ids(batch.numpy(), self.tokens.vocab_size, self.directory)
+        """(records, points, channels) int64; with labels, both in one float32 tensor of shape
+        (records, points - 1, channels + outputs), which is exact for tokens."""
+        shape = (len(offsets), self.points, self.channels)
+        batch = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+        self.tokens.fill(batch.numpy(), offsets)
         if self.labels is None:
             return batch
         labels = torch.from_numpy(self.labels[offsets // self.stride])
@@ -81,7 +73,7 @@ class Records:
 def open_data(
     directory: str | Path, split: str, *, vocab_size: int, channels: int, outputs: int
 ) -> TokenSet | Records:
-    """What a model with these ends reads: a text model a stream of tokens, others records."""
+    """What a model with these inputs and outputs reads: a stream of tokens, or records."""
     directory = Path(directory)
     if channels == 1 and not outputs:
         return open_split(directory, split, vocab_size=vocab_size)
@@ -89,7 +81,7 @@ def open_data(
     for key, wanted in {"channels": channels, "outputs": outputs}.items():
         if about[key] != wanted:
             raise UserError(
-                f"{directory} has {about[key]} {key} a position, the model {wanted}; "
+                f"{directory} has {about[key]} {key} per position, the model {wanted}; "
                 f"set model.{key} = {about[key]} or choose other data"
             )
     tokens = open_split(directory, split, vocab_size=vocab_size)
@@ -99,20 +91,3 @@ def open_data(
         with reading(path), open_regular(path):
             labels = np.load(path, mmap_mode="r", allow_pickle=False)
     return Records(tokens, about["points"], channels, labels)
-
-
-def describe(directory: Path) -> dict:
-    """The set's records.json."""
-    path = directory / DESCRIPTION
-    if not path.exists():
-        raise UserError(
-            f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records; make one with: "
-            "python physics/simulate.py --help"
-        )
-    try:
-        about = json.loads(read_text(path))
-        if not all(type(about[key]) is int for key in ("points", "channels", "outputs")):
-            raise ValueError("a size that is no number")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); simulate it again") from None
-    return about

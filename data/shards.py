@@ -1,18 +1,19 @@
 """Token shards in llm.c's version-1 format: reading, checking, and the manifest beside them.
 
-A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count) followed
-by the tokens as uint16. A set of shards is a folder of `PREFIX_val_000000.bin`,
-`PREFIX_train_000001.bin`, ...; one that `prepare.py` wrote has a `manifest.json` too, a ready-made
-one need not. Tokens are addressed by their offset in the whole split, so shard borders are
-invisible to the reader.
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count) and the
+tokens as uint16. A set is a folder of `PREFIX_val_000000.bin`, `PREFIX_train_000001.bin`, ..., with
+a `manifest.json` if `prepare.py` wrote it. Tokens are addressed by their offset in the whole split.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,55 +24,46 @@ from support.files import digest, open_regular, read_text, reading, sha256_of, u
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
+MANIFEST, PROGRESS, DESCRIPTION = "manifest.json", "progress.json", "records.json"
 # No separators and no leading dot: a name from a manifest or a hub listing cannot leave its folder.
 SHARD_NAME = re.compile(r"(?P<prefix>\w[\w.-]*)_(?P<split>train|val)_(?P<index>\d+)\.bin", re.ASCII)
-SHA256 = re.compile(r"[0-9a-f]{64}")
-# Checked in every shard at opening: enough to tell a wrong tokeniser, few enough for 10,000 files.
-SAMPLE_TOKENS = 4096
-# Each mapping holds a file descriptor, of which a process has perhaps 1,024.
-OPEN_SHARDS = 128
-# A model pads its vocabulary by less than this; more unused ids mean another tokeniser's set.
-MAX_PADDING = 1024
+SAMPLE_TOKENS = 4096  # checked when a shard is opened: fast enough for 10,000 files
+OPEN_SHARDS = 128  # each holds a file descriptor, of which a process has perhaps 1,024
+MAX_PADDING = 1024  # a model's vocabulary with more unused ids is of another tokeniser
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard of a set as its file name, header and (perhaps) manifest describe it."""
-
     name: str
     split: str
-    tokens: int
+    tokens: int  # -1: not recorded
     sha256: str | None = None
 
 
 def header_bytes(tokens: int) -> bytes:
-    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, tokens
-    return header.tobytes()
+    return struct.pack("<3i", MAGIC, VERSION, tokens).ljust(HEADER_BYTES, b"\0")
 
 
 def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
     """Token count of the shard, after checking header, size and a sample of its tokens."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        header = np.frombuffer(file.read(HEADER_BYTES), dtype="<u1")
-        sample = np.frombuffer(file.read(2 * SAMPLE_TOKENS), dtype="<u1")
+        header, sample = file.read(HEADER_BYTES), file.read(2 * SAMPLE_TOKENS)
     if len(header) < HEADER_BYTES:
         raise UserError(f"{path} is truncated: {size} bytes, less than a shard's header")
-    magic, version, tokens = (int(x) for x in header.view("<i4")[:3])
+    magic, version, tokens = struct.unpack_from("<3i", header)
     if (magic, version) != (MAGIC, VERSION):
         raise UserError(
             f"{path} is not an llm.c version-1 GPT-2 shard (magic {magic}, version {version}; "
             f"expected {MAGIC}, {VERSION})"
         )
-    if tokens < 0 or size != HEADER_BYTES + 2 * tokens:
+    expected = HEADER_BYTES + 2 * tokens
+    if tokens < 0 or size != expected:
         raise UserError(
-            f"{path} is damaged: its header promises {tokens} tokens "
-            f"({HEADER_BYTES + 2 * tokens} bytes) but it has {size} bytes; prepare or download it "
-            "again"
+            f"{path} is damaged: its header promises {tokens} tokens ({expected} bytes) but it has "
+            f"{size} bytes; prepare or download it again"
         )
-    check_ids(sample[: 2 * tokens].view("<u2"), vocab_size, path)
+    check_ids(np.frombuffer(sample[: 2 * tokens], "<u2"), vocab_size, path)
     return tokens
 
 
@@ -84,58 +76,56 @@ def check_ids(ids: np.ndarray, vocab_size: int | None, where: object) -> None:
         )
 
 
+@dataclass(eq=False)
 class TokenSet:
-    """An opened, validated, memory-mapped set of shards of one split."""
+    """The memory-mapped shards of one split."""
 
-    def __init__(
-        self,
-        directory: Path,
-        shards: list[Shard],
-        *,
-        tokeniser: str | None = None,
-        vocab_size: int | None = None,
-    ):
-        self.directory = directory
-        self.shards = [shard for shard in shards if shard.tokens]
-        self.tokeniser = tokeniser
-        self.vocab_size = vocab_size
-        self._ends = np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)
-        self.total_tokens = int(self._ends[-1]) if self.shards else 0
+    directory: Path
+    shards: list[Shard]
+    tokeniser: str | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self):
+        self.shards = [shard for shard in self.shards if shard.tokens]
         self.files = {shard.name: shard.sha256 for shard in self.shards}  # None: not recorded
+        ends = itertools.accumulate((shard.tokens for shard in self.shards), initial=0)
+        self._borders = np.fromiter(ends, dtype=np.int64)
+        self.total_tokens = int(self._borders[-1])
         self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
 
     def _map_shard(self, index: int) -> np.ndarray:
-        shard = self.shards[index]
-        path = self.directory / shard.name
+        path, shape = self.directory / self.shards[index].name, (self.shards[index].tokens,)
         with reading(path):
             try:
-                return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(shard.tokens,))
+                return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=shape)
             except ValueError as error:  # the file shrank since it was checked
                 raise UserError(f"{path} changed while in use: {error}") from None
+
+    def _find(self, offset: int) -> tuple[int, int]:
+        """The shard that holds the token at `offset`, and the token's place in it."""
+        index = int(np.searchsorted(self._borders, offset, side="right")) - 1
+        return index, offset - int(self._borders[index])
 
     def slice(self, start: int, count: int) -> np.ndarray:
         """uint16 tokens [start, start + count) of the split; a view when one shard holds them."""
         if start < 0 or count < 0 or start + count > self.total_tokens:
-            raise IndexError(
-                f"tokens {start}..{start + count} of a split of {self.total_tokens} tokens"
-            )
+            raise IndexError(f"tokens {start}..{start + count} of {self.total_tokens}")
         parts = []
-        index = int(np.searchsorted(self._ends, start, side="right"))
+        index, first = self._find(start)
         while count:
-            shard_start = int(self._ends[index]) - self.shards[index].tokens
-            part = self._map(index)[start - shard_start : start - shard_start + count]
-            parts.append(part)
-            start, count, index = start + len(part), count - len(part), index + 1
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
+            parts.append(self._map(index)[first : first + count])
+            index, first, count = index + 1, 0, count - len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
-    def locate(self, offset: int) -> str:
-        """`FILE, token N`, for messages about the token at `offset`."""
-        index = int(np.searchsorted(self._ends, offset, side="right"))
-        shard = self.shards[index]
-        within = offset - int(self._ends[index]) + shard.tokens
-        return f"{self.directory / shard.name}, token {within}"
+    def fill(self, rows: np.ndarray, offsets: np.ndarray) -> None:
+        """Copy into each row the tokens from its offset on; refuse those outside the vocabulary."""
+        for row, offset in zip(rows, offsets, strict=True):
+            row[:] = self.slice(int(offset), row.size).reshape(row.shape)
+        if self.vocab_size is not None and rows.max(initial=0) >= self.vocab_size:
+            number, place = divmod(int(rows.argmax()), rows[0].size)
+            index, place = self._find(int(offsets[number]) + place)
+            where = f"{self.directory / self.shards[index].name}, token {place}"
+            check_ids(rows, self.vocab_size, where)
 
 
 def open_split(directory: str | Path, split: str, *, vocab_size: int | None = None) -> TokenSet:
@@ -146,26 +136,28 @@ def open_split(directory: str | Path, split: str, *, vocab_size: int | None = No
     """
     directory = Path(directory)
     shards, manifest = list_shards(directory)
-    data_vocab = manifest["vocab_size"] if manifest else None
-    tokeniser = manifest["tokeniser"] if manifest else None
-    if None not in (vocab_size, data_vocab) and not 0 <= vocab_size - data_vocab < MAX_PADDING:
-        raise UserError(
-            f"{directory} was tokenised with {tokeniser!r} ({data_vocab} ids) but the model has a "
-            f"vocabulary of {vocab_size}; prepare it with the model's tokeniser"
-        )
-    chosen = [shard for shard in shards if shard.split == split]
+    tokeniser, limit = None, vocab_size
+    if manifest:
+        tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
+        limit = ids if vocab_size is None else vocab_size
+        if not 0 <= limit - ids < MAX_PADDING:
+            raise UserError(
+                f"{directory} was tokenised with {tokeniser!r} ({ids} ids) but the model has a "
+                f"vocabulary of {vocab_size}; prepare it with the model's tokeniser"
+            )
+    chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
-    limit = vocab_size if vocab_size is not None else data_vocab
-    checked = []
-    for shard in chosen:
-        tokens = check_shard(directory / shard.name, vocab_size=limit)
-        if manifest and tokens != shard.tokens:
-            raise UserError(
-                f"{directory / shard.name} has {tokens} tokens, {MANIFEST} says {shard.tokens}"
-            )
-        checked.append(Shard(shard.name, split, tokens, shard.sha256))
-    return TokenSet(directory, checked, tokeniser=tokeniser, vocab_size=limit)
+    return TokenSet(directory, chosen, tokeniser=tokeniser, vocab_size=limit)
+
+
+def _checked(directory: Path, shard: Shard, vocab_size: int | None) -> Shard:
+    """The shard with the token count of its header, which must be the manifest's."""
+    tokens = check_shard(directory / shard.name, vocab_size=vocab_size)
+    if shard.tokens not in (-1, tokens):
+        path = directory / shard.name
+        raise UserError(f"{path} has {tokens} tokens, {MANIFEST} says {shard.tokens}")
+    return replace(shard, tokens=tokens)
 
 
 def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
@@ -174,85 +166,95 @@ def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
         names = {entry.name for entry in os.scandir(directory)}
     if PROGRESS in names:
         raise UserError(
-            f"{directory} is unfinished ({PROGRESS}); run the command that prepares it again, it "
-            "continues where it stopped"
+            f"{directory} is unfinished ({PROGRESS}); rerun the command that makes it to continue"
         )
-    found = sorted((m for m in map(SHARD_NAME.fullmatch, names) if m), key=_shard_order)
+    matches = filter(None, map(SHARD_NAME.fullmatch, names))
+    found = sorted(matches, key=lambda match: (match["prefix"], int(match["index"])))
     if MANIFEST in names:
         manifest = read_manifest(directory)
         shards = [Shard(**entry) for entry in manifest["shards"]]
-        _refuse_difference(directory, {s.name for s in shards}, {m.string for m in found})
+        listed, present = {shard.name for shard in shards}, {match.string for match in found}
+        if missing := sorted(listed - present):
+            raise UserError(f"{directory / missing[0]} is missing, though {MANIFEST} lists it")
+        if extra := sorted(present - listed):
+            raise UserError(f"{directory / extra[0]} is not in {MANIFEST}; move it elsewhere")
         return shards, manifest
     if not found:
         raise UserError(
             f"{directory} has no token shards; make some with: python data/prepare.py --help"
         )
     _refuse_gaps(directory, found)
-    return [Shard(m.string, m["split"], -1) for m in found], None
-
-
-def _shard_order(match: re.Match) -> tuple[str, int]:
-    return match["prefix"], int(match["index"])
-
-
-def _refuse_difference(directory: Path, listed: set[str], present: set[str]) -> None:
-    if missing := sorted(listed - present):
-        raise UserError(f"{directory / missing[0]} is missing, though {MANIFEST} lists it")
-    if extra := sorted(present - listed):
-        raise UserError(f"{directory / extra[0]} is not in {MANIFEST}; move it elsewhere")
+    return [Shard(match.string, match["split"], -1) for match in found], None
 
 
 def _refuse_gaps(directory: Path, found: list[re.Match]) -> None:
-    """Without a manifest the numbers in the names are all there is to notice a lost shard by."""
+    """Without a manifest, only the numbers in the names can show that a shard is missing."""
     first, last = found[0], found[-1]
     if first["prefix"] != last["prefix"]:
-        raise UserError(
-            f"{directory} mixes shards of two sets, {first.string} and {last.string}; give each "
-            "its own folder"
-        )
+        names = f"{first.string} and {last.string}"
+        raise UserError(f"{directory} mixes shards of two sets, {names}; separate them")
     for before, after in itertools.pairwise(found):
-        if int(after["index"]) == int(before["index"]):
-            raise UserError(
-                f"{directory} has two shards of one number: {before.string}, {after.string}"
-            )
-        if int(after["index"]) != int(before["index"]) + 1:
-            raise UserError(
-                f"{directory} lacks the shards between {before.string} and {after.string}"
-            )
+        step = int(after["index"]) - int(before["index"])
+        names = f"{before.string} and {after.string}"
+        if step == 0:
+            raise UserError(f"{directory} has two shards of one number: {names}")
+        if step != 1:
+            raise UserError(f"{directory} lacks the shards between {names}")
+
+
+# --- what is written beside the shards -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def json_record(path: Path, remedy: str = "") -> Iterator[object]:
+    """The JSON value of a file. If it, or a check in the block, fails, the file is damaged."""
+    try:
+        with reading(path):
+            text = read_text(path)
+        yield json.loads(text)
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}){remedy}") from None
+
+
+def _require(sound: bool, what: str) -> None:
+    if not sound:
+        raise ValueError(what)
 
 
 def read_manifest(directory: Path) -> dict:
     """The folder's manifest, with everything the code relies on checked."""
-    path = directory / MANIFEST
-    with reading(path):
-        text = read_text(path, errors="replace")
-    try:
-        manifest = unseal(json.loads(text))
+    with json_record(directory / MANIFEST) as record:
+        manifest = unseal(record)
         shards = [Shard(**entry) for entry in manifest["shards"]]
         for shard in shards:
-            match = SHARD_NAME.fullmatch(shard.name)
-            if not match or match["split"] != shard.split:
-                raise ValueError(f"shard name {shard.name!r}")
-            if type(shard.tokens) is not int or not 0 <= shard.tokens <= MAX_SHARD_TOKENS:
-                raise ValueError(f"token count {shard.tokens!r}")
-            if not SHA256.fullmatch(shard.sha256):
-                raise ValueError(f"sha256 {shard.sha256!r}")
-        if len({shard.name for shard in shards}) != len(shards):
-            raise ValueError("a shard listed twice")
-        tokeniser = TOKENISERS[manifest["tokeniser"]]
-        if (manifest["vocab_size"], manifest["eot"]) != (tokeniser.vocab_size, tokeniser.eot):
-            raise ValueError(f"vocabulary {manifest['vocab_size']!r}")
-        if type(manifest["documents"]) is not int:
-            raise ValueError(f"documents {manifest['documents']!r}")
-        if not isinstance(_source(manifest), dict):
-            raise ValueError(f"source {_source(manifest)!r}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+            match, count = SHARD_NAME.fullmatch(shard.name), shard.tokens
+            _require(match and match["split"] == shard.split, f"shard name {shard.name!r}")
+            _require(type(count) is int and 0 <= count <= MAX_SHARD_TOKENS, f"{count!r} tokens")
+            _require(re.fullmatch("[0-9a-f]{64}", shard.sha256), f"sha256 {shard.sha256!r}")
+        _require(len({shard.name for shard in shards}) == len(shards), "a shard listed twice")
+        kind, vocabulary = TOKENISERS[manifest["tokeniser"]], manifest["vocab_size"]
+        same = (vocabulary, manifest["eot"]) == (kind.vocab_size, kind.eot)
+        _require(same, f"vocabulary {vocabulary!r}")
+        _require(type(manifest["documents"]) is int, f"documents {manifest['documents']!r}")
+        source = manifest.get("settings", {}).get("source", {})
+        _require(isinstance(source, dict), f"source {source!r}")
     return manifest
 
 
-def _source(manifest: dict) -> dict:
-    return manifest.get("settings", {}).get("source", {})
+def describe(directory: Path) -> dict:
+    """The `records.json` of a set of records (data/records.py)."""
+    path = directory / DESCRIPTION
+    if not path.exists():
+        raise UserError(
+            f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records; make one with: "
+            "python physics/simulate.py --help"
+        )
+    with json_record(path, "; simulate it again") as about:
+        for key in ("points", "channels", "outputs"):
+            _require(type(about[key]) is int, f"{key} {about[key]!r}")
+    return about
 
 
 def describe_set(directory: str | Path) -> dict:
@@ -261,27 +263,22 @@ def describe_set(directory: str | Path) -> dict:
     `tokens_sha256` is the same for the same shards, whatever else their manifest records.
     """
     path = Path(directory) / MANIFEST
-    known = {"manifest_sha256": None, "tokens_sha256": None, "source": None}
-    if path.exists():
-        manifest = read_manifest(path.parent)
-        shards = [shard["sha256"] for shard in manifest["shards"]]
-        known = {
-            "manifest_sha256": sha256_of(path),
-            "tokens_sha256": digest(shards),
-            "source": source_note(manifest),
-        }
-    return {"data": str(directory), **known}
+    manifest = read_manifest(path.parent) if path.exists() else None
+    return {
+        "data": str(directory),
+        "manifest_sha256": sha256_of(path) if manifest else None,
+        "tokens_sha256": digest([s["sha256"] for s in manifest["shards"]]) if manifest else None,
+        "source": _source_of(manifest) if manifest else None,
+    }
 
 
-def source_note(manifest: dict) -> str | None:
-    """`Python 3.11.7 standard library`, or the name, sample and revision of what is on a hub."""
-    source = _source(manifest)
+def _source_of(manifest: dict) -> str | None:
+    """`Python 3.11.7 standard library`, or the name, sample and revision of a set on the hub."""
+    source = manifest.get("settings", {}).get("source", {})
     if source.get("kind") == "stdlib":
         return f"Python {source.get('python')} standard library"
-    named = [
-        str(source[key]) for key in ("kind", "sample", "repository", "revision") if key in source
-    ]
-    return ", ".join(named) or None
+    named = (source[key] for key in ("kind", "sample", "repository", "revision") if key in source)
+    return ", ".join(map(str, named)) or None
 
 
 def verify(directory: str | Path) -> dict[str, int]:
@@ -289,20 +286,23 @@ def verify(directory: str | Path) -> dict[str, int]:
     directory = Path(directory)
     shards, manifest = list_shards(directory)
     kind = TOKENISERS[manifest["tokeniser"] if manifest else "gpt2"]
-    totals, documents = {"val": 0, "train": 0}, 0
-    for shard in shards:
-        path = directory / shard.name
-        tokens = check_shard(path, vocab_size=kind.vocab_size)
-        if manifest and tokens != shard.tokens:
-            raise UserError(f"{path} has {tokens} tokens, {MANIFEST} says {shard.tokens}")
+    documents, checked = 0, []
+    for listed in shards:
+        shard, path = _checked(directory, listed, kind.vocab_size), directory / listed.name
         if shard.sha256 and sha256_of(path) != shard.sha256:
             raise UserError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
-        documents += count_documents(directory, Shard(shard.name, shard.split, tokens), kind)
-        totals[shard.split] += tokens
-    if manifest and documents != manifest["documents"]:
-        raise UserError(
-            f"{directory} holds {documents} documents, {MANIFEST} says {manifest['documents']}"
-        )
+        documents += count_documents(directory, shard, kind)
+        checked.append(shard)
+    recorded = manifest["documents"] if manifest else documents
+    if documents != recorded:
+        raise UserError(f"{directory} holds {documents} documents, {MANIFEST} says {recorded}")
+    return tokens_by_split(checked)
+
+
+def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
+    totals = {"train": 0, "val": 0}
+    for shard in shards:
+        totals[shard.split] += shard.tokens
     return totals
 
 

@@ -1,8 +1,8 @@
 """Where text comes from: the hub, parquet files, a user's own files, the standard library.
 
 A source has a `prefix` for its shards' names, `describe()` for the manifest, `pieces(state)` that
-starts or continues at a state, `state()` after the last piece (plain JSON), and `fraction()` of
-the whole that has been read, where that is known.
+starts or continues at a state, `state()` after the last piece (plain JSON), `fraction()` of the
+whole that has been read and `expected_tokens`, each None where it is not known.
 """
 
 import codecs
@@ -23,20 +23,16 @@ from typing import BinaryIO
 from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
-from support.files import reading
+from support.files import digest, reading
 
-# name: (repository, prefix of the shards, samples with their size in GPT-2 tokens where known)
-HUB = {
-    "fineweb": ("HuggingFaceFW/fineweb", "fineweb", {"sample-10BT": 10_355_324_043}),
-    "fineweb-edu": (
-        "HuggingFaceFW/fineweb-edu",
-        "edu_fineweb",
-        {"sample-10BT": None, "sample-100BT": None},
-    ),
+# Samples with their size in GPT-2 tokens where known.
+WEB, EDU = {"sample-10BT": 10_355_324_043}, {"sample-10BT": None, "sample-100BT": None}
+HUB = {  # name: (repository, prefix of the shards, samples)
+    "fineweb": ("HuggingFaceFW/fineweb", "fineweb", WEB),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb", EDU),
 }
-ROWS_AT_ONCE = 1024
 BYTE_ORDER_MARK = "\ufeff"
-MISSING = object()
+CONVERT = "convert it first, for example with iconv"
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 
 
@@ -44,14 +40,12 @@ class ParquetStream:
     """Rows of a `datasets` stream, exactly resumable, released when closed."""
 
     def __init__(self, path: str, field: str, **arguments):
-        self._path = path
-        self._field = field
-        self._arguments = arguments
+        self._path, self._field, self._arguments = path, field, arguments
         self._dataset = None
 
     def texts(self, state: dict | None) -> Iterator[str]:
         try:
-            self._dataset = _load_stream(self._path, self._field, **self._arguments)
+            self._dataset = self._load()
             if state is not None:
                 self._dataset.load_state_dict(state)
             rows = iter(self._dataset)
@@ -68,26 +62,19 @@ class ParquetStream:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
                 f"cannot read {self._arguments.get('data_files') or self._path}: {reason[0]}; "
-                "run the same command again to continue, or pass local copies with --from-files"
+                "rerun the same command to continue, or pass local copies with --from-files"
             ) from None
+
+    def _load(self):
+        ensure_hub_cache()
+        import datasets
+
+        datasets.utils.logging.set_verbosity_error()
+        options = {"columns": [self._field], "batch_size": 1024, **self._arguments}
+        return datasets.load_dataset(self._path, split="train", streaming=True, **options)
 
     def state(self) -> dict:
         return self._dataset.state_dict()
-
-
-def _load_stream(path: str, field: str, **arguments):
-    ensure_hub_cache()
-    import datasets
-
-    datasets.utils.logging.set_verbosity_error()
-    return datasets.load_dataset(
-        path,
-        split="train",
-        streaming=True,
-        columns=[field],
-        batch_size=ROWS_AT_ONCE,
-        **arguments,
-    )
 
 
 class HubSource:
@@ -97,16 +84,14 @@ class HubSource:
         repository, self.prefix, samples = HUB[name]
         if sample not in samples:
             raise UserError(f"{name} has no sample {sample!r}; {did_you_mean(sample, samples)}")
-        self._rows_read = 0
-        self._rows = sum(parquet_rows(path, "text") for path in files)
+        self._rows, self._rows_read = sum(parquet_rows(path, "text") for path in files), 0
+        self.expected_tokens = None if files else samples[sample]
         if files:
             self._stream = ParquetStream("parquet", "text", data_files=[str(p) for p in files])
             self._description = {"kind": name, **describe_files(files)}
-            self.expected_tokens = None
         else:
             self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
             self._description = {"kind": name, "sample": sample, "revision": revision}
-            self.expected_tokens = samples[sample]
 
     def describe(self) -> dict:
         return self._description
@@ -125,20 +110,6 @@ class HubSource:
         return self._rows_read / self._rows if self._rows else None
 
 
-def latest_revision(name: str) -> str:
-    """The hub's newest commit of the data set: what a preparation is pinned to at its start."""
-    ensure_hub_cache()
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().dataset_info(HUB[name][0]).sha
-    except Exception as error:  # the client's errors share no base class across its versions
-        raise UserError(
-            f"cannot reach the hub for {HUB[name][0]} ({type(error).__name__}); with the parquet "
-            "files at hand pass them with --from-files 'folder/*.parquet'"
-        ) from None
-
-
 class TextSource:
     """A user's own .txt, .jsonl and .parquet files, in the order of their names."""
 
@@ -149,14 +120,11 @@ class TextSource:
         self.files = find_files(inputs)
         self._field = field
         self._sizes = [path.stat().st_size for path in self.files]
+        self.total_bytes = sum(self._sizes)
         for path in self.files:
             if path.suffix == ".parquet":
                 parquet_rows(path, field)
         self._index, self._at, self._parquet = 0, None, None
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._sizes)
 
     def describe(self) -> dict:
         return {"kind": "text", "field": self._field, **describe_files(self.files)}
@@ -174,36 +142,34 @@ class TextSource:
             yield from ((text, True) for text in self._parquet.texts(self._at) if text)
             self._parquet = None
             return
-        is_plain_text = path.name.removesuffix(".gz").endswith(".txt")
+        read = self._document if path.name.removesuffix(".gz").endswith(".txt") else self._lines
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 file.seek(self._at or 0)
-                yield from (self._document if is_plain_text else self._lines)(path, file)
+                yield from read(path, file)
         except (EOFError, zlib.error) as error:
             raise UserError(f"{path} is damaged: {error}") from None
 
     def _document(self, path: Path, file: BinaryIO) -> Iterator[Piece]:
         """The whole file, in parts that fit in memory however long it is."""
         decoder = codecs.getincrementaldecoder("utf-8")()
-        at, held, starts = self._at or 0, "", not self._at
-        while True:
+        self._at = self._at or 0
+        block, held, starts = b"...", "", self._at == 0
+        while block:
             block = file.read(CHUNK_CHARS)
             try:
                 held += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 place = file.tell() - len(error.object) + error.start
-                raise UserError(_not_utf8(path, f"byte {place}")) from None
+                raise UserError(f"{path} is not UTF-8 (byte {place}); {CONVERT}") from None
             cut = SAFE_CUT.search(held, max(0, len(held) - 4096)) if block else None
             if cut or not block:
-                part, held = (held[: cut.end()], held[cut.end() :]) if cut else (held, "")
-                at += len(part.encode())
-                self._at = at
-                part = part.removeprefix(BYTE_ORDER_MARK) if starts else part
-                if part:
+                end = cut.end() if cut else len(held)
+                part, held = held[:end], held[end:]
+                self._at += len(part.encode())
+                if part := part.removeprefix(BYTE_ORDER_MARK if starts else ""):
                     yield part, starts
                     starts = False
-            if not block:
-                return
 
     def _lines(self, path: Path, file: BinaryIO) -> Iterator[Piece]:
         for line in file:
@@ -213,18 +179,19 @@ class TextSource:
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
-                raise UserError(_not_utf8(path, f"the line at byte {start}")) from None
+                where = f"the line at byte {start}"
+                raise UserError(f"{path} is not UTF-8 ({where}); {CONVERT}") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
-            text = row.get(self._field, MISSING) if isinstance(row, dict) else MISSING
-            if text is MISSING or not isinstance(text, str | None):
-                keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+            known = isinstance(row, dict) and self._field in row
+            if not known or not isinstance(row[self._field], str | None):
+                there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
                 raise UserError(
-                    f"{path}, line at byte {start}: no text in {self._field!r} (there is: {keys}); "
-                    "name the field with --field"
+                    f"{path}, line at byte {start}: no text in {self._field!r} (there is: {there});"
+                    " name the field with --field"
                 )
-            if text:
-                yield text, True
+            if row[self._field]:
+                yield row[self._field], True
 
     def state(self) -> dict:
         return {"file": self._index, "at": self._parquet.state() if self._parquet else self._at}
@@ -235,7 +202,29 @@ class TextSource:
         return done / self.total_bytes if self.total_bytes else None
 
 
-class StdlibSource:
+class NumberedSource:
+    """Items 0 ... count - 1, by `document(number)` a text or END_OF_VALIDATION."""
+
+    expected_tokens = None
+    _next = 0
+
+    def pieces(self, state: int | None) -> Iterator[Piece]:
+        for number in range(state or 0, self.count):
+            self._next = number + 1
+            text = self.document(number)
+            if text is END_OF_VALIDATION:
+                yield END_OF_VALIDATION
+            elif text:
+                yield text, True
+
+    def state(self) -> int:
+        return self._next
+
+    def fraction(self) -> float:
+        return self._next / self.count
+
+
+class StdlibSource(NumberedSource):
     """The Python standard library's own sources, split by file; another Python, another text.
 
     Files come in the order of a hash of their names and a tenth of them is validation, so both
@@ -243,72 +232,48 @@ class StdlibSource:
     """
 
     prefix = "stdlib"
-    expected_tokens = None
 
     def __init__(self):
         root = Path(sysconfig.get_paths()["stdlib"])
-        names = sorted(
-            (
-                path.relative_to(root).as_posix()
-                for path in root.rglob("*.py")
-                if _wanted(path, root)
-            ),
-            key=_name_hash,
-        )
+        found = (path.relative_to(root) for path in root.rglob("*.py"))
+        names = sorted((path.as_posix() for path in found if _wanted(path)), key=_name_hash)
         if not names:
             raise UserError(f"this Python has no library sources in {root}; use the text source")
+        names.sort(key=_split_of, reverse=True)  # validation first
         self._texts = {name: _python_source(root / name) for name in names}
-        validation = [name for name in names if _name_hash(name) % 10 == 0]
-        training = [name for name in names if _name_hash(name) % 10 != 0]
-        self._items = [*validation, END_OF_VALIDATION, *training]
-        self._next = 0
+        self._items = list(self._texts.values())
+        self._items.insert(sum(_split_of(name) == "val" for name in names), END_OF_VALIDATION)
+        self.count = len(self._items)
 
     def describe(self) -> dict:
         """Patch releases of Python differ in a few files: the hashes tell which."""
-        split = self._items.index(END_OF_VALIDATION)
-        files = {
-            name: {
-                "split": "val" if i < split else "train",
-                "sha256": hashlib.sha256(self._texts[name].encode()).hexdigest(),
-            }
-            for i, name in enumerate(self._items)
-            if i != split
-        }
+        files = {}
+        for name, text in self._texts.items():
+            sha256 = hashlib.sha256(text.encode()).hexdigest()
+            files[name] = {"split": _split_of(name), "sha256": sha256}
         return {"kind": "stdlib", "python": platform.python_version(), "files": files}
 
-    def pieces(self, state: int | None) -> Iterator[Piece]:
-        for i in range(state or 0, len(self._items)):
-            self._next = i + 1
-            if self._items[i] is END_OF_VALIDATION:
-                yield END_OF_VALIDATION
-            elif text := self._texts[self._items[i]]:
-                yield text, True
-
-    def state(self) -> int:
-        return self._next
-
-    def fraction(self) -> float:
-        return self._next / len(self._items)
+    def document(self, number: int) -> str | None:
+        return self._items[number]
 
 
-def _wanted(path: Path, root: Path) -> bool:
+def _wanted(path: Path) -> bool:
     """Neither tests, nor installed packages, nor what the build generated for this machine."""
-    parts = path.relative_to(root).parts
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
-    return not skipped.intersection(parts) and not parts[-1].startswith("_sysconfigdata")
+    return not skipped.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
 
 
 def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
 
 
+def _split_of(name: str) -> str:
+    return "val" if _name_hash(name) % 10 == 0 else "train"
+
+
 def _python_source(path: Path) -> str:
     with reading(path), tokenize.open(path) as file:
         return file.read()
-
-
-def _not_utf8(path: Path, place: str) -> str:
-    return f"{path} is not UTF-8 ({place}); convert it first, for example with iconv"
 
 
 def find_files(inputs: list[str], suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> list[Path]:
@@ -320,8 +285,7 @@ def find_files(inputs: list[str], suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> 
             if path.is_dir():
                 inside = (Path(top) / name for top, _, names in os.walk(path) for name in names)
                 matches = sorted(file for file in inside if file.name.endswith(suffixes))
-            else:
-                # Path.glob refuses absolute patterns.
+            else:  # Path.glob refuses absolute patterns
                 matches = [path] if path.exists() else sorted(map(Path, glob.glob(given)))  # noqa: PTH207
         if not matches:
             what = f"holds no {', '.join(suffixes)} files" if path.is_dir() else "does not exist"
@@ -329,21 +293,17 @@ def find_files(inputs: list[str], suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> 
         for match in matches:
             if not match.name.endswith(suffixes):
                 raise UserError(f"{match} is not one of {', '.join(suffixes)}")
-            check_readable(match)
+            with reading(match), match.open("rb"):
+                pass
         found += matches
     return list(dict.fromkeys(found))
-
-
-def check_readable(path: Path) -> None:
-    with reading(path), path.open("rb"):
-        pass
 
 
 def describe_files(files: list[Path]) -> dict:
     """What a resumed preparation must find unchanged."""
     listing = [[path.name, path.stat().st_size] for path in files]
-    digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    return {"files": len(files), "bytes": sum(size for _, size in listing), "listing": digest}
+    total = sum(size for _, size in listing)
+    return {"files": len(files), "bytes": total, "listing": digest(listing)}
 
 
 def parquet_rows(path: Path, field: str) -> int:

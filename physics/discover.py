@@ -14,16 +14,14 @@ it are the figures: the force vectors of the eight planets and the predictions a
 """
 
 import sys
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from physics import TASKS, Effort
 from support.command import Parser, answer_early, positive, run, whole
-
-EFFORT = ("iterations", "population", "evaluations")  # of regression.Effort
 
 
 def make_parser() -> Parser:
@@ -34,8 +32,9 @@ def make_parser() -> Parser:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
     parser.add_argument("--engine", default="auto", choices=("auto", "pysr", "operon"))
-    for key in EFFORT:
-        parser.add_argument(f"--{key}", type=positive, help="of a regression")
+    for effort in fields(Effort):
+        of = {"default": effort.default, "help": "of a regression"}
+        parser.add_argument(f"--{effort.name}", type=positive, **of)
     return parser
 
 
@@ -45,27 +44,26 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 import numpy as np
 from scipy.spatial import cKDTree
 
-from data.records import describe
+from data.shards import describe
 from evaluating.checkpoints import Checkpoint, mechanism_label, open_checkpoints
 from evaluating.protocol import kept_on_interrupt, open_results
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from physics import figures, regression
-from physics.force import FORCES, TASKS, origin, refuse_non_finite
-from physics.simulate import STATES, magnitude
-from physics.systems import PLANETS
+from physics.force import FORCES, origin, refuse_non_finite
+from physics.simulate import STATES
+from physics.systems import PLANETS, magnitude
 from support.files import reading
 from support.text import table
 
 ORACLE, TRUTH = "oracle", "truth"
 SUBSAMPLES, SUBSAMPLE = 5, 1000
+EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 
 
 def main(argv: list[str]) -> None:
     options = make_parser().parse_args(argv)
-    given = {key: getattr(options, key) for key in EFFORT}
-    effort = regression.Effort(**{key: value for key, value in given.items() if value})
-
+    effort = Effort(**{field.name: getattr(options, field.name) for field in fields(Effort)})
     magnitudes = Magnitudes(options.forces, options.states)
     vectors = Vectors(options.planets)
     engine = regression.available(options.engine)
@@ -92,9 +90,6 @@ def main(argv: list[str]) -> None:
     print(summary(results, models))
 
 
-# --- whose forces --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Model:
     """A pre-trained run with its two fine-tuned models; the oracle or the truth in its place."""
@@ -113,21 +108,18 @@ class Model:
 
 def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
     checkpoints = open_checkpoints(runs)
-    titles = Counter(mechanism_label(c.config.attention) for c in checkpoints)
+    labels = [mechanism_label(checkpoint.config.attention) for checkpoint in checkpoints]
     models: dict[str, Model] = {}
-    for path, checkpoint in zip(runs, checkpoints, strict=True):
-        name, label = name_of(checkpoint), mechanism_label(checkpoint.config.attention)
+    for path, checkpoint, label in zip(runs, checkpoints, labels, strict=True):
+        name, forces, identities = name_of(checkpoint), {}, {}
         if name in models:
             raise UserError(f"{path}: another run is of {name!r} too; give one of them")
-        loaded = {task: load(path, task, checkpoint) for task in TASKS}
-        models[name] = Model(
-            name,
-            label if titles[label] == 1 else name,
-            checkpoint.describe(),
-            {task: identity for task, (_, identity) in loaded.items()},
-            magnitudes.of(loaded["magnitude"][0]),
-            loaded["vector"][0],
-        )
+        for task in TASKS:
+            forces[task], identities[task] = load(path, task, checkpoint)
+        values = magnitudes.of(forces["magnitude"])
+        label = label if labels.count(label) == 1 else name
+        described = checkpoint.describe()
+        models[name] = Model(name, label, described, identities, values, forces["vector"])
     return list(models.values())
 
 
@@ -147,33 +139,29 @@ def load(run: str, task: str, pretrained: Checkpoint) -> tuple[np.ndarray, str]:
     if found["pretrained"] != pretrained.identity:
         raise UserError(
             f"{path} is of a model fine-tuned from other weights than {run} has now; delete "
-            f"{folder} and run physics/force.py {task} {run} again"
+            f"{folder} and rerun physics/force.py {task} {run}"
         )
-    with reading(path):
-        forces = np.load(path, allow_pickle=False)
+    forces = read_array(path)
     refuse_non_finite(forces, path)
     return forces, found["checkpoint"]
 
 
-# --- magnitudes ----------------------------------------------------------------------------------
+def read_array(path: Path) -> np.ndarray:
+    with reading(path):
+        return np.load(path, allow_pickle=False)
 
 
 class Magnitudes:
     """The states that predictions are taken at, and what is true there."""
 
     def __init__(self, directory: Path, count: int):
-        settings = describe(directory)["settings"]
-        with reading(directory / STATES):
-            states = np.load(directory / STATES, allow_pickle=False)
+        settings, states = describe(directory)["settings"], read_array(directory / STATES)
         first, last = settings["labelled"], settings["labelled"] + settings["probed"]
         self.probed, self.times = slice(first, last), states.shape[1]
-        labels = np.load(directory / "labels_train.npy", allow_pickle=False)[:last, 1::2, 0]
-        shown = np.isfinite(labels)
-        self.labelled = np.concatenate(
-            (states[:first].reshape(-1, 6), states[:last][shown][first * self.times :])
-        )
-        probed = states[self.probed].reshape(-1, 6)
-        distance, _ = cKDTree(states[:first].reshape(-1, 6)).query(probed)
+        shown = np.isfinite(read_array(directory / "labels_train.npy")[:last, 1::2, 0])
+        known, probed = states[:first].reshape(-1, 6), states[self.probed].reshape(-1, 6)
+        self.labelled = np.concatenate((known, states[self.probed][shown[self.probed]]))
+        distance, _ = cKDTree(known).query(probed)
         self.chosen = np.argsort(distance, kind="stable")[:count]
         self.states = probed[self.chosen]
         self.truth = magnitude(self.states)
@@ -191,13 +179,8 @@ class Magnitudes:
         return magnitude(self.labelled)[near].mean(axis=1)
 
     def scores(self, predicted: np.ndarray) -> dict[str, float | None]:
-        positive = predicted > 0  # which have a logarithm
-        powers = fitted_exponents(self.inputs[positive], predicted[positive])
-        return {
-            "R2": r_squared(predicted, self.truth),
-            "rank": rank_correlation(predicted, self.truth),
-            **{f"exponent_{name}": power for name, power in powers.items()},
-        }
+        fit, rank = r_squared(predicted, self.truth), rank_correlation(predicted, self.truth)
+        return {"R2": fit, "rank": rank, **fitted_exponents(self.inputs, predicted)}
 
 
 def r_squared(predicted: np.ndarray, truth: np.ndarray) -> float:
@@ -206,48 +189,42 @@ def r_squared(predicted: np.ndarray, truth: np.ndarray) -> float:
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's: what the few largest forces cannot decide alone."""
+    """Spearman's, which the few largest forces cannot decide alone."""
     ranks = [np.argsort(np.argsort(v, kind="stable"), kind="stable") for v in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def fitted_exponents(inputs: np.ndarray, predicted: np.ndarray) -> dict[str, float | None]:
-    """Least squares of log F = c + sum e_i log x_i."""
+    """Least squares of log F = c + sum e_i log x_i over the forces that have a logarithm."""
+    inputs, predicted = inputs[predicted > 0], predicted[predicted > 0]
     if len(predicted) < 10:
-        return dict.fromkeys(regression.NAMES)
+        return dict.fromkeys(EXPONENTS)
     columns = np.column_stack((np.ones(len(inputs)), np.log(inputs)))
     solution = np.linalg.lstsq(columns, np.log(predicted), rcond=None)[0]
-    return dict(zip(regression.NAMES, solution[1:].tolist(), strict=True))
-
-
-# --- vectors -------------------------------------------------------------------------------------
+    return dict(zip(EXPONENTS, solution[1:].tolist(), strict=True))
 
 
 class Vectors:
     """The eight planets' forces, and which of their points nothing was fitted or selected on."""
 
     def __init__(self, directory: Path):
-        self.unit = np.array(describe(directory)["unit"])
-        states = np.load(directory / STATES, allow_pickle=False)
+        self.unit, states = np.array(describe(directory)["unit"]), read_array(directory / STATES)
         self.position = states[..., :2]
         towards = -self.position / np.linalg.norm(self.position, axis=-1, keepdims=True)
         self.truth = magnitude(states)[..., None] * towards
-        seen = [
-            np.load(directory / f"labels_{split}.npy")[:, 1::2, 0] for split in ("train", "val")
-        ]
-        trained, selected = (np.isfinite(labels) for labels in seen)
-        if selected.all():  # the source's way selects on everything
-            selected = trained
-        self.unseen = ~(trained | selected)
+        trained, selected = (
+            np.isfinite(read_array(directory / f"labels_{split}.npy")[:, 1::2, 0])
+            for split in ("train", "val")
+        )
+        # `--selection source` selects on everything.
+        self.unseen = ~(trained if selected.all() else trained | selected)
 
     def scores(self, forces: np.ndarray) -> dict[str, dict[str, float]]:
-        return {
-            name: {
-                "cosine": float(cosines(forces[i][keep], self.truth[i][keep]).mean()),
-                "R2": r_squared(forces[i][keep], self.truth[i][keep]),
-            }
-            for i, (name, keep) in enumerate(zip(PLANETS, self.unseen, strict=True))
-        }
+        found = {}
+        for i, (name, keep) in enumerate(zip(PLANETS, self.unseen, strict=True)):
+            mine, true = forces[i][keep], self.truth[i][keep]
+            found[name] = {"cosine": float(cosines(mine, true).mean()), "R2": r_squared(mine, true)}
+        return found
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -256,11 +233,8 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(-1) / np.where(size > 0, size, 1)
 
 
-# --- results -------------------------------------------------------------------------------------
-
-
 def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vectors) -> None:
-    """What the forces are worth; each number belongs to the model that made these forces."""
+    """What the forces are worth; each number belongs to the model that made them."""
     for task, identity in model.identities.items():
         results.runs[identity] = model.described | {"run": model.name}
         if results.find(run=identity):
@@ -276,7 +250,7 @@ def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vecto
 
 
 def discover(
-    results: Results, model: Model, inputs: np.ndarray, engine: str, effort: regression.Effort
+    results: Results, model: Model, inputs: np.ndarray, engine: str, effort: Effort
 ) -> None:
     """The regressions of one model that are not done yet; together they give one constant."""
     identity, values = model.identities["magnitude"], model.magnitudes
@@ -287,29 +261,24 @@ def discover(
         rows = np.random.default_rng(seed).choice(len(values), size, replace=False)
         search = regression.ENGINES[engine]
         found = regression.discover(search, inputs[rows], values[rows], effort)
-        equations.append(found.to_dict())
+        equations.append(asdict(found))
         newtonian = sum(map(regression.newtonian, equations))
         details = {"equations": list(equations), "newtonian": newtonian}
-        k = regression.constant(equations)
-        results.add(Record("constant", identity, k, details=details))
+        constant = regression.constant(equations)
+        results.add(Record("constant", identity, constant, details=details))
         print(f"{model.name} {seed}: {found.equation}  (score {found.score:.2f})", flush=True)
 
 
 def summary(results: Results, models: list[Model]) -> str:
-    quantities = ("R2", "rank", *(f"exponent_{name}" for name in regression.NAMES), "cosine")
-
-    def cell(model: Model, quantity: str) -> str:
-        identities = model.identities.values()
-        found = [r for i in identities for r in results.select(run=i, quantity=quantity)]
-        return f"{found[0].value:.3f}" if found and found[0].value is not None else "-"
-
     rows = []
     for model in models:
+        mine = [r for r in results.records if r.run in model.identities.values()]
+        values = {record.quantity: record.value for record in mine}
         laws = results.find(quantity="constant", run=model.identities["magnitude"]).details
-        share = f"{laws['newtonian']} of {len(laws['equations'])}"
-        rows.append([model.label, *(cell(model, q) for q in ("constant", *quantities)), share])
-    header = ["", "k", "R2", "rank", "r^", "m1^", "m2^", "cosine", "as m1 / r^2"]
-    return table(header, rows)
+        shown = (values.get(q) for q in ("constant", "R2", "rank", *EXPONENTS, "cosine"))
+        cells = ["-" if value is None else f"{value:.3f}" for value in shown]
+        rows.append([model.label, *cells, f"{laws['newtonian']} of {len(laws['equations'])}"])
+    return table(["", "k", "R2", "rank", "r^", "m1^", "m2^", "cosine", "as m1 / r^2"], rows)
 
 
 if __name__ == "__main__":

@@ -34,40 +34,29 @@ def colour(model) -> str:
 
 
 def vector_figure(vectors, models: list, planets: list[str]):
-    """One row per planet (two in a row where there are many), one panel per model."""
-    wide = 2 if len(planets) > 1 else 1
+    """One panel per model and planet; several planets are drawn two per row."""
+    wide = min(2, len(planets))
     rows, columns = -(-len(planets) // wide), wide * len(models)
-    figure, axes = plots.figure(
-        rows, columns, width=plots.PAGE, height=rows * plots.PAGE / columns + 0.4, squeeze=False
-    )
-    for number, planet in enumerate(planets):
+    height = rows * plots.PAGE / columns + 0.4
+    figure, axes = plots.figure(rows, columns, width=plots.PAGE, height=height, squeeze=False)
+    panels = iter(axes.flat)
+    for planet in planets:
         i = list(PLANETS).index(planet)
         position = vectors.position[i]
         picked = farthest_points(position, SAMPLES)
         reach = 1.45 * np.abs(position).max()
-        for j, model in enumerate(models):
-            panel = axes[number // wide][(number % wide) * len(models) + j]
+        # The largest true force is 42 % of the panel's half-width.
+        shape = {"angles": "xy", "scale_units": "xy", "scale": 2.4 / reach, "headwidth": 4}
+        for model in models:
+            panel = next(panels)
             arrows = model.vectors[i][picked] / vectors.unit[i]
-            _orbit(panel, position, picked, arrows, reach, colour(model))
+            panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
+            panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
+            panel.quiver(*position[picked].T, *arrows.T, **shape, width=0.006, color=colour(model))
+            panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+            panel.set_axis_off()
             panel.set_title(f"{planet}: {model.label}", fontsize=6)
     return figure
-
-
-def _orbit(panel, position, picked, arrows, reach: float, ink: str) -> None:
-    panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
-    panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
-    panel.quiver(
-        *position[picked].T,
-        *arrows.T,
-        angles="xy",
-        scale_units="xy",
-        scale=2.4 / reach,  # the largest true force is 42 % of the panel's half-width
-        width=0.006,
-        headwidth=4,
-        color=ink,
-    )
-    panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-    panel.set_axis_off()
 
 
 def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
@@ -82,21 +71,13 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
 def magnitude_figure(truth: np.ndarray, models: list):
     """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
     shown = [model for model in models if model.name != "truth"]
-    figure, axes = plots.figure(
-        1, len(shown), width=plots.PAGE, height=2.6, sharex=True, sharey=True, squeeze=False
-    )
+    shape = {"width": plots.PAGE, "height": 2.6, "squeeze": False}
+    figure, axes = plots.figure(1, len(shown), sharex=True, sharey=True, **shape)
     limits = truth.min() / 2, truth.max() * 2
     for panel, model in zip(axes[0], shown, strict=True):
-        values = model.magnitudes
-        positive = values > 0
-        panel.loglog(
-            truth[positive],
-            values[positive],
-            ".",
-            color=colour(model),
-            markersize=1.5,
-            alpha=0.4,
-        )
+        positive = model.magnitudes > 0
+        drawn = truth[positive], model.magnitudes[positive]
+        panel.loglog(*drawn, ".", color=colour(model), markersize=1.5, alpha=0.4)
         panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
         below = "" if positive.all() else f" ({1 - positive.mean():.0%} below zero)"
         panel.set(title=f"{model.label}{below}", xlabel="true |F|", xlim=limits, ylim=limits)

@@ -7,10 +7,10 @@ new linear head, all weights trained, the mean squared error over the labelled p
   vector      (Fx, Fy) over the largest, eight planets  corpora/.../planets
 
 Training is train.py's with `--config` (default: configs/physics-109m-TASK.toml) and the attention
-of RUN, in runs/NAME-TASK. The checkpoint with the lowest loss on the set's validation labels is
-kept; its predictions go into runs/NAME-TASK/forces.npy: (sequences, times, outputs), in the
-physical unit, at the planet's points 1, 3, 5, ... The same command continues, or does nothing.
-forces.json beside it says which weights they came from; after RUN was trained again, delete
+of RUN, in runs/NAME-TASK. The predictions of the checkpoint with the lowest loss on the set's
+validation labels go into runs/NAME-TASK/forces.npy: (sequences, times, outputs), in the physical
+unit, at the planet's points 1, 3, 5, ...; forces.json says which weights they came from. Rerun the
+same command to continue; finished, it does nothing. After RUN was trained again, delete
 runs/NAME-TASK.
 """
 
@@ -22,10 +22,9 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from physics import TASKS
 from support.command import Parser, answer_early, run
 from training.config import Config, load_config, read_config
-
-TASKS = ("magnitude", "vector")
 
 
 def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -48,10 +47,10 @@ import numpy as np
 import torch
 
 import train
-from data.records import Records, describe, open_data
+from data.records import describe, open_data
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
-from physics.simulate import write_whole
+from physics.simulate import save
 from support.files import write_json, writing
 from training import distributed
 from training.checkpoint import Store, find, load_model, read_description
@@ -62,22 +61,23 @@ BATCH = 64  # sequences; fixed, so that predictions do not depend on where they 
 
 def main(argv: list[str]) -> int:
     options, overrides = parse_arguments(argv)
-    file = options.config
     overrides = [*inherited(options.task, options.run), *overrides]
-    config = load_config(file, overrides)
+    config = load_config(options.config, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:
-        raise UserError(f"{file} has not the outputs of the task {options.task!r}; see --config")
+        raise UserError(
+            f"{options.config} has not the outputs of the task {options.task!r}; see --config"
+        )
     (pretrained,) = open_checkpoints([options.run])
     folder = config.run_directory
     if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
         raise UserError(
             f"{folder} was fine-tuned from other weights than {options.run} has now; delete it "
-            "and run the same command again, or choose another --log.name"
+            "and rerun the same command, or choose another --log.name"
         )
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_origin(folder, pretrained.identity)
-    code = train.main([file, *overrides, "--resume", "--device", options.device])
+    code = train.main([options.config, *overrides, "--resume", "--device", options.device])
     if code == 0:
         predict(config, distributed.start(options.device).device)
         (best,) = open_checkpoints([str(Store(folder).best())])
@@ -101,15 +101,14 @@ def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -
 
 def inherited(task: str, path: str) -> list[str]:
     """Overrides that make the fine-tuned model the pre-trained one: its attention, its weights."""
-    directory = find(path)
-    model, info = read_description(directory)
+    model, info = read_description(find(path))
     attention = [f"--attention.{k}={v}" for k, v in model.to_dict()["attention"].items()]
     return [*attention, f"--train.init_from={path}", f"--log.name={info.run}-{task}"]
 
 
 @torch.inference_mode()
-def predict(config: Config, device: torch.device) -> Path:
-    """Predictions of the selected checkpoint for every training sequence, to the run's folder."""
+def predict(config: Config, device: torch.device) -> None:
+    """Write the selected checkpoint's predictions for every training sequence to its folder."""
     out = config.run_directory / FORCES
     best = Store(config.run_directory).best()
     model = load_model(best, device)[0].eval()
@@ -119,21 +118,17 @@ def predict(config: Config, device: torch.device) -> Path:
         rows = np.arange(first, min(first + BATCH, records.count))
         inputs, _ = records.split(records.read(rows * records.stride))
         parts.append(model(inputs.to(device))[:, 1::2].float().cpu().numpy())
-    forces = np.concatenate(parts) * unit_of(records)
+    # A label of one means this much: of the whole set, or of each sequence.
+    unit = np.reshape(describe(records.directory)["unit"], (-1, 1, 1)).astype(np.float32)
+    forces = np.concatenate(parts) * unit
     refuse_non_finite(forces, best)
-    write_whole(out, lambda file: np.save(file, forces))
+    save(out, forces)
     print(f"{out}: predictions of {best.name}")
-    return out
 
 
 def refuse_non_finite(forces: np.ndarray, source: Path) -> None:
     if not np.isfinite(forces).all():
         raise UserError(f"{source} predicts forces that are not finite; fine-tune it again")
-
-
-def unit_of(records: Records) -> np.ndarray:
-    """What a label of one means: of the set, or of each sequence; as (sequences or 1, 1, 1)."""
-    return np.reshape(describe(records.directory)["unit"], (-1, 1, 1)).astype(np.float32)
 
 
 if __name__ == "__main__":

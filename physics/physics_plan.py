@@ -31,27 +31,23 @@ def make_parser() -> Parser:
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
 
-from data.records import DESCRIPTION
+from data.shards import DESCRIPTION
 from paper.jobs import Job, is_done
 from paper.plan import config_cost, disk_line, is_trained, training_lines
-from physics.force import TASKS
+from physics import TASKS
+from physics.simulate import SETS
 from physics.systems import CHANNELS
 from training.config import Config, load_config
-
-ATTENTIONS = ("softmax", "lssar")
-SETS = ("orbits", "forces", "planets")
 
 
 def main(argv: list[str]) -> None:
     options = make_parser().parse_args(argv)
     speed = TOKENS_PER_SECOND[options.size]
     processes = options.gpus if speed is None else 1
-    costs = {
-        config.log.name: None
-        if is_done(Job(config.log.name, (), partial(is_trained, config)))
-        else config_cost(config, speed)
-        for config in configs(options.size, options.seeds, processes)
-    }
+    costs = {}
+    for config in configs(options.size, options.seeds, processes):
+        done = is_done(Job(config.log.name, (), partial(is_trained, config)))
+        costs[config.log.name] = None if done else config_cost(config, speed)
     missing = [name for name in SETS if not (options.data / name / DESCRIPTION).exists()]
     shards = options.sequences * options.points * CHANNELS * 2 if "orbits" in missing else 0
     lines = [
@@ -67,15 +63,14 @@ def main(argv: list[str]) -> None:
 def configs(size: str, seeds: list[int], processes: int) -> list[Config]:
     """Pre-training on all devices, then each model fine-tuned on one for both tasks."""
     before, after = [], []
-    for seed, attention in itertools.product(seeds, ATTENTIONS):
+    for seed, attention in itertools.product(seeds, ("softmax", "lssar")):
+        config = f"configs/physics-{size}-{attention}.toml"
         name = f"physics-{size}-{attention}{f'-s{seed}' if seed else ''}"
-        start = f"configs/physics-{size}-{attention}.toml"
-        before.append(load_config(start, [f"--log.name={name}"], processes))
-        given = [f"--attention.name={attention}"]
-        after += [
-            load_config(f"configs/physics-{size}-{t}.toml", [*given, f"--log.name={name}-{t}"])
-            for t in TASKS
-        ]
+        before.append(load_config(config, [f"--log.name={name}"], processes))
+        for task in TASKS:
+            config = f"configs/physics-{size}-{task}.toml"
+            changes = [f"--attention.name={attention}", f"--log.name={name}-{task}"]
+            after.append(load_config(config, changes))
     return before + after
 
 

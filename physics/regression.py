@@ -1,40 +1,32 @@
 """Symbolic regression of y on r, m1, m2: PySR where it runs, Operon otherwise, one way to choose.
 
-Both give a Pareto front: the best equation of every complexity. As PySR's model_selection "score"
-does, the one chosen is where the logarithm of the loss falls most for one more node,
+Both give a Pareto front: the best equation of every complexity. As with PySR's model_selection
+"score", the one chosen is where the logarithm of the loss falls most per node,
 
     score_i = log(loss_{i-1} / loss_i) / (complexity_i - complexity_{i-1}),
 
-over the equations that are better than every simpler one. Operon's own choice (minimum description
-length) takes long equations for noise. The loss is the paper's for PySR, mean(max(1e-8, |e|) -
-1e-8). Restarts with the seeds 0, 1, 2; the best score is kept.
+among those better than every simpler one. (Operon's own choice, minimum description length, fits
+long equations to noise.) The loss is the paper's, mean(max(1e-8, |e|) - 1e-8). Of the restarts
+with seeds 0, 1, 2 the best score is kept.
 """
 
 import contextlib
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import sympy
 
 from lssar.errors import UserError
+from physics import Effort
 
 NAMES = ("r", "m1", "m2")
 MAX_SIZE = 20
 SEEDS = (0, 1, 2)
 LEAST_LOSS = 1e-15  # below it rounding is all that is compared
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long a search is: PySR's iterations; Operon's population and evaluations."""
-
-    iterations: int = 100
-    population: int = 1000
-    evaluations: int = 500_000
 
 
 @dataclass(frozen=True)
@@ -50,9 +42,6 @@ class Equation(Candidate):
     seed: int
     exponents: dict[str, float | None]  # median of d log|form| / d log x over the data
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
 
 Engine = Callable[[np.ndarray, np.ndarray, int, Effort], list[Candidate]]
 
@@ -60,30 +49,25 @@ Engine = Callable[[np.ndarray, np.ndarray, int, Effort], list[Candidate]]
 def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: Effort) -> Equation:
     """The best-scored equation over the seeds; x (samples, 3) as NAMES say, y (samples,)."""
     constant = Candidate(repr(float(np.median(y))), 1, loss_of(np.median(y), y))
-    found = []
-    for seed in SEEDS:
-        chosen, score = choose([constant, *engine(x, y, seed, effort)])
-        found.append((score, -seed, chosen))
-    score, seed, chosen = max(found, key=lambda item: item[:2])
+    found = {seed: choose([constant, *engine(x, y, seed, effort)]) for seed in SEEDS}
+    seed = max(SEEDS, key=lambda seed: found[seed][1])  # the first of equal ones
+    chosen, score = found[seed]
     equation = readable(chosen.equation)
-    return Equation(equation, chosen.complexity, chosen.loss, score, -seed, exponents(equation, x))
+    return Equation(equation, chosen.complexity, chosen.loss, score, seed, exponents(equation, x))
 
 
 def choose(candidates: list[Candidate]) -> tuple[Candidate, float]:
     """The candidate with the highest score, and its score; the simplest one scores 0."""
-    front: list[tuple[Candidate, float]] = []
-    for c in sorted(candidates, key=lambda c: (c.complexity, c.loss)):
-        if not np.isfinite(c.loss):
-            continue
-        if not front:
-            front.append((c, 0.0))
-            continue
+    finite = (c for c in candidates if np.isfinite(c.loss))
+    simplest, *others = sorted(finite, key=lambda c: (c.complexity, c.loss)) or [None]
+    if simplest is None:
+        raise UserError("symbolic regression found no equation with a finite loss")
+    front = [(simplest, 0.0)]
+    for c in others:
         before = front[-1][0]
         if c.loss < before.loss and c.complexity > before.complexity:
             fall = np.log(max(before.loss, LEAST_LOSS) / max(c.loss, LEAST_LOSS))
             front.append((c, float(fall / (c.complexity - before.complexity))))
-    if not front:
-        raise UserError("symbolic regression found no equation with a finite loss")
     return max(front, key=lambda pair: pair[1])
 
 
@@ -109,38 +93,27 @@ def form(equation: str) -> str:
 
 def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
     """Median local exponent of each variable in its form: -2, 1, 1 for Newton's law."""
-    equation = form(equation)
-    step = 1 + 1e-4
-    turns = np.stack(
-        [np.where(np.arange(3) == i, step**sign, 1) for i in range(3) for sign in (1, -1)]
-    )
-    values = evaluate(equation, (x * turns[:, None]).reshape(-1, 3)).reshape(3, 2, len(x))
-    with np.errstate(all="ignore"):
-        slopes = np.log(np.abs(values[:, 0] / values[:, 1])) / (2 * np.log(step))
-    kept = (row[np.isfinite(row)] for row in slopes)
-    return {
-        n: float(np.median(row)) if len(row) else None for n, row in zip(NAMES, kept, strict=True)
-    }
-
-
-NEAR = 0.1  # of an exponent, for an equation to have Newton's form
+    text, step, found = form(equation), 1 + 1e-4, {}
+    for i, name in enumerate(NAMES):
+        factors = (np.where(np.arange(3) == i, step**sign, 1) for sign in (1, -1))
+        above, below = (evaluate(text, x * factor) for factor in factors)
+        with np.errstate(all="ignore"):
+            slopes = np.log(np.abs(above / below)) / (2 * np.log(step))
+        kept = slopes[np.isfinite(slopes)]
+        found[name] = float(np.median(kept)) if len(kept) else None
+    return found
 
 
 def newtonian(equation: dict) -> bool:
-    """Whether an equation goes as m1 / r^2, whatever it makes of m2 and whatever is added."""
-    found = equation["exponents"]
-    return all(
-        found[key] is not None and abs(found[key] - value) < NEAR
-        for key, value in {"r": -2, "m1": 1}.items()
-    )
+    """Whether an equation goes as m1 / r^2 (within 0.1), whatever it makes of m2 or adds."""
+    r, m1 = (equation["exponents"][name] for name in ("r", "m1"))
+    return None not in (r, m1) and abs(r + 2) < 0.1 and abs(m1 - 1) < 0.1
 
 
 def constant(equations: list[dict]) -> float | None:
     """k = F r^2 / m1 at the masses of Earth and Sun, the median over Newtonian equations."""
-    at = np.array([[1.0, 3e-6, 1.0]])
-    found = [
-        float(evaluate(form(e["equation"]), at)[0]) / at[0, 1] for e in equations if newtonian(e)
-    ]
+    forms = (form(equation["equation"]) for equation in equations if newtonian(equation))
+    found = [float(evaluate(text, np.array([[1.0, 3e-6, 1.0]]))[0]) / 3e-6 for text in forms]
     return median(found) if found else None
 
 
@@ -167,16 +140,14 @@ def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Cand
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about constant models, which are candidates too
         search.fit(x / size, y / unit)
-        found = {tree["model"]: tree for tree in search.pareto_front_}.values()
-        return [_candidate(search, tree, x, y, size, unit) for tree in found]
-
-
-def _candidate(search, tree: dict, x, y, size, unit: float) -> Candidate:
-    text = search.get_model_string(tree["tree"], 9)
-    for i, name in enumerate(NAMES):
-        text = text.replace(f"X{i + 1}", f"({name} / {size[i]:.17g})")
-    predicted = unit * search.evaluate_model(tree["tree"], x / size)
-    return Candidate(f"{unit:.17g} * ({text})", tree["length"], loss_of(predicted, y))
+        candidates = []
+        for found in {tree["model"]: tree for tree in search.pareto_front_}.values():
+            text = search.get_model_string(found["tree"], 9)
+            for i, name in enumerate(NAMES):
+                text = text.replace(f"X{i + 1}", f"({name} / {size[i]:.17g})")
+            loss = loss_of(unit * search.evaluate_model(found["tree"], x / size), y)
+            candidates.append(Candidate(f"{unit:.17g} * ({text})", found["length"], loss))
+    return candidates
 
 
 def readable(equation: str, digits: int = 6) -> str:
@@ -184,9 +155,8 @@ def readable(equation: str, digits: int = 6) -> str:
     expression = _parse(equation)
     with contextlib.suppress(ArithmeticError, ValueError, TypeError):
         expression = sympy.powsimp(sympy.expand_mul(expression))
-    return str(
-        expression.xreplace({n: sympy.Float(n, digits) for n in expression.atoms(sympy.Float)})
-    )
+    rounded = {number: sympy.Float(number, digits) for number in expression.atoms(sympy.Float)}
+    return str(expression.xreplace(rounded))
 
 
 def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:
@@ -208,12 +178,9 @@ def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candid
         verbosity=0,
     )
     search.fit(x, y, variable_names=list(NAMES))
-    table = search.equations_
     return [
-        Candidate(str(form), int(complexity), float(loss))
-        for form, complexity, loss in zip(
-            table["sympy_format"], table["complexity"], table["loss"], strict=True
-        )
+        Candidate(str(row.sympy_format), int(row.complexity), float(row.loss))
+        for row in search.equations_.itertuples()
     ]
 
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from physics.kepler import Orbits
+from physics.kepler import G, Orbits
 
 EXTENT = 50.0  # AU: coordinates in [-EXTENT, EXTENT], beyond it the outermost bin
 TIME_STEPS = (0.0189, 0.486)  # years: a week, and half a year
 MAX_PLANETS = 10
 CHANNELS = 2  # x and y
-STATE = ("x", "y", "vx", "vy", "m1", "m2")  # planet minus star, its mass, the star's
 BLOCK = 1000  # sequences drawn from one random stream
 KINDS = ("train", "val", "forces")  # random streams of their own
 
@@ -33,23 +32,15 @@ PLANETS = {
 }
 
 
-@dataclass(frozen=True)
-class Grid:
-    """How coordinates become tokens: `bins` a coordinate, then a token a time step, one unused."""
+def magnitude(states: np.ndarray) -> np.ndarray:
+    """Newton's law: G m1 m2 / r^2 of states (..., 6)."""
+    return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
 
-    bins: int = 7000
 
-    @property
-    def vocab_size(self) -> int:
-        return self.bins + len(TIME_STEPS) + 1
-
-    def tokens(self, coordinates: np.ndarray) -> np.ndarray:
-        index = np.floor((coordinates + EXTENT) * (self.bins / (2 * EXTENT)))
-        return np.clip(index, 0, self.bins - 1).astype(np.uint16)
-
-    def coordinates(self, tokens: np.ndarray) -> np.ndarray:
-        """The middle of each bin."""
-        return (tokens + 0.5) * (2 * EXTENT / self.bins) - EXTENT
+def to_tokens(coordinates: np.ndarray, bins: int) -> np.ndarray:
+    """The bin of each coordinate. The time steps and one unused token follow in the vocabulary."""
+    index = np.floor((coordinates + EXTENT) * (bins / (2 * EXTENT)))
+    return np.clip(index, 0, bins - 1).astype(np.uint16)
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Systems:
     centre: np.ndarray  # of mass, (systems, 2)
     time_step: np.ndarray  # index into TIME_STEPS, (systems,)
 
-    def points(self, count: int, grid: Grid) -> np.ndarray:
+    def points(self, count: int, bins: int) -> np.ndarray:
         """(systems, count, 2) uint16: the time step, then at each time every planet, the star."""
         relative, _ = self._relative(count)
         share = np.zeros_like(self.orbits.star)  # of the motion about the centre that is the star's
@@ -71,11 +62,12 @@ class Systems:
             (centre + (1 - share) * relative, centre - (share * relative)[:, :1]), axis=1
         )
         walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
-        first = np.broadcast_to((grid.bins + self.time_step)[:, None, None], (len(walk), 1, 2))
-        return np.concatenate((first.astype(np.uint16), grid.tokens(walk)), axis=1)
+        first = np.broadcast_to((bins + self.time_step)[:, None, None], (len(walk), 1, 2))
+        return np.concatenate((first.astype(np.uint16), to_tokens(walk, bins)), axis=1)
 
     def states(self, count: int) -> np.ndarray:
-        """(systems, (count - 1) // 2, 6), as STATE says, of an only planet: points 1, 3, 5, ..."""
+        """(systems, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
+        the masses of both, at points 1, 3, 5, ..."""
         position, velocity = self._relative(count)
         masses = np.stack((self.orbits.planet, self.orbits.star), axis=-1)[:, :, None]
         masses = np.broadcast_to(masses, (*position.shape[:-1], 2))
@@ -129,12 +121,12 @@ def _take(systems: Systems, chosen: np.ndarray, planets: int) -> Systems:
 
 
 def points_of(
-    groups: Iterable[tuple[np.ndarray, Systems]], count: int, points: int, grid: Grid
+    groups: Iterable[tuple[np.ndarray, Systems]], count: int, points: int, bins: int
 ) -> np.ndarray:
     """(count, points, 2) uint16 of what `random_systems` yields."""
     out = np.empty((count, points, CHANNELS), dtype=np.uint16)
     for index, systems in groups:
-        out[index] = systems.points(points, grid)
+        out[index] = systems.points(points, bins)
     return out
 
 

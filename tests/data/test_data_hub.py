@@ -110,7 +110,7 @@ def test_no_hub_is_one_line_that_says_what_to_do(tmp_path, against):
     with Hub({}) as hub:
         for command, advice in (
             (["fineweb"], "--from-files 'folder/*.parquet'"),
-            (["download", "fineweb"], "run the same command again"),
+            (["download", "fineweb"], "rerun the same command"),
         ):
             done = against(hub, *command, "--out", tmp_path / command[0])
             assert done.returncode == 2

@@ -332,7 +332,7 @@ def test_a_killed_worker_is_reported_not_waited_for():
     stream = encoded((Chunk(text, None) for _ in range(10_000)), "gpt2", workers=2)
     next(stream)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-    with pytest.raises(UserError, match="a tokeniser process died"):
+    with pytest.raises(UserError, match="a worker process died"):
         list(stream)
 
 

@@ -14,13 +14,18 @@ from data_sets import REPOSITORY, contents, read_stream
 from lssar.errors import UserError
 from physics.kepler import G, Orbits, solve_kepler
 from physics.simulate import main as simulate
-from physics.systems import PLANETS, TIME_STEPS, Grid, points_of, random_systems, solar_system
+from physics.systems import PLANETS, TIME_STEPS, points_of, random_systems, solar_system
 
 SMALL = ("--points", "37", "--bins", "200", "--sequences", "2300", "--val-sequences", "170")
 
 
-def random_points(seed, kind, first, count, points, grid, planets=0):
-    return points_of(random_systems(seed, kind, first, count, planets), count, points, grid)
+def random_points(seed, kind, first, count, points, bins, planets=0):
+    return points_of(random_systems(seed, kind, first, count, planets), count, points, bins)
+
+
+def coordinates(tokens, bins):
+    """The middle of each bin, which divide [-50, 50]."""
+    return (tokens + 0.5) * (100 / bins) - 50
 
 
 def some_orbits(count=7, seed=1):
@@ -100,14 +105,13 @@ def test_acceleration_is_the_force_over_the_reduced_mass():
 
 
 def test_a_sequence_is_the_time_step_then_every_planet_then_the_star():
-    grid = Grid(7000)
-    assert grid.vocab_size == 7003
     groups = list(random_systems(3, "train", 0, 300))
     assert sorted(s.orbits.axis.shape[1] for _, s in groups) == list(range(1, 11))
     for _, systems in groups:
-        points, n = systems.points(100, grid).astype(int), systems.orbits.axis.shape[1]
+        points, n = systems.points(100, 7000).astype(int), systems.orbits.axis.shape[1]
+        assert points.max() < 7003, "the models' vocabulary"
         assert np.array_equal(points[:, 0], np.stack([7000 + systems.time_step] * 2, axis=1))
-        walk = grid.coordinates(points[:, 1:])
+        walk = coordinates(points[:, 1:], 7000)
         star = walk[:, n :: n + 1]
         step = np.array(TIME_STEPS)[systems.time_step]
         times = (step[:, None] * np.arange(walk[:, :: n + 1].shape[1]))[:, None]
@@ -127,11 +131,11 @@ def test_a_sequence_is_the_time_step_then_every_planet_then_the_star():
 
 
 def test_a_system_depends_on_its_number_alone():
-    grid = Grid(500)
-    all_at_once = random_points(5, "train", 0, 2100, 31, grid)
-    assert np.array_equal(random_points(5, "train", 990, 1055, 31, grid), all_at_once[990:2045])
-    assert not np.array_equal(random_points(5, "val", 0, 20, 31, grid), all_at_once[:20])
-    assert not np.array_equal(random_points(6, "train", 0, 20, 31, grid), all_at_once[:20])
+    bins = 500
+    all_at_once = random_points(5, "train", 0, 2100, 31, bins)
+    assert np.array_equal(random_points(5, "train", 990, 1055, 31, bins), all_at_once[990:2045])
+    assert not np.array_equal(random_points(5, "val", 0, 20, 31, bins), all_at_once[:20])
+    assert not np.array_equal(random_points(6, "train", 0, 20, 31, bins), all_at_once[:20])
 
 
 def test_the_distributions_are_those_of_the_source():
@@ -180,7 +184,7 @@ def test_shards_hold_the_sequences_in_order(complete):
         *("orbits_val_000000.bin", "records.json"),
     ]
     stream = read_stream(complete, "train").reshape(2300, 37, 2)
-    assert np.array_equal(stream, random_points(0, "train", 0, 2300, 37, Grid(200)))
+    assert np.array_equal(stream, random_points(0, "train", 0, 2300, 37, 200))
     assert read_stream(complete, "val").size == 170 * 37 * 2
 
 
@@ -208,7 +212,7 @@ def test_a_finished_set_is_left_alone_and_other_settings_are_refused(complete, c
     arguments = ["orbits", *SMALL, "--shard-sequences", "700", "--out", str(complete)]
     simulate(arguments)
     assert "complete" in capsys.readouterr().out
-    with pytest.raises(UserError, match="seed = 0, this is 1"):
+    with pytest.raises(UserError, match="seed 0 then, 1 now"):
         simulate([*arguments, "--seed", "1"])
     assert contents(complete) == before
 
