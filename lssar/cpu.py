@@ -249,20 +249,6 @@ def _like(x: Tensor, width: int | None = None) -> Tensor:
     return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-# torch.compile's cache on disk knows an operator by its name: with a change of what is saved the
-# name changes, or compiled code of an older version would be loaded and refuse the new shapes.
-_library = torch.library.Library("lssar", "DEF")
-_SETTINGS = "int window, int phi, int flags, float p, float alpha, float bias, int train_length"
-_library.define(
-    f"cpu_forward_v3(Tensor q, Tensor k, Tensor v, Tensor? first, {_SETTINGS}, bool save)"
-    " -> (Tensor out, Tensor stats, Tensor guide)"
-)
-_library.define(
-    "cpu_backward_v3(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? first, Tensor out,"
-    f" Tensor stats, Tensor guide, {_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
-)
-
-
 def _fake_forward(q, k, v, first, *settings_and_save):
     """The output, and what a backward pass needs of the rows: statistics, and a guide."""
     *settings, save = settings_and_save
@@ -308,14 +294,31 @@ def _no_second_derivative(ctx, *_):
     raise RuntimeError("the fused kernel has no second derivative; use backend='eager' for it")
 
 
-_library.impl("cpu_forward_v3", _forward, "CPU")
-_library.impl("cpu_backward_v3", _backward, "CPU")
-torch.library.register_fake("lssar::cpu_forward_v3", _fake_forward, lib=_library)
-torch.library.register_fake("lssar::cpu_backward_v3", _fake_backward, lib=_library)
-torch.library.register_autograd(
-    "lssar::cpu_forward_v3", _autograd, setup_context=_setup_context, lib=_library
-)
-torch.library.register_autograd("lssar::cpu_backward_v3", _no_second_derivative, lib=_library)
+def _register(library: torch.library.Library) -> None:
+    settings = "int window, int phi, int flags, float p, float alpha, float bias, int train_length"
+    library.define(
+        f"cpu_forward_v3(Tensor q, Tensor k, Tensor v, Tensor? first, {settings}, bool save)"
+        " -> (Tensor out, Tensor stats, Tensor guide)"
+    )
+    library.define(
+        "cpu_backward_v3(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? first, Tensor out,"
+        f" Tensor stats, Tensor guide, {settings}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    )
+    forward, backward = "lssar::cpu_forward_v3", "lssar::cpu_backward_v3"
+    library.impl("cpu_forward_v3", _forward, "CPU")
+    library.impl("cpu_backward_v3", _backward, "CPU")
+    torch.library.register_fake(forward, _fake_forward, lib=library)
+    torch.library.register_fake(backward, _fake_backward, lib=library)
+    torch.library.register_autograd(forward, _autograd, setup_context=_setup_context, lib=library)
+    torch.library.register_autograd(backward, _no_second_derivative, lib=library)
+
+
+# torch.compile's cache on disk knows an operator by its name: with a change of what is saved the
+# name changes, or compiled code of an older version would be loaded and refuse the new shapes.
+# Every exported checkpoint brings a copy of this file; the first that is imported registers.
+_library = torch.library.Library("lssar", "FRAGMENT")
+if not hasattr(torch.ops.lssar, "cpu_forward_v3"):
+    _register(_library)
 
 
 class _Direct(torch.autograd.Function):

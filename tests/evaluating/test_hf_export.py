@@ -175,7 +175,7 @@ def test_merges_are_recovered_from_the_ranks():
 def test_exported_code_asks_for_no_package_but_torch_and_transformers(tmp_path):
     export_hf.write_code(tmp_path)
     files = list(tmp_path.glob("*.py"))
-    assert {"modeling_lssar.py", "attention.py", "model.py", "lssar_padding.py"} <= {
+    assert {"modeling_lssar.py", "attention.py", "model.py", "lssar_spans.py"} <= {
         f.name for f in files
     }
     asked = {package for file in files for package in get_imports(file)}
