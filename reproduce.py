@@ -65,7 +65,7 @@ from paper.run_records import write_runs
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots
-from support.files import writing
+from support.files import make_folder
 
 
 def main(argv: list[str]) -> int | None:
@@ -96,8 +96,7 @@ def main(argv: list[str]) -> int | None:
 
 def show_all(tables: list[Table], space: Workspace) -> None:
     """Print and draw every table, then the claims, and record what the runs were."""
-    with writing(space.folder):
-        space.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(space.folder)
     write_runs(space)
     evidence = Evidence(space.scale.name, space.folder)
     for table in tables:

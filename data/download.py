@@ -8,10 +8,10 @@ from types import ModuleType
 
 from data.shards import SHARD_NAME, Shard, check_shard, count_documents
 from data.tokeniser import Gpt2Tokeniser
-from data.writer import locked, recorded_settings, write_manifest
+from data.writer import recorded_settings, write_manifest
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
-from support.files import sha256_of
+from support.files import locked, sha256_of
 
 READY_MADE = {
     "fineweb": "kjj0/fineweb10B-gpt2",

@@ -21,9 +21,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
+
+# Its monitor's thread could take a Ctrl-C that the main thread holds back (`deaf_children`).
+tqdm.monitor_interval = 0
 
 CHUNK_CHARS = 1_000_000
 PART_CHARS = 16_384  # what the fast encoder is given at once

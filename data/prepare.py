@@ -16,7 +16,6 @@ bytes. Shard 0 is validation.
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
@@ -37,15 +36,10 @@ from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
 from data.sources import HUB, HubSource, StdlibSource, TextSource, find_files
 from data.tokeniser import get_tokeniser
-from data.writer import (
-    ShardWriter,
-    forget_progress,
-    locked,
-    recorded_settings,
-    refuse_other_settings,
-)
+from data.writer import ShardWriter, forget_progress, recorded_settings, refuse_other_settings
 from lssar.errors import UserError, did_you_mean
 from support.command import MOST_PROCESSES, Parser, positive, run, whole
+from support.files import locked, lookup
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
@@ -237,12 +231,9 @@ def main(argv: list[str]) -> None:
 
 def compare_with_published(out: Path) -> None:
     """Say when the text is not that of the published numbers: each Python has its own library."""
-    try:
-        published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["corpora"]["corpora/stdlib"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # a copy of the code without results
-    mine = describe_set(out)
-    if mine["tokens_sha256"] != published["tokens_sha256"]:
+    published, mine = lookup(PUBLISHED, "corpora", "corpora/stdlib"), describe_set(out)
+    # A copy of the code may come without results.
+    if published and mine["tokens_sha256"] != published["tokens_sha256"]:
         print(
             f"note: {out} ({mine['source']}) is not the text of the published numbers "
             f"({published['source']}): yours will differ from them"

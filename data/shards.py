@@ -5,14 +5,11 @@ tokens as uint16. A set is a folder of `PREFIX_val_000000.bin`, `PREFIX_train_00
 a `manifest.json` if `prepare.py` wrote it. Tokens are addressed by their offset in the whole split.
 """
 
-import contextlib
 import functools
 import itertools
-import json
 import os
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import numpy as np
 
 from data.tokeniser import TOKENISERS, Tokeniser
 from lssar.errors import UserError
-from support.files import digest, open_regular, read_text, reading, sha256_of, unseal
+from support.files import digest, json_record, open_regular, reading, sha256_of, unseal
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
@@ -203,19 +200,6 @@ def _refuse_gaps(directory: Path, found: list[re.Match]) -> None:
 
 
 # --- what is written beside the shards -----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def json_record(path: Path, remedy: str = "") -> Iterator[object]:
-    """The JSON value of a file. If it, or a check in the block, fails, the file is damaged."""
-    try:
-        with reading(path):
-            text = read_text(path)
-        yield json.loads(text)
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}){remedy}") from None
 
 
 def _require(sound: bool, what: str) -> None:

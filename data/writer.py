@@ -4,10 +4,8 @@ The current shard grows in `NAME.bin.tmp` and is renamed when complete. `progres
 much is safely on disk, and where in the source that ends; `manifest.json` replaces it at the end.
 """
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,13 +19,12 @@ from data.shards import (
     SHARD_NAME,
     Shard,
     header_bytes,
-    json_record,
     read_manifest,
     tokens_by_split,
 )
 from data.tokeniser import Tokeniser
 from lssar.errors import UserError
-from support.files import digest, reading, seal, sha256_of, sync, temporary_of, write_json, writing
+from support import files
 
 
 def write_manifest(
@@ -54,30 +51,14 @@ def write_manifest(
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
     }
-    write_json(directory / MANIFEST, seal(manifest))
+    files.write_json(directory / MANIFEST, files.seal(manifest))
 
 
 def forget_progress(directory: Path) -> None:
     """Once the manifest is there. A kill between the two is noticed when the command is rerun."""
-    with writing(directory):
+    with files.writing(directory):
         (directory / PROGRESS).unlink(missing_ok=True)
-        sync(directory)
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Make the folder and hold it: a second process is refused. The lock dies with its process."""
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{directory} is being written by another process") from None
-        yield
-    finally:
-        os.close(handle)
+        files.sync(directory)
 
 
 @dataclass(eq=False)
@@ -116,7 +97,7 @@ class ShardWriter:
 
     def append(self, tokens: np.ndarray, encoder: str) -> None:
         """Add tokens, and the name of what encoded them, to the current shard."""
-        with writing(self._path):
+        with files.writing(self._path):
             if self._file is None:
                 # Unbuffered: a failed write must fail here, not in a later close.
                 self._file = self._temporary.open("wb", buffering=0)
@@ -135,21 +116,21 @@ class ShardWriter:
         """Complete the current shard under its final name, if it has any tokens."""
         if self._file is None:
             return
-        with writing(self._path):
+        with files.writing(self._path):
             self._file.seek(0)
             self._write(header_bytes(self.partial))
             os.fsync(self._file.fileno())
             self.close()
-            checksum = sha256_of(self._temporary)
+            checksum = files.sha256_of(self._temporary)
             self._temporary.replace(self._path)
-            sync(self.directory)
+            files.sync(self.directory)
         self.shards.append(Shard(self._path.name, self.split, self.partial, checksum))
         self.partial = 0
 
     def save(self, source_state: object, skip: int) -> None:
         """Record that everything up to `skip` tokens after `source_state` is written."""
         if self._file is not None:
-            with writing(self._path):
+            with files.writing(self._path):
                 os.fsync(self._file.fileno())
         body = {
             "settings": self.settings,
@@ -161,13 +142,15 @@ class ShardWriter:
             "source_state": source_state,
             "skip": skip,
         }
-        write_json(self.directory / PROGRESS, {"sha256": digest(body), "progress": body})
+        files.write_json(
+            self.directory / PROGRESS, {"sha256": files.digest(body), "progress": body}
+        )
 
     def resume(self) -> tuple[object, int]:
         """Continue from `progress.json` if there is one: the source state, tokens to skip."""
         progress = read_progress(self.directory)
         if progress is None:
-            with reading(self.directory):
+            with files.reading(self.directory):
                 names = sorted(path.name for path in self.directory.iterdir())
             for name in filter(SHARD_NAME.fullmatch, names):
                 raise UserError(f"{self.directory} already holds {name}; choose an empty --out")
@@ -188,7 +171,7 @@ class ShardWriter:
 
     def _reopen(self, partial: int, restart: str) -> None:
         size = HEADER_BYTES + 2 * partial
-        with writing(self._path):
+        with files.writing(self._path):
             if self._path.exists():  # killed between the rename and the record of it
                 self._path.replace(self._temporary)
             if not self._temporary.exists() or self._temporary.stat().st_size < size:
@@ -201,8 +184,8 @@ class ShardWriter:
     def _remove_strays(self) -> None:
         """Delete what was begun after the last record: it is about to be written again."""
         keep = {shard.name for shard in self.shards} | {self._temporary.name if self._file else ""}
-        records = {temporary_of(Path(name)).name for name in (PROGRESS, MANIFEST)}
-        with writing(self.directory):
+        records = {files.temporary_of(Path(name)).name for name in (PROGRESS, MANIFEST)}
+        with files.writing(self.directory):
             for path in self.directory.iterdir():
                 match = SHARD_NAME.fullmatch(path.name.removesuffix(".tmp"))
                 ours = match and match["prefix"] == self.prefix
@@ -225,11 +208,11 @@ class ShardWriter:
 def read_progress(directory: Path) -> dict | None:
     """The record of an unfinished preparation; None when there is none."""
     path = directory / PROGRESS
-    with reading(path):
+    with files.reading(path):
         if not path.exists():
             return None
-    with json_record(path, f"; delete {directory} and start again") as record:
-        if digest(record["progress"]) != record["sha256"]:
+    with files.json_record(path, f"; delete {directory} and start again") as record:
+        if files.digest(record["progress"]) != record["sha256"]:
             raise ValueError("checksum")
     return record["progress"]
 

@@ -8,16 +8,16 @@ measurement, and none is computed again. Records of one file are comparable: to 
 `settings` must be equal; `about` is for the reader. Numbers that are not finite become null.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from lssar.errors import UserError
+from support import files
 from support.command import command_line, revision
-from support.files import Claim, finite, read_text, seal, unseal, write_json, writing
 
 AS_TRAINED = "as trained"
+HEAD = {"kind": str, "settings": dict, "about": dict, "runs": dict}  # of a file
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,8 @@ class Record:
             raise ValueError(f"a record of the unknown run {self.run!r}")
         if not isinstance(runs[self.run], dict) or not isinstance(runs[self.run].get("run"), str):
             raise TypeError(f"run {self.run!r} has no name")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, f.type) or isinstance(value, bool):
-                raise TypeError(f"{f.name} = {value!r} in a record of {self.quantity!r}")
+        kinds = {f.name: f.type for f in fields(self)}
+        files.refuse_wrong_types(vars(self), kinds, f" in a record of {self.quantity!r}")
 
 
 @dataclass(frozen=True)
@@ -75,19 +73,18 @@ class Results:
         self.path = Path(path)
         if self.path.suffix != ".json":
             raise UserError(f"--out {self.path}: give a name that ends in .json")
-        self.kind, self.settings, self.about = kind, finite(settings), finite(about)
+        self.kind, self.settings, self.about = kind, files.finite(settings), files.finite(about)
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
         self._made_with = made_with or {}
         self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
-        self._claim: Claim | None = None
+        self._claim: files.Claim | None = None
         self._opened_as = self._version()
         if self.path.exists():
             found = read_results(self.path)
             self._refuse_others(found)
             self.runs, self.records = found.runs, found.records
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.path.parent)
 
     def _refuse_others(self, found: "Results") -> None:
         if found.kind != self.kind:
@@ -120,19 +117,21 @@ class Results:
             if not record.command:  # else it was measured before
                 details = record.details | self._made_with
                 record = replace(record, **self._stamp, details=details)
-            self.records.append(Record(**finite(asdict(record))))
+            self.records.append(Record(**files.finite(asdict(record))))
         self.save()
 
     def save(self) -> None:
         if self._claim is None:  # many processes may read, only one writes
-            self._claim = Claim(self.path)
+            self._claim = files.Claim(self.path)
             if self._version() != self._opened_as:
                 raise UserError(
                     f"another process has added to {self.path} since it was read; nothing is lost: "
                     "run the same command again"
                 )
-        head = {key: getattr(self, key) for key in ("kind", "settings", "about", "runs")}
-        write_json(self.path, seal(head | {"records": [r.to_json() for r in self.records]}))
+        head = {key: getattr(self, key) for key in HEAD}
+        files.write_json(
+            self.path, files.seal(head | {"records": [r.to_json() for r in self.records]})
+        )
 
     def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
         """(run, variant, records by length), in the order in which they were first measured."""
@@ -149,24 +148,15 @@ class Results:
 def read_results(path: str | Path) -> Results:
     """A results file to read, its structure checked."""
     path = Path(path)
-    try:
-        found = unseal(json.loads(read_text(path)))
+    what = "is damaged or is not a results file of these scripts"
+    with files.json_record(path, "; give another --out", what) as record:
+        found = files.unseal(record)
+        files.refuse_wrong_types(found, HEAD)
         results = Results.__new__(Results)
-        results.path = path
-        for key, kind in (("kind", str), ("settings", dict), ("about", dict), ("runs", dict)):
-            if not isinstance(found[key], kind):
-                raise TypeError(key)
-            setattr(results, key, found[key])
+        vars(results).update({key: found[key] for key in HEAD}, path=path)
         results.records = [Record(**values) for values in found["records"]]
         for record in results.records:
             record.check(results.runs)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path} is damaged or is not a results file of these scripts ({error}); "
-            "give another --out"
-        ) from None
     return results
 
 

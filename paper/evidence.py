@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 
 from evaluating.results import AS_TRAINED, Measured, collect
-from lssar.errors import UserError
 from paper.experiments import EXTRAPOLATION, PASSKEY, Column, Row, Table, all_tables
 from paper.runs import SCALES, run_name, run_seeds
 from paper.statistic import MARGIN, Comparison, compare
-from support.files import read_text
+from support.files import finite, json_record, refuse_wrong_types
 
 PAPER = Path(__file__).with_name("paper.json")
 RUNS = "runs.json"  # beside the results of a scale: what every training run was
@@ -147,17 +146,10 @@ _FIELDS = {
 
 def read_runs(path: Path) -> dict[str, dict]:
     """The runs of runs.json by name, their fields checked."""
-    try:
-        found = json.loads(read_text(path), parse_constant=lambda _: None)["runs"]
+    with json_record(path, what="is damaged or is not a list of runs") as record:
+        found = finite(record["runs"])
         for name, run in found.items():
-            for field_name, kinds in _FIELDS.items():
-                value = run[field_name]
-                if not isinstance(value, kinds) or isinstance(value, bool):
-                    raise TypeError(f"{field_name} = {value!r} in the run {name!r}")
+            refuse_wrong_types(run, _FIELDS, f" in the run {name!r}")
             if not all(isinstance(section, dict) for section in run["config"].values()):
                 raise TypeError(f"a setting without a section in the run {name!r}")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged or is not a list of runs ({error})") from None
     return found

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lssar.errors import UserError
-from support.files import writing
+from support.files import make_folder
 from training.config import Config
 
 
@@ -72,8 +72,7 @@ class Pool:
         self.lock = threading.Lock()  # for the two above: every job has its own thread
 
     def __enter__(self) -> "Pool":
-        with writing(self.logs):
-            self.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self.logs)
         self.executor = ThreadPoolExecutor(self.parallel)
         self.previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self

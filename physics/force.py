@@ -14,7 +14,6 @@ same command to continue; finished, it does nothing. After RUN was trained again
 runs/NAME-TASK.
 """
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -51,7 +50,7 @@ from data.records import describe, open_data
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
 from physics.simulate import save
-from support.files import write_json, writing
+from support.files import lookup, make_folder, write_json
 from training import distributed
 from training.checkpoint import Store, find, load_model, read_description
 
@@ -74,8 +73,7 @@ def main(argv: list[str]) -> int:
             f"{folder} was fine-tuned from other weights than {options.run} has now; delete it "
             "and rerun the same command, or choose another --log.name"
         )
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_origin(folder, pretrained.identity)
     code = train.main([options.config, *overrides, "--resume", "--device", options.device])
     if code == 0:
@@ -87,11 +85,7 @@ def main(argv: list[str]) -> int:
 
 def origin(folder: Path) -> dict[str, str | None]:
     """The identity of the pre-trained model, and of the fine-tuned one that has predicted."""
-    try:
-        found = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-        return {key: found[key] for key in ("pretrained", "checkpoint")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {"pretrained": None, "checkpoint": None}
+    return {key: lookup(folder / ORIGIN, key) for key in ("pretrained", "checkpoint")}
 
 
 def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -> None:

@@ -12,13 +12,11 @@ An interrupted simulation continues when the same command is run again, and ends
 bytes, for any number of --workers.
 """
 
-import contextlib
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -32,12 +30,12 @@ from tqdm import tqdm
 
 from data import shards
 from data.pipeline import in_processes
-from data.writer import locked, refuse_other_settings
+from data.writer import refuse_other_settings
 from lssar.errors import UserError
 from physics import systems
 from physics.systems import CHANNELS, PLANETS, random_systems
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
-from support.files import sync, temporary_of, write_json, writing
+from support.files import json_record, locked, sync, whole_file, write_json
 
 MAX_SHARDS = 10**6
 STATES = "states.npy"  # (sequences, times, 6) float64 beside the labels
@@ -109,24 +107,12 @@ def is_complete(out: Path, settings: dict) -> bool:
         found = shards.describe(out).get("settings")
         (out / shards.PROGRESS).unlink(missing_ok=True)
     elif (out / shards.PROGRESS).exists():
-        with shards.json_record(out / shards.PROGRESS, f"; delete {out} and start again") as record:
+        with json_record(out / shards.PROGRESS, f"; delete {out} and start again") as record:
             found = dict(record)
     elif any(out.glob("*.bin")):
         raise UserError(f"{out} holds other shards already; choose an empty folder for --out")
     refuse_other_settings(out, found, settings)
     return complete
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that is there whole or not at all."""
-    temporary = temporary_of(path)
-    with writing(path):
-        with temporary.open("wb") as file:
-            yield file
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
 
 
 def save(path: Path, array: np.ndarray) -> None:

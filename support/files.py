@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import json
 import math
+import operator
 import os
 import re
 import stat
@@ -77,23 +79,36 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path) -> None:
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def temporary_of(path: Path) -> Path:
     """The name of `path` while it is being written; a kill may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` atomically and durably."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears under its name whole or not at all, and durably."""
     temporary = temporary_of(path)
     with writing(path):
         try:
-            temporary.write_text(text, encoding="utf-8")
+            with temporary.open("wb") as file:
+                yield file
             sync(temporary)
             temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    data = text.encode()
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -131,6 +146,21 @@ def _release(lock: Path, handle: int) -> None:
     os.close(handle)
 
 
+@contextlib.contextmanager
+def locked(directory: Path, refusal: str = "is being written by another process") -> Iterator[None]:
+    """Make the folder and hold it: a second process is refused. The lock dies with its process."""
+    make_folder(directory)
+    with writing(directory):
+        handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{directory} {refusal}") from None
+    finally:
+        os.close(handle)
+
+
 def digest(value) -> str:
     """sha256 of a JSON value as it reads back, whatever the order of its keys."""
     as_read = json.loads(json.dumps(value))
@@ -153,6 +183,37 @@ def unseal(value: dict) -> dict:
     if "sha256" in value and value["sha256"] != digest(body):
         raise ValueError("the contents do not have the recorded checksum")
     return body
+
+
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+@contextlib.contextmanager
+def json_record(path: Path, remedy: str = "", what: str = "is damaged") -> Iterator[object]:
+    """The JSON value of a file. If it, or a check in the block, fails, the file is damaged."""
+    try:
+        with reading(path):
+            text = read_text(path)
+        yield json.loads(text)
+    except UserError:
+        raise
+    except DAMAGE as error:
+        raise UserError(f"{path} {what} ({type(error).__name__}: {error}){remedy}") from None
+
+
+def lookup(path: Path, *keys: str):
+    """What a JSON file has at these keys, one inside the other; None if anything is amiss."""
+    try:
+        return functools.reduce(operator.getitem, keys, json.loads(read_text(path)))
+    except (OSError, *DAMAGE):
+        return None
+
+
+def refuse_wrong_types(values: dict, kinds: dict, where: str = "") -> None:
+    """TypeError for a value that is not of its kind; true and false are no numbers."""
+    for key, kind in kinds.items():
+        if not isinstance(values[key], kind) or isinstance(values[key], bool):
+            raise TypeError(f"{key} = {values[key]!r} is of a wrong type{where}")
 
 
 CHECKED_LINE = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)

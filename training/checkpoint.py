@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from lssar.errors import UserError
 from model import GPT, MEANING, ModelConfig
-from support.files import open_regular, read_text, seal, sha256_of, sync, unseal, write_text
+from support import files
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 
@@ -38,10 +38,7 @@ class CheckpointInfo:
     seed: int | None = None
 
     def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, field.type) or isinstance(value, bool):
-                raise UserError(f"{field.name} = {value!r} is of a wrong type")
+        files.refuse_wrong_types(vars(self), {field.name: field.type for field in fields(self)})
         if self.step < 0 or self.train_length < 1:
             raise UserError(f"impossible: step {self.step}, train_length {self.train_length}")
 
@@ -54,9 +51,11 @@ def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
         "meaning": MEANING,
         "model": model.config.to_dict(),
         "info": asdict(info),
-        "files": {f.name: sha256_of(f) for f in sorted(directory.iterdir()) if f.suffix != ".json"},
+        "files": {
+            f.name: files.sha256_of(f) for f in sorted(directory.iterdir()) if f.suffix != ".json"
+        },
     }
-    text = json.dumps(seal(description), indent=1) + "\n"
+    text = json.dumps(files.seal(description), indent=1) + "\n"
     (directory / DESCRIPTION).write_text(text, encoding="utf-8")
 
 
@@ -106,7 +105,7 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
     """The model's config, the rest of model.json, and the sha256 of the other files."""
     file = directory / DESCRIPTION
     try:
-        description = unseal(json.loads(read_text(file)))
+        description = files.unseal(json.loads(files.read_text(file)))
         if (found := description.get("meaning")) != MEANING:
             raise UserError(
                 f"its weights have meaning {found!r:.20}, this code computes {MEANING} "
@@ -125,7 +124,7 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
 
 def _refuse_damage(file: Path) -> None:
     recorded = _description(file.parent)[2]
-    if file.name in recorded and sha256_of(file) != recorded[file.name]:
+    if file.name in recorded and files.sha256_of(file) != recorded[file.name]:
         raise UserError(
             f"{file} is damaged: {DESCRIPTION} has another sha256; use another checkpoint"
         )
@@ -149,7 +148,7 @@ class Store:
 
     def _pointer(self, name: str) -> Path | None:
         try:
-            target = read_text(self.directory / name, limit=1000).strip()
+            target = files.read_text(self.directory / name, limit=1000).strip()
         except (OSError, UnicodeDecodeError):
             return None
         return self.directory / Path(target).name if target else None
@@ -166,8 +165,8 @@ class Store:
                 torch.save(trainer, file)
             save_model(temporary, model, info)
             for file in temporary.iterdir():
-                sync(file)
-            sync(temporary)
+                files.sync(file)
+            files.sync(temporary)
             if final.exists():
                 self._remove(final)  # damaged: resuming has skipped it
             temporary.rename(final)
@@ -181,10 +180,10 @@ class Store:
                 f"cannot write checkpoint {final}: {getattr(reason, 'strerror', None) or reason}; "
                 "free the disk or choose another --log.directory; the previous checkpoint is intact"
             ) from None
-        sync(self.directory)
-        write_text(self.directory / "latest", final.name + "\n")
+        files.sync(self.directory)
+        files.write_text(self.directory / "latest", final.name + "\n")
         if best:
-            write_text(self.directory / "best", final.name + "\n")
+            files.write_text(self.directory / "best", final.name + "\n")
         for old in self.candidates()[keep:]:
             if old != self._pointer("best"):
                 self._remove(old)
@@ -210,7 +209,7 @@ def read_trainer(directory: Path) -> dict:
     file = directory / TRAINER
     _refuse_damage(file)
     try:
-        with open_regular(file) as opened:
+        with files.open_regular(file) as opened:
             return torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,8 +1,6 @@
 """What a run leaves behind and shows: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
-import fcntl
-import json
 import netrc
 import os
 import sys
@@ -30,23 +28,12 @@ class RunLog(contextlib.ExitStack):
         self.config, self.path, self.world = config, config.run_directory, world
         self.bar = None
         if world.is_main:
-            self._lock()
-
-    def _lock(self) -> None:
-        """Two runs must not write into one directory."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = self.enter_context((self.path / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{self.path} is in use by another training; choose another --log.name"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"cannot write the run directory {self.path}: {error.strerror}; "
-                "choose another --log.directory"
-            ) from None
+            taken = "is in use by another training; choose another --log.name"
+            try:
+                self.enter_context(files.locked(self.path, taken))
+            except UserError as error:
+                other = "" if taken in str(error) else "; choose another --log.directory"
+                raise UserError(f"{error}{other}") from None
 
     def start(self, step: int, summary: list[str]) -> None:
         if not self.world.is_main:
@@ -156,9 +143,7 @@ def other_machine(saved: dict, now: dict) -> str | None:
 
 def how_stopped(run_directory: Path) -> str | None:
     """What run.json says if a signal stopped the run after it saved."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return json.loads((run_directory / RUN).read_text(encoding="utf-8")).get("stopped")
-    return None
+    return files.lookup(run_directory / RUN, "stopped")
 
 
 def read_metrics(run_directory: Path) -> list[dict]:

@@ -205,7 +205,7 @@ def test_shards_of_someone_else_are_never_overwritten(parquet, tmp_path):
 
 
 def test_two_preparations_of_one_folder_are_not_at_once(tmp_path):
-    from data.writer import locked
+    from support.files import locked
 
     (tmp_path / "a.txt").write_text("text")
     with locked(tmp_path / "out"):
