@@ -44,11 +44,6 @@ class KVCache:
 Rope = tuple[Tensor, Tensor]
 
 
-def rope_tables(start: int, length: int, head_dim: int, interpolation: float, device) -> Rope:
-    """cos and sin (length, 1, 1, head_dim / 2) for positions start .. start + length - 1."""
-    return rope_at(torch.arange(start, start + length, device=device), head_dim, interpolation)
-
-
 def rope_at(position: Tensor, head_dim: int, interpolation: float) -> Rope:
     """cos and sin (..., 1, 1, head_dim / 2) of positions (L,), or (B, L) where rows differ."""
     # Angles reach 16,384 radians, where float32 has three digits after the point.

@@ -50,16 +50,22 @@ PANEL = 2.3  # inches
 SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 
 
-@torch.inference_mode()
-def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
-    """The attention matrices (heads, L, L) that the model computes in `layer` for tokens (L,)."""
+def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
+    """The attention module of `layer`, and what it is given for tokens (B, L): x, rope, first."""
     attention, seen = model.blocks[layer].attention, []
     hook = attention.register_forward_pre_hook(lambda module, given: seen.extend(given))
     try:
-        model.hidden(tokens.unsqueeze(0))
+        model.hidden(tokens)
     finally:
         hook.remove()
     x, rope, _, first = seen
+    return attention, x, rope, first
+
+
+@torch.inference_mode()
+def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
+    """The attention matrices (heads, L, L) that the model computes in `layer` for tokens (L,)."""
+    attention, x, rope, first = layer_inputs(model, tokens.unsqueeze(0), layer)
     q, k, _ = attention.queries_keys_values(x, rope)
     options = {"first": first, "params": attention.head_scale}
     return attention_weights(q, k, attention.mechanism, **options)[0].cpu()
@@ -152,10 +158,8 @@ def tokens_and_layer(checkpoint: Checkpoint, arguments) -> tuple[np.ndarray, int
     """Layers are counted from 1; the last where none was chosen."""
     tokens, layers = checkpoint.tokeniser().encode(arguments.text), checkpoint.config.layers
     if len(tokens) <= UNSHIFTED_ROWS:
-        raise UserError(
-            f"--text {arguments.text!r} has {len(tokens)} tokens for {checkpoint.path}; at least "
-            f"{UNSHIFTED_ROWS + 1} are needed, as the numbers are over the rows after them"
-        )
+        few = f"--text {arguments.text!r} has {len(tokens)} tokens for {checkpoint.path}"
+        raise UserError(f"{few}; at least {UNSHIFTED_ROWS + 1} are needed")
     layer = arguments.layer or layers
     if layer > layers:
         raise UserError(f"--layer {layer}: {checkpoint.path} has layers 1 to {layers}")

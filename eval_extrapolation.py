@@ -69,16 +69,12 @@ class Targets:
         asked, segment = arguments.tokens, arguments.segment or arguments.lengths[-1]
         for length in arguments.lengths:
             if segment % length:
-                raise UserError(
-                    f"--lengths: {length} does not divide {segment}, so the two could not predict "
-                    "the same tokens; use lengths that divide the longest, or the --segment"
-                )
+                rule = "use lengths that divide the longest, or the --segment"
+                raise UserError(f"--lengths: {length} does not divide {segment}; {rule}")
         available = data.total_tokens - 1  # the last token has no successor to predict
         if available < segment:
-            raise UserError(
-                f"{data.directory} has {data.total_tokens} validation tokens, too few for one "
-                f"window of {segment} and the token after it; use shorter --lengths or more data"
-            )
+            few = f"{data.total_tokens} validation tokens, too few for a window of {segment} + 1"
+            raise UserError(f"{data.directory} has {few}; use shorter --lengths or more data")
         if asked < segment:
             raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
         self.data, self.segment, self.spread = data, segment, arguments.spread

@@ -217,8 +217,7 @@ class GPT(nn.Module):
             return x
         if end > c.positions:
             raise UserError(
-                f"a sequence of {end} is longer than the model's table of {c.positions} positions; "
-                "give at most that"
+                f"a sequence of {end} is longer than the model's table of {c.positions}"
             )
         return x + self.positions.weight[start:end]
 
@@ -251,10 +250,8 @@ class GPT(nn.Module):
         """The same weights under another `interpolation` or `attention` (p, alpha, window, ...)."""
         config = replace(self.config, **changes)
         if config.attention.parameter_init != self.config.attention.parameter_init:
-            raise UserError(
-                f"a model trained with attention {self.config.attention.name!r} lacks the "
-                f"parameters of {config.attention.name!r}"
-            )
+            old, new = self.config.attention.name, config.attention.name
+            raise UserError(f"a model trained with {old!r} lacks the parameters of {new!r}")
         self.config = config
         for block in self.blocks:
             block.attention.mechanism = config.attention

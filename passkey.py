@@ -99,9 +99,8 @@ class Answers:
                 checked = are_checked(lines)
                 self._remember([read_line(line, checked) for line in lines])
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise UserError(
-                    f"{path} is damaged; delete it and the results beside it, or give another --out"
-                ) from None
+                remedy = "delete it and the results beside it, or give another --out"
+                raise UserError(f"{path} is damaged; {remedy}") from None
             if whole != found:
                 path.write_bytes(whole)
 
@@ -161,10 +160,8 @@ def main(argv: list[str]) -> None:
         results = open_results(arguments.out, "passkey", settings, about={})
         path = results.sibling("-answers.jsonl")
         if path.exists() and not results.path.exists():
-            raise UserError(
-                f"{path} has answers of unknown settings, as {results.path} is gone; delete it or "
-                "give another --out"
-            )
+            gone = f"answers of unknown settings, as {results.path} is gone"
+            raise UserError(f"{path} has {gone}; delete it or give another --out")
         results.save()  # the settings, before the first answer
         answers = Answers(path)
         with kept_on_interrupt(results.path):

@@ -320,10 +320,8 @@ def initial_state(
     """A new model, one with another run's weights, or the latest checkpoint that can be read."""
     candidates = store.candidates()
     if candidates and not resume:
-        raise UserError(
-            f"{config.run_directory} holds {candidates[0].name} already; rerun with --resume, or "
-            "choose another --log.name"
-        )
+        has = f"{config.run_directory} holds {candidates[0].name} already"
+        raise UserError(f"{has}; rerun with --resume, or choose another --log.name")
     for path in candidates:
         try:
             model, _ = checkpoint.load_model(path)
@@ -340,14 +338,11 @@ def initial_state(
                     " (for a cosine over other steps, start a new run from this one: "
                     f"--train.init_from={config.run_directory} --train.init_optimiser=true)"
                 )
-            raise UserError(
-                f"--resume contradicts {path} (saved -> now): {'; '.join(changed)}; {hint}"
-            )
+            why = "; ".join([*changed, hint])
+            raise UserError(f"--resume contradicts {path} (saved -> now): {why}")
         if config.train.steps < progress.step:
-            raise UserError(
-                f"train.steps = {config.train.steps}, but {path} has done {progress.step}; "
-                "give at least that many"
-            )
+            given = f"train.steps = {config.train.steps}"
+            raise UserError(f"{given}, but {path} has done {progress.step}; give at least that")
         return model, progress, state
     if candidates:
         raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import rope_tables
+from attention_maps import layer_inputs
 from benchmarks import measure
 from benchmarks.study import Study, draw, settings_of, text
 from evaluating.checkpoints import mechanism_label, open_checkpoints
@@ -89,6 +89,8 @@ def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
 
 
 def main(options: Namespace) -> None:
+    for name in ("heads", "head_dim", "layer", "text", "threads"):  # not every study offers them
+        vars(options).setdefault(name)
     options.device = options.device or measure.best_device()
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     options.threads = options.threads or torch.get_num_threads()
@@ -178,8 +180,7 @@ def zero_blocks(study: Study) -> None:
     for length in options.lengths:
         if length < 2 * tile:
             raise UserError(
-                f"--lengths {length}: no tile of {tile} x {tile} is wholly below the diagonal; "
-                f"give at least {2 * tile}"
+                f"--lengths {length}: no tile of {tile} x {tile} fits; give at least {2 * tile}"
             )
         for layer in range(1, options.layers + 1):
             q, k, *_ = make_inputs(Namespace(**vars(options) | {"layer": layer}), length)
@@ -304,12 +305,8 @@ def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Ten
     if len(tokens) == 0:
         raise UserError(f"--text {path} is empty")
     tokens = tokens.repeat(math.ceil(needed / len(tokens)))[:needed].view(options.batch, length)
-    config, last = model.config, model.blocks[options.layer - 1]
-    rope = rope_tables(0, length, config.head_dim, config.interpolation, "cpu")
-    x = model.embedding(tokens)
-    for block in model.blocks[: options.layer - 1]:
-        x = block(x, rope, None)
-    return last.attention.queries_keys_values(last.norm_attention(x), rope)
+    attention, x, rope, _ = layer_inputs(model, tokens, options.layer - 1)
+    return attention.queries_keys_values(x, rope)
 
 
 @torch.no_grad()

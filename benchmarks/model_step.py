@@ -188,9 +188,8 @@ def table_lines(options: Namespace, p: float) -> list[Line]:
 def measure_lines(study: Study, lines: list[Line]) -> Values:
     options, memory = study.options, study.weigh(line_steps, lines)
     if not memory:
-        raise UserError(
-            f"nothing fits at --batch {options.batch} --length {options.length}; make them smaller"
-        )
+        size = f"--batch {options.batch} --length {options.length}"
+        raise UserError(f"nothing fits at {size}; make them smaller")
     bench = Workbench(options)
     steps = {(line, phase): partial(bench.run, line, phase) for line in memory for phase in PHASES}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)

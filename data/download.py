@@ -54,9 +54,8 @@ def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
         yield huggingface_hub
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(
-            f"cannot fetch {what} from the hub ({type(error).__name__}: {reason}); {advice}"
-        ) from None
+        why = f"{type(error).__name__}: {reason}"
+        raise UserError(f"cannot fetch {what} from the hub ({why}); {advice}") from None
 
 
 def begun_revision(out: Path) -> str | None:

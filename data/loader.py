@@ -92,9 +92,9 @@ class TrainLoader:
         at_once = self.micro_batch * self.world_size
         self.accumulation, rest = divmod(self.global_batch, at_once)
         if rest:
+            shared = f"{self.world_size} processes in micro-batches of {self.micro_batch}"
             raise UserError(
-                f"a global batch of {self.global_batch} sequences for {self.world_size} processes "
-                f"in micro-batches of {self.micro_batch} must be a multiple of {at_once}"
+                f"a global batch for {shared} is a multiple of {at_once}, not {self.global_batch}"
             )
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
@@ -182,10 +182,8 @@ def validation_windows(
     """
     segment = total_tokens if segment is None else segment
     if total_tokens < 1 or total_tokens % segment or segment % length:
-        raise UserError(
-            f"{total_tokens} validation tokens in segments of {segment} cannot be cut into windows "
-            f"of {length}: each must be a multiple of the next"
-        )
+        sizes = f"{total_tokens} validation tokens, segments of {segment}, windows of {length}"
+        raise UserError(f"{sizes}: each must be a multiple of the next")
     source = windows_of(tokens, length)
     if (most := source.count * length) < total_tokens:
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""

@@ -163,10 +163,8 @@ def in_processes(function: Callable, tasks: Iterable, workers: int) -> Iterator:
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            "a worker process died (out of memory?); rerun the same command, perhaps with fewer "
-            "--workers: it continues where it stopped"
-        ) from None
+        again = "rerun the same command to continue, perhaps with fewer --workers"
+        raise UserError(f"a worker process died (out of memory?); {again}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

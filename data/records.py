@@ -33,10 +33,10 @@ class Records:
         self.stride = points * channels
         self.count, rest = divmod(tokens.total_tokens, self.stride)
         if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
-            raise UserError(
-                f"{self.directory} is damaged: {tokens.total_tokens} tokens are not records of "
-                f"{self.stride} with a label each; simulate it again"
+            wrong = (
+                f"{tokens.total_tokens} tokens are not records of {self.stride} with a label each"
             )
+            raise UserError(f"{self.directory} is damaged: {wrong}; simulate it again")
         if labels is not None and np.isinf(labels).any():
             raise UserError(f"{self.directory} has infinite labels; simulate it again")
         self.total_tokens = self.count * (points - 1)  # positions that a model reads
@@ -80,10 +80,8 @@ def open_data(
     about = describe(directory)
     for key, wanted in {"channels": channels, "outputs": outputs}.items():
         if about[key] != wanted:
-            raise UserError(
-                f"{directory} has {about[key]} {key} per position, the model {wanted}; "
-                f"set model.{key} = {about[key]} or choose other data"
-            )
+            has = f"{directory} has {about[key]} {key} per position, the model {wanted}"
+            raise UserError(f"{has}; set model.{key} = {about[key]} or choose other data")
     tokens = open_split(directory, split, vocab_size=vocab_size)
     labels = None
     if outputs:

@@ -50,16 +50,12 @@ def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
         raise UserError(f"{path} is truncated: {size} bytes, less than a shard's header")
     magic, version, tokens = struct.unpack_from("<3i", header)
     if (magic, version) != (MAGIC, VERSION):
-        raise UserError(
-            f"{path} is not an llm.c version-1 GPT-2 shard (magic {magic}, version {version}; "
-            f"expected {MAGIC}, {VERSION})"
-        )
+        found = f"magic {magic}, version {version}; expected {MAGIC}, {VERSION}"
+        raise UserError(f"{path} is not an llm.c version-1 GPT-2 shard ({found})")
     expected = HEADER_BYTES + 2 * tokens
     if tokens < 0 or size != expected:
-        raise UserError(
-            f"{path} is damaged: its header promises {tokens} tokens ({expected} bytes) but it has "
-            f"{size} bytes; prepare or download it again"
-        )
+        promise = f"its header promises {tokens} tokens ({expected} bytes) but it has {size} bytes"
+        raise UserError(f"{path} is damaged: {promise}; prepare or download it again")
     check_ids(np.frombuffer(sample[: 2 * tokens], "<u2"), vocab_size, path)
     return tokens
 
@@ -67,10 +63,8 @@ def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
 def check_ids(ids: np.ndarray, vocab_size: int | None, where: object) -> None:
     """Refuse ids the vocabulary does not have."""
     if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
-        raise UserError(
-            f"{where} holds token {int(ids.max())}, outside the vocabulary of {vocab_size}; "
-            "was it made with another tokeniser?"
-        )
+        outside = f"token {int(ids.max())}, outside the vocabulary of {vocab_size}"
+        raise UserError(f"{where} holds {outside}; was it made with another tokeniser?")
 
 
 @dataclass(eq=False)
@@ -138,10 +132,9 @@ def open_split(directory: str | Path, split: str, *, vocab_size: int | None = No
         tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
         limit = ids if vocab_size is None else vocab_size
         if not 0 <= limit - ids < MAX_PADDING:
-            raise UserError(
-                f"{directory} was tokenised with {tokeniser!r} ({ids} ids) but the model has a "
-                f"vocabulary of {vocab_size}; prepare it with the model's tokeniser"
-            )
+            sizes = f"with {tokeniser!r} ({ids} ids) but the model has a vocabulary of {vocab_size}"
+            remedy = "prepare it with the model's tokeniser"
+            raise UserError(f"{directory} was tokenised {sizes}; {remedy}")
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
@@ -162,9 +155,7 @@ def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
     with reading(directory):
         names = {entry.name for entry in os.scandir(directory)}
     if PROGRESS in names:
-        raise UserError(
-            f"{directory} is unfinished ({PROGRESS}); rerun the command that makes it to continue"
-        )
+        raise UserError(f"{directory} is unfinished ({PROGRESS}); rerun the command that makes it")
     matches = filter(None, map(SHARD_NAME.fullmatch, names))
     found = sorted(matches, key=lambda match: (match["prefix"], int(match["index"])))
     if MANIFEST in names:
@@ -177,9 +168,7 @@ def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
             raise UserError(f"{directory / extra[0]} is not in {MANIFEST}; move it elsewhere")
         return shards, manifest
     if not found:
-        raise UserError(
-            f"{directory} has no token shards; make some with: python data/prepare.py --help"
-        )
+        raise UserError(f"{directory} has no token shards; see: python data/prepare.py --help")
     _refuse_gaps(directory, found)
     return [Shard(match.string, match["split"], -1) for match in found], None
 
@@ -231,10 +220,8 @@ def describe(directory: Path) -> dict:
     """The `records.json` of a set of records (data/records.py)."""
     path = directory / DESCRIPTION
     if not path.exists():
-        raise UserError(
-            f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records; make one with: "
-            "python physics/simulate.py --help"
-        )
+        what = f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records"
+        raise UserError(f"{what}; make one with: python physics/simulate.py --help")
     with json_record(path, "; simulate it again") as about:
         for key in ("points", "channels", "outputs"):
             _require(type(about[key]) is int, f"{key} {about[key]!r}")

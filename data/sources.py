@@ -60,10 +60,9 @@ class ParquetStream:
                 gc.collect()
         except Exception as error:  # readers and network clients below share no base class
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(
-                f"cannot read {self._arguments.get('data_files') or self._path}: {reason[0]}; "
-                "rerun the same command to continue, or pass local copies with --from-files"
-            ) from None
+            again = "rerun the same command to continue, or pass local copies with --from-files"
+            where = self._arguments.get("data_files") or self._path
+            raise UserError(f"cannot read {where}: {reason[0]}; {again}") from None
 
     def _load(self):
         ensure_hub_cache()

@@ -38,10 +38,8 @@ class Checkpoint:
         name = self.info.tokeniser or next(iter(fitting), None)
         if name not in fitting:
             known = ", ".join(f"{n} {t.vocab_size}" for n, t in TOKENISERS.items())
-            raise UserError(
-                f"{self.path} has a vocabulary of {self.config.vocab_size} and the tokeniser "
-                f"{name!r}; text needs one of: {known}"
-            )
+            has = f"a vocabulary of {self.config.vocab_size} and the tokeniser {name!r}"
+            raise UserError(f"{self.path} has {has}; text needs one of: {known}")
         return get_tokeniser(name)
 
     def describe(self) -> dict:
@@ -122,10 +120,8 @@ def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
     for variant in chosen:
         suited = [c for c in checkpoints if variant.suits(c.config)]
         if not suited:
-            raise UserError(
-                f"--{variant.key} {variant.value:g}: no checkpoint given re-weights its attention, "
-                "so there is no exponent to change; leave it out"
-            )
+            given = f"--{variant.key} {variant.value:g}"
+            raise UserError(f"{given}: no checkpoint given re-weights its attention; leave it out")
         for c in suited:  # raises for an impossible value
             variant.config(c.config, c.info.train_length, length=2**40)
     return chosen

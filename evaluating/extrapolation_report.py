@@ -1,35 +1,18 @@
-"""python -m evaluating.extrapolation_report results/x.json: loss by length in one short table.
-
-Tables and figures of `eval_extrapolation.py`, some of them also for `passkey.py`.
-"""
+"""Tables and figures of `eval_extrapolation.py`, some of them also for `passkey.py`."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lssar.errors import UserError
-from support.command import Parser, answer_early, run
-
-KIND, LOSS = "extrapolation", "validation loss (nats per token)"
-
-
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
-    parser.add_argument("results", type=Path)
-    return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
 import numpy as np
 
 from evaluating.checkpoints import labels, series_label
-from evaluating.results import AS_TRAINED, Record, Results, read_results
+from evaluating.results import AS_TRAINED, Record, Results
 from support import plots
 from support.text import short_number, table
 
+LOSS = "validation loss (nats per token)"
 Key = tuple[str, str, int]  # run, variant, length
 
 
@@ -129,8 +112,6 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
 
 def short_table(results: Results) -> str:
     """Loss by length, its rise, and the context gain at the longest: one line per series."""
-    if results.kind != KIND:
-        raise UserError(f"{results.path} holds results of {results.kind!r}, not of {KIND!r}")
     names, gains = labels(results.runs), by_key(results, "context_gain")
     lengths = sorted({r.length for r in results.records})
     body = []
@@ -198,11 +179,3 @@ def loss_by_position(results: Results):
     axes.set_ylabel(LOSS)
     plots.legend_below(figure, axes)
     return figure
-
-
-def main(argv: list[str]) -> None:
-    print(short_table(read_results(make_parser().parse_args(argv).results)))
-
-
-if __name__ == "__main__":
-    run(main)

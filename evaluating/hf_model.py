@@ -46,9 +46,8 @@ class Seen:
         if mask is None:
             mask = None if cache is None else tokens.new_ones(len(tokens), keys)
         elif mask.dim() != 2 or mask.shape[1] < keys:
-            raise ValueError(
-                f"attention_mask of shape {tuple(mask.shape)}: give (batch, {keys}), 0 for padding"
-            )
+            shape, wanted = tuple(mask.shape), f"(batch, {keys}), 0 for padding"
+            raise ValueError(f"attention_mask of shape {shape}: give {wanted}")
         self.mask = None if mask is None else mask[:, :keys].bool()  # which keys are tokens
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,10 +99,8 @@ class CheckpointLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         for _, _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
-                raise UserError(
-                    f"a continuation of {len(continuation)} tokens cannot be scored; it must have "
-                    f"at least 1 and at most max_length = {self.max_length}"
-                )
+                length = f"{len(continuation)} tokens, not 1 to max_length = {self.max_length}"
+                raise UserError(f"a continuation of {length}, cannot be scored")
         inputs = [
             tuple(((context or [self.prefix_token_id]) + continuation)[-self.max_length - 1 : -1])
             for _, context, continuation in requests
@@ -167,14 +165,14 @@ class CheckpointLM(TemplateLM):
     def _settings(self, given: dict) -> dict:
         settings = normalize_gen_kwargs(given, self.max_gen_toks)
         if unknown := set(settings) - GENERATION_SETTINGS:
+            known = ", ".join(sorted(GENERATION_SETTINGS))
             raise UserError(
-                f"generation setting {sorted(unknown)[0]!r} is not supported; a task may set "
-                + ", ".join(sorted(GENERATION_SETTINGS))
+                f"generation setting {min(unknown)!r} is not supported; a task may set {known}"
             )
         if settings["max_gen_toks"] >= self.max_length:
+            new = settings["max_gen_toks"]
             raise UserError(
-                f"max_gen_toks {settings['max_gen_toks']} leaves no room for a prompt; give a "
-                f"max_length above {self.max_length}"
+                f"max_gen_toks {new} leaves no room for a prompt in max_length {self.max_length}"
             )
         return settings
 

@@ -93,10 +93,8 @@ class Results:
         for key in {**self.settings, **found.settings}:
             old, new = found.settings.get(key), self.settings.get(key)
             if old != new:
-                raise UserError(
-                    f"{self.path} was made with {key} = {old}, this is {new}: the numbers would "
-                    "not be comparable; give another --out or delete it"
-                )
+                made = f"{self.path} was made with {key} = {old}, this is {new}"
+                raise UserError(f"{made}: not comparable; give another --out or delete it")
 
     def _version(self) -> tuple | None:
         found = self.path.stat() if self.path.exists() else None
@@ -124,10 +122,8 @@ class Results:
         if self._claim is None:  # many processes may read, only one writes
             self._claim = files.Claim(self.path)
             if self._version() != self._opened_as:
-                raise UserError(
-                    f"another process has added to {self.path} since it was read; nothing is lost: "
-                    "run the same command again"
-                )
+                added = f"another process has added to {self.path} since it was read"
+                raise UserError(f"{added}; nothing is lost: run the same command again")
         head = {key: getattr(self, key) for key in HEAD}
         files.write_json(
             self.path, files.seal(head | {"records": [r.to_json() for r in self.records]})

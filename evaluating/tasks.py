@@ -43,10 +43,8 @@ def chosen_tasks(text: str) -> list[str]:
             if not Path(part).is_file():
                 raise UserError(f"--tasks {part}: no such file")
         elif part not in known:
-            raise UserError(
-                f"--tasks {part}: unknown; {did_you_mean(part, known)}; or give the path of a "
-                ".yaml file of lm-evaluation-harness"
-            )
+            or_file = "or give the path of a .yaml file of lm-evaluation-harness"
+            raise UserError(f"--tasks {part}: unknown; {did_you_mean(part, known)}; {or_file}")
         names += SETS.get(part, [part])
     return list(dict.fromkeys(names))
 
@@ -99,10 +97,8 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
             if path.suffix in (".parquet", ".jsonl", ".json") and path.is_file()
         ]
         if not files:
-            raise UserError(
-                f"{name}: no {split}*.parquet or {split}*.jsonl in {folder}; put "
-                f"{PLACES[name]['repository']} of the hub there"
-            )
+            missing = f"no {split}*.parquet or {split}*.jsonl in {folder}"
+            raise UserError(f"{name}: {missing}; put {PLACES[name]['repository']} of the hub there")
         made = {
             "include": str(original),
             "dataset_path": "parquet" if files[0].endswith(".parquet") else "json",

@@ -84,14 +84,13 @@ class Evidence:
         return {seed_of(m): m for m in found if m is not None}
 
     def _cell(self, table: Table, row: Row, column: Column) -> Cell:
-        found = self.measured(table, row, column)
-        unit = 100 if column.percent else 1
-        mechanisms = [mechanism_of(m.run) for m in found.values()]
-        return Cell(
-            {seed: shown_value(m.record.value, unit) for seed, m in found.items()},
-            {seed: m.source for seed, m in found.items()},
-            next(filter(None, mechanisms), ""),
-        )
+        found, values = self.measured(table, row, column), {}
+        for seed, m in found.items():
+            sound = m.record.value is not None and abs(m.record.value) < LARGEST
+            values[seed] = m.record.value * (100 if column.percent else 1) if sound else None
+        sources = {seed: m.source for seed, m in found.items()}
+        mechanisms = (mechanism_of(m.run) for m in found.values())
+        return Cell(values, sources, next(filter(None, mechanisms), ""))
 
     def is_missing(self, table: Table, row: Row, column: Column) -> bool:
         """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
@@ -116,10 +115,6 @@ class Evidence:
         if found is None or column.paper not in paper["columns"] or row.variant == "window":
             return None
         return found[paper["columns"].index(column.paper)]
-
-
-def shown_value(value: float | None, unit: int) -> float | None:
-    return None if value is None or not abs(value) < LARGEST else unit * value
 
 
 def seed_of(one: Measured) -> int | None:

@@ -116,17 +116,14 @@ class Pool:
         if code == 0 and is_done(job):
             print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
             return "done"
-        return f"failed with exit code {code}: {last_line(log)} (all of it in {log})"
+        printed = log.read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(printed) if line.strip()), "nothing printed")
+        return f"failed with exit code {code}: {last} (all of it in {log})"
 
     def finished(self) -> list[tuple[Job, str]]:
         """Wait for at least one job to end."""
         ended, _ = wait(self.running, return_when=FIRST_COMPLETED)
         return [(self.running.pop(future), future.result()) for future in ended]
-
-
-def last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it printed nothing"
 
 
 def python(script: str, *arguments: str) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ class Page:
             svg = f"{self.folder}/{evidence.scale.name}-{table.name}.svg"
             size = tuple(round(PIXELS * inches) for inches in figure.get_size_inches())
             (self.out / self.folder).mkdir(parents=True, exist_ok=True)
-            plots.save_svg(figure, self.out / svg)
+            plots.save(figure, self.out / svg, (".svg",))
             self.figures.add(svg)
         pictures = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
         return View(built, svg, size, self._pictures(pictures))

@@ -89,15 +89,12 @@ def check(options: Namespace) -> None:
         sizes = (options.sequences, options.val_sequences)
         largest = min(options.shard_sequences, max(sizes))
         if sum(-(-size // options.shard_sequences) for size in sizes) > MAX_SHARDS:
-            raise UserError(
-                f"--sequences {options.sequences} in shards of {options.shard_sequences} are more "
-                f"than {MAX_SHARDS} files; raise --shard-sequences"
-            )
+            given = f"--sequences {options.sequences} in shards of {options.shard_sequences}"
+            raise UserError(f"{given}: more than {MAX_SHARDS} files; raise --shard-sequences")
     if options.set != "planets" and largest * options.points * CHANNELS > shards.MAX_SHARD_TOKENS:
-        raise UserError(
-            f"{largest} sequences of --points {options.points} do not fit in one shard; give fewer "
-            f"(at most {shards.MAX_SHARD_TOKENS // (options.points * CHANNELS)})"
-        )
+        most = shards.MAX_SHARD_TOKENS // (options.points * CHANNELS)
+        given = f"{largest} sequences of --points {options.points}"
+        raise UserError(f"{given} do not fit in one shard; give at most {most}")
 
 
 def is_complete(out: Path, settings: dict) -> bool:

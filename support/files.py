@@ -131,10 +131,8 @@ class Claim:
                     fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except (BlockingIOError, PermissionError):
                     os.close(handle)
-                    raise UserError(
-                        f"{path} is being written by another process; wait for it or give another "
-                        "--out"
-                    ) from None
+                    busy = f"{path} is being written by another process"
+                    raise UserError(f"{busy}; wait for it or give another --out") from None
                 if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
                     break
                 os.close(handle)  # its owner removed it between the two calls

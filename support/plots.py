@@ -162,8 +162,3 @@ def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf"))
             figure.savefig(target, metadata=METADATA[target.suffix])
     plt.close(figure)
     return targets
-
-
-def save_svg(figure, path: str | Path) -> Path:
-    """Write PATH.svg, for a page."""
-    return save(figure, path, (".svg",))[0]

@@ -34,7 +34,6 @@ COMMANDS = {
     "physics/force.py": ["magnitude", "runs/x", "--config", "configs/physics-nano-magnitude.toml"],
     "physics/discover.py": ["--forces", "x", "--planets", "x", "--out", "x.json"],
     "physics/physics_plan.py": ["nano", "--data=x", "--points=24", "--sequences=9"],
-    "-m evaluating.extrapolation_report": ["x.json"],
 }
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from eval_helpers import small_gpt
 
-from attention import KVCache, rope_tables, rotate
+from attention import KVCache, rope_at, rotate
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from model import GPT, PRESETS, ModelConfig, preset
@@ -86,7 +86,7 @@ def test_rotated_scores_depend_on_the_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 64).unbind(0)
 
     def score(i, j, interpolation=1.0):
-        at = [rope_tables(m, 1, 64, interpolation, "cpu") for m in (i, j)]
+        at = [rope_at(torch.tensor([m]), 64, interpolation) for m in (i, j)]
         return (rotate(q, *at[0]) * rotate(k, *at[1])).sum()
 
     for distance in (0, 1, 17, 300):
@@ -101,7 +101,7 @@ def test_rotated_scores_depend_on_the_distance_only():
 def test_rope_is_accurate_at_16k():
     """Against scalar float64 rotations, dimension 2i paired with 2i + 1."""
     x = torch.randn(1, 3, 1, 1, 64)
-    tables = rope_tables(16382, 3, 64, 1.0, "cpu")
+    tables = rope_at(torch.arange(16382, 16385), 64, 1.0)
     assert tables[0].shape == (3, 1, 1, 32)
     for row in range(3):
         got = rotate(x, *tables)[0, row, 0, 0]
@@ -114,8 +114,8 @@ def test_rope_is_accurate_at_16k():
 
 
 def test_position_interpolation_divides_the_positions():
-    stretched = rope_tables(0, 9, 20, 4.0, "cpu")
-    plain = rope_tables(0, 3, 20, 1.0, "cpu")
+    stretched = rope_at(torch.arange(9), 20, 4.0)
+    plain = rope_at(torch.arange(3), 20, 1.0)
     for long, short in zip(stretched, plain, strict=True):
         torch.testing.assert_close(long[::4], short)
 

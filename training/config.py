@@ -159,10 +159,9 @@ class Config:
         """The accumulation that makes exactly train.batch_tokens, or an error with the numbers."""
         t = self.train
         if t.batch_tokens % t.length:
-            raise UserError(
-                f"train.batch_tokens = {t.batch_tokens} is no multiple of length = {t.length}; "
-                f"nearest: {max(1, round(t.batch_tokens / t.length)) * t.length}"
-            )
+            nearest = max(1, round(t.batch_tokens / t.length)) * t.length
+            what = f"train.batch_tokens = {t.batch_tokens} is no multiple of length = {t.length}"
+            raise UserError(f"{what}; nearest: {nearest}")
         sequences = t.batch_tokens // t.length
         if sequences % world_size:
             raise UserError(
@@ -293,14 +292,12 @@ def _flatten(values: dict, where: str) -> Found:
     found = {}
     for section, content in values.items():
         if not isinstance(content, dict):
-            raise UserError(
-                f"{where}: {section} = {_shown(content)} stands outside a section; "
-                f"put it under one of [{'], ['.join(_SECTIONS)}]"
-            )
+            known = "], [".join(_SECTIONS)
+            outside = f"{section} = {_shown(content)} stands outside a section"
+            raise UserError(f"{where}: {outside}; put it under one of [{known}]")
         if section not in _SECTIONS:
-            raise UserError(
-                f"{where}: unknown section [{section:.50}]; {did_you_mean(section, _SECTIONS)}"
-            )
+            guess = did_you_mean(section, _SECTIONS)
+            raise UserError(f"{where}: unknown section [{section:.50}]; {guess}")
         found |= {f"{section}.{key}": (value, where) for key, value in content.items()}
     return found
 

@@ -109,10 +109,8 @@ def _device(name: str, local_rank: int) -> torch.device:
         if count == 0:
             raise UserError("--device cuda: no GPU found; use --device cpu, or leave it out")
         if local_rank >= count:
-            raise UserError(
-                f"process {local_rank} of this machine has no GPU: {count} found; "
-                f"start torchrun with --nproc_per_node={count}"
-            )
+            found = f"process {local_rank} of this machine has no GPU: {count} found"
+            raise UserError(f"{found}; start torchrun with --nproc_per_node={count}")
         return torch.device("cuda", local_rank)
     return torch.device(name)
 
