@@ -73,13 +73,11 @@ def _list_shards(repository: str, revision: str) -> dict[str, tuple[int, str]]:
     """The commit's shards in order: name -> (bytes, sha256)."""
     with _asking_hub(repository, RERUN) as hub:
         tree = hub.HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
-        files = [file for file in tree if getattr(file, "lfs", None)]
-    found = {file.path: (file.lfs.size, file.lfs.sha256) for file in files}
-    names = [name for name in found if SHARD_NAME.fullmatch(name)]
-    if not names:
+        found = {f.path: (f.lfs.size, f.lfs.sha256) for f in tree if getattr(f, "lfs", None)}
+    matches = filter(None, map(SHARD_NAME.fullmatch, found))
+    if not (ordered := sorted(matches, key=lambda match: int(match["index"]))):
         raise UserError(f"{repository} lists no shards on the hub")
-    names.sort(key=lambda name: int(SHARD_NAME.fullmatch(name)["index"]))
-    return {name: found[name] for name in names}
+    return {match.string: found[match.string] for match in ordered}
 
 
 def _fetch(repository: str, revision: str, name: str, out: Path, size: int, sha256: str) -> Shard:

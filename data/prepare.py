@@ -171,13 +171,17 @@ def make_source(arguments: argparse.Namespace):
     if arguments.command in GENERATED:
         return GENERATED[arguments.command]()
     if arguments.command == "text":
-        return TextSource(arguments.inputs, arguments.field)
-    files, revision = find_files(arguments.from_files, (".parquet",)), None
-    if not files:
-        advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
-        repository = HUB[arguments.command][0]
-        revision = begun_revision(arguments.out) or latest_revision(repository, advice)
-    return HubSource(arguments.command, arguments.sample, revision=revision, files=files)
+        kind = {"kind": "text", "field": arguments.field}
+        return TextSource(find_files(arguments.inputs), arguments.field, kind)
+    (repository, prefix, samples), name = HUB[arguments.command], arguments.sample
+    if name not in samples:
+        guess = did_you_mean(name, samples)
+        raise UserError(f"{arguments.command} has no sample {name!r}; {guess}")
+    if files := find_files(arguments.from_files, (".parquet",)):
+        return TextSource(files, "text", {"kind": arguments.command}, prefix)
+    advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
+    revision = begun_revision(arguments.out) or latest_revision(repository, advice)
+    return HubSource(arguments.command, name, revision)
 
 
 def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | None:

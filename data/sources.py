@@ -77,56 +77,49 @@ class ParquetStream:
 
 
 class HubSource:
-    """FineWeb or FineWeb-Edu, streamed from the hub or from parquet files of the same schema."""
+    """FineWeb or FineWeb-Edu, streamed from the hub."""
 
-    def __init__(self, name: str, sample: str, *, revision: str | None, files: list[Path]):
+    def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
-        if sample not in samples:
-            raise UserError(f"{name} has no sample {sample!r}; {did_you_mean(sample, samples)}")
-        self._rows, self._rows_read = sum(parquet_rows(path, "text") for path in files), 0
-        self.expected_tokens = None if files else samples[sample]
-        if files:
-            self._stream = ParquetStream("parquet", "text", data_files=[str(p) for p in files])
-            self._description = {"kind": name, **describe_files(files)}
-        else:
-            self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
-            self._description = {"kind": name, "sample": sample, "revision": revision}
+        self.expected_tokens = samples[sample]
+        self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
+        self._description = {"kind": name, "sample": sample, "revision": revision}
 
     def describe(self) -> dict:
         return self._description
 
     def pieces(self, state: dict | None) -> Iterator[Piece]:
-        stream_state, self._rows_read = (state["stream"], state["rows"]) if state else (None, 0)
-        for text in self._stream.texts(stream_state):
-            self._rows_read += 1
-            if text:
-                yield text, True
+        texts = self._stream.texts(state and state["stream"])
+        return ((text, True) for text in texts if text)
 
     def state(self) -> dict:
-        return {"stream": self._stream.state(), "rows": self._rows_read}
+        return {"stream": self._stream.state()}
 
-    def fraction(self) -> float | None:
-        return self._rows_read / self._rows if self._rows else None
+    def fraction(self) -> None:
+        return None
 
 
 class TextSource:
-    """A user's own .txt, .jsonl and .parquet files, in the order of their names."""
+    """Local .txt, .jsonl and .parquet files, in the order of their names."""
 
-    prefix = "text"
     expected_tokens = None
 
-    def __init__(self, inputs: list[str], field: str):
-        self.files = find_files(inputs)
-        self._field = field
+    def __init__(self, files: list[Path], field: str, kind: dict, prefix: str = "text"):
+        """`kind`: what `describe` says besides the files."""
+        self.files, self.prefix = files, prefix
+        self._field, self._kind = field, kind
         self._sizes = [path.stat().st_size for path in self.files]
         self.total_bytes = sum(self._sizes)
         for path in self.files:
             if path.suffix == ".parquet":
-                parquet_rows(path, field)
+                check_parquet(path, field)
         self._index, self._at, self._parquet = 0, None, None
 
     def describe(self) -> dict:
-        return {"kind": "text", "field": self._field, **describe_files(self.files)}
+        """With the names and sizes that a resumed preparation must find unchanged."""
+        listing = [[path.name, size] for path, size in zip(self.files, self._sizes, strict=True)]
+        found = {"files": len(listing), "bytes": self.total_bytes, "listing": digest(listing)}
+        return self._kind | found
 
     def pieces(self, state: dict | None) -> Iterator[Piece]:
         first, at = (state["file"], state["at"]) if state else (0, None)
@@ -298,23 +291,14 @@ def find_files(inputs: list[str], suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> 
     return list(dict.fromkeys(found))
 
 
-def describe_files(files: list[Path]) -> dict:
-    """What a resumed preparation must find unchanged."""
-    listing = [[path.name, path.stat().st_size] for path in files]
-    total = sum(size for _, size in listing)
-    return {"files": len(files), "bytes": total, "listing": digest(listing)}
-
-
-def parquet_rows(path: Path, field: str) -> int:
-    """Number of rows, after checking that the file is parquet and has the text column."""
+def check_parquet(path: Path, field: str) -> None:
+    """Refuse what is no parquet file or lacks the text column."""
     import pyarrow.parquet
 
     with reading(path):
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                names, rows = file.schema_arrow.names, file.metadata.num_rows
+            names = pyarrow.parquet.read_schema(path).names
         except ValueError as error:  # pyarrow's ArrowInvalid
             raise UserError(f"{path} is not a parquet file: {error}") from None
     if field not in names:
         raise UserError(f"{path} has no column {field!r}; {did_you_mean(field, names)}")
-    return rows

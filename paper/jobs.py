@@ -8,11 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lssar.errors import UserError
@@ -65,65 +64,57 @@ class Pool:
     """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save."""
 
     def __init__(self, logs: Path, parallel: int):
-        self.logs, self.parallel = logs, parallel
-        self.running: dict[Future, Job] = {}
-        self.processes: set[subprocess.Popen] = set()
-        self.stopping = False
-        self.lock = threading.Lock()  # for the two above: every job has its own thread
+        self.logs, self.threads = logs, max(1, (os.cpu_count() or 1) // parallel)
+        self.running: dict[subprocess.Popen, tuple[Job, Path, float]] = {}
 
     def __enter__(self) -> "Pool":
         make_folder(self.logs)
-        self.executor = ThreadPoolExecutor(self.parallel)
         self.previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
-    def __exit__(self, kind, *_) -> None:
+    def __exit__(self, *_) -> None:
         try:
-            if kind is not None:
-                with self.lock:
-                    self.stopping = True
-                    for process in self.processes:
-                        process.send_signal(signal.SIGTERM)
-            self.executor.shutdown(cancel_futures=True)
+            for process in self.running:
+                process.send_signal(signal.SIGTERM)
+            for process in self.running:
+                process.wait()
         finally:
             signal.signal(signal.SIGTERM, self.previous)
 
     def start(self, job: Job) -> None:
         print(f"      {job.name} ...", flush=True)
-        self.running[self.executor.submit(self._execute, job)] = job
-
-    def _execute(self, job: Job) -> str:
         log = self.logs / f"{job.name.replace(' ', '-')}.log"
-        threads = max(1, (os.cpu_count() or 1) // self.parallel)
-        began = time.monotonic()
-        with log.open("a") as output:
-            with self.lock:
-                if self.stopping:
-                    return "not started: everything was stopped"
-                # In its own session: Ctrl-C reaches it once, through __exit__.
+        # An interrupt waits until the process is known, which must not inherit the mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            with log.open("a") as output:
                 process = subprocess.Popen(
                     job.command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={"OMP_NUM_THREADS": str(threads)} | os.environ,
-                    start_new_session=True,
+                    env={"OMP_NUM_THREADS": str(self.threads)} | os.environ,
+                    start_new_session=True,  # Ctrl-C reaches it once, through __exit__
+                    preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask),
                 )
-                self.processes.add(process)
-            code = process.wait()
-            with self.lock:
-                self.processes.discard(process)
-        if code == 0 and is_done(job):
-            print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
-            return "done"
-        printed = log.read_text(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(printed) if line.strip()), "nothing printed")
-        return f"failed with exit code {code}: {last} (all of it in {log})"
+            self.running[process] = job, log, time.monotonic()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def finished(self) -> list[tuple[Job, str]]:
-        """Wait for at least one job to end."""
-        ended, _ = wait(self.running, return_when=FIRST_COMPLETED)
-        return [(self.running.pop(future), future.result()) for future in ended]
+    def finished(self) -> Iterator[tuple[Job, str]]:
+        """The jobs that have ended, and how; waits for the first."""
+        while not (ended := [p for p in self.running if p.poll() is not None]) and self.running:
+            time.sleep(0.05)
+        for process in ended:
+            job, log, began = self.running.pop(process)
+            if process.returncode == 0 and is_done(job):
+                print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
+                yield job, "done"
+                continue
+            printed = reversed(log.read_text(errors="replace").splitlines())
+            last = next(filter(str.strip, printed), "it printed nothing").strip()
+            code = process.returncode
+            yield job, f"failed with exit code {code}: {last} (all of it in {log})"
 
 
 def python(script: str, *arguments: str) -> tuple[str, ...]:

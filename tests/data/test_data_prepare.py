@@ -120,7 +120,7 @@ def test_a_long_text_file_is_read_in_parts(tmp_path):
     for name, text in {"words": "ünïcode wörds " * 200_000, "solid": "中" * 900_000}.items():
         path = tmp_path / f"{name}.txt"
         path.write_text(text)
-        pieces = list(sources.TextSource([str(path)], "text").pieces(None))
+        pieces = list(sources.TextSource([path], "text", {}).pieces(None))
         assert "".join(part for part, _ in pieces) == text
         assert [starts for _, starts in pieces] == [True] + [False] * (len(pieces) - 1)
         assert (len(pieces) > 1) == (name == "words")

@@ -24,7 +24,7 @@ BROKEN = {
     "list.json": (b"[1, 2]", "a list where an object belongs"),
     "binary.json": (b"\xff\xfe\x00\x01", "is damaged"),
     "deep.json": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "is damaged"),
-    "kind.json": (b'{"kind": ["table"]}', "(kind)"),
+    "kind.json": (b'{"kind": ["table"]}', "kind = ['table'] is of a wrong type"),
     "sealed.json": (HEAD + b'"runs": {}, "records": [], "sha256": "0"}', "checksum"),
     "digits.json": (HEAD + b'"n": ' + b"9" * 5000 + b"}", "5000 digits"),
     "run.json": (HEAD + b'"runs": {}, "records": [{"quantity": "a", "run": "b", "value": 1}]}',
