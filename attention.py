@@ -75,9 +75,7 @@ class Attention(nn.Module):
         init = mechanism.parameter_init
         self.head_scale = None if init is None else nn.Parameter(torch.full((heads,), init))
 
-    def forward(
-        self, x: Tensor, rope: Rope | None, cache: KVCache | None, first: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None, first=None) -> Tensor:
         q, k, v = self.queries_keys_values(x, rope)
         options = {"params": self.head_scale, "backend": self.backend}
         if cache is not None:

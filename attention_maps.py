@@ -140,10 +140,9 @@ def main(argv: list[str]) -> None:
         if results.find(run=identity) is None:
             records = []
             for quantity, heads in statistics.items():
-                mean, details = float(np.mean(heads)), {"layer": layer, "heads": heads}
-                records.append(
-                    Record(quantity, identity, mean, length=len(tokens), details=details)
-                )
+                details = {"layer": layer, "heads": heads}
+                place = {"length": len(tokens), "details": details}
+                records.append(Record(quantity, identity, float(np.mean(heads)), **place))
             results.add(*records)
         title = f"{name}, layer {layer}"
         shown = token_names(checkpoint.tokeniser(), tokens)

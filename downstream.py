@@ -162,10 +162,8 @@ def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:
     paper = json.loads(read_text(Path(__file__).parent / "paper/paper.json"))[label]
     keys = paper["columns"]
     places = [keys.index(metric if metric in keys else task) for task, metric, _ in columns]
-    return [
-        [f"paper, {name}", *(f"{values[i]:g}" for i in places)]
-        for name, values in paper["rows"].items()
-    ]
+    rows = paper["rows"].items()
+    return [[f"paper, {name}", *(f"{values[i]:g}" for i in places)] for name, values in rows]
 
 
 def bars(results: Results):

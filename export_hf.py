@@ -31,7 +31,7 @@ def make_parser() -> Parser:
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
 
-from data.tokeniser import EOT_TEXT, Gpt2Tokeniser, Tokeniser
+from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
 from evaluating.checkpoints import Checkpoint, open_checkpoints
 from lssar.errors import UserError
 from support.files import write_text, writing
@@ -116,13 +116,7 @@ def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
 
 
 def _spelling(token: bytes) -> str:
-    """Bytes as GPT-2's files spell them: printable ones as themselves, the others from 256 on."""
-    return "".join(_ALPHABET[b] for b in token)
-
-
-_PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-_OTHERS = [b for b in range(256) if b not in _PRINTABLE]
-_ALPHABET = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHERS)}
+    return "".join(map(ALPHABET.get, token))
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

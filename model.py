@@ -129,9 +129,7 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)
 
-    def forward(
-        self, x: Tensor, rope: Rope | None, cache: KVCache | None, first: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None, first=None) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rope, cache, first)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
 
@@ -216,9 +214,7 @@ class GPT(nn.Module):
         if self.positions is None:
             return x
         if end > c.positions:
-            raise UserError(
-                f"a sequence of {end} is longer than the model's table of {c.positions}"
-            )
+            raise UserError(f"{end} is longer than the model's table of {c.positions} positions")
         return x + self.positions.weight[start:end]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -277,10 +273,8 @@ class GPT(nn.Module):
         """For the optimiser: decay on matrices only, not on biases, norms or head scales."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]
-        return [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        decayed = {"params": matrices, "weight_decay": weight_decay}
+        return [decayed, {"params": others, "weight_decay": 0.0}]
 
     @torch.inference_mode()
     def stream(

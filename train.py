@@ -152,9 +152,7 @@ class Progress:
 class Run:
     """Everything one run needs, made in order, and what the loop does with it."""
 
-    def __init__(
-        self, config: Config, world: World, log: RunLog, resume: bool, accept_data: bool = False
-    ):
+    def __init__(self, config: Config, world: World, log: RunLog, resume: bool, accept_data=False):
         self.config, self.world, self.log, t = config, world, log, config.train
         self.plan = config.batch_plan(world.size)
         self.batches = Batches(config, self.plan, world.rank, world.device)
@@ -314,10 +312,9 @@ class Diverged(RuntimeError):
     """The numbers are no longer finite."""
 
 
-def initial_state(
-    config: Config, store: checkpoint.Store, resume: bool
-) -> tuple[GPT, Progress, dict | None]:
-    """A new model, one with another run's weights, or the latest checkpoint that can be read."""
+def initial_state(config: Config, store: checkpoint.Store, resume: bool) -> tuple:
+    """(model, progress, trainer's state or None): a new model, perhaps with another run's weights,
+    or the latest checkpoint that can be read."""
     candidates = store.candidates()
     if candidates and not resume:
         has = f"{config.run_directory} holds {candidates[0].name} already"

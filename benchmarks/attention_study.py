@@ -177,11 +177,10 @@ def zero_blocks(study: Study) -> None:
     """The share of LSSAR's weights that are exactly zero, and of whole tiles of them."""
     options, lssar = study.options, MECHANISMS["lssar"]
     tile = max(map(max, BLOCKS))
+    if (shortest := min(options.lengths)) < 2 * tile:
+        fits = f"no tile of {tile} x {tile} fits; give at least {2 * tile}"
+        raise UserError(f"--lengths {shortest}: {fits}")
     for length in options.lengths:
-        if length < 2 * tile:
-            raise UserError(
-                f"--lengths {length}: no tile of {tile} x {tile} fits; give at least {2 * tile}"
-            )
         for layer in range(1, options.layers + 1):
             q, k, *_ = make_inputs(Namespace(**vars(options) | {"layer": layer}), length)
             variant = f"layer {layer}, {options.inputs}"
@@ -267,10 +266,8 @@ def fill_shape(options: Namespace) -> None:
     options.heads, options.head_dim, options.layers = config.heads, config.head_dim, config.layers
     options.checkpoint = checkpoint.identity
     options.layer = options.layer or config.layers
-    if options.layer > config.layers:
-        raise UserError(
-            f"--layer {options.layer}: {options.inputs} has layers 1 to {config.layers}"
-        )
+    if (layer := options.layer) > config.layers:
+        raise UserError(f"--layer {layer}: {options.inputs} has layers 1 to {config.layers}")
 
 
 def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) -> list[Tensor]:

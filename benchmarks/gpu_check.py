@@ -48,52 +48,40 @@ def main(options: Namespace) -> int:
             f"({torch.__version__}) was built for it; --device cpu rehearses the checks on a CPU"
         )
     autocast(torch.device(options.device), "bf16")  # guards against a missing AMX
-    report = Report(options.out, options.device)
-    for backend in BACKENDS:
-        report.group(backend, check_backend, backend, options.device, options.quick)
-    report.group("model", check_model, options.device, options.quick)
-    report.group("torchrun", check_torchrun, options.device)
-    report.group("benchmark", check_benchmark, options.device, options.quick, options.out)
-    print(report.text())
+    machine = measure.machine(options.device) | {"cuda": torch.version.cuda}
+    head = {"kind": "gpu check", "machine": machine, "revision": revision()}
+    if options.out:
+        measure.check_writable(options.out)
+    device, quick = options.device, options.quick
+    groups = {backend: (check_backend, backend, device, quick) for backend in BACKENDS}
+    groups |= {"model": (check_model, device, quick), "torchrun": (check_torchrun, device)}
+    groups |= {"benchmark": (check_benchmark, device, quick, options.out)}
+    rows = []
+    for name, (check, *arguments) in groups.items():
+        rows += rows_of_group(name, check, *arguments)
+        counts = {s: sum(r["status"] == s for r in rows) for s in (PASS, FAIL, SKIPPED)}
+        if options.out:
+            write_json(options.out, finite(head | {"counts": counts, "checks": rows}))
+    wide = max(len(r["name"]) for r in rows)
+    for r in rows:
+        print(f"{r['name']:{wide}}  {r['status']:7}  {r['detail']}")
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items())
+    print(f"\n{machine['name']}, torch {machine['torch']}: {shown}")
     if options.out:
         print(f"written: {options.out}")
-    return 1 if report.counts[FAIL] else 0
+    return 1 if counts[FAIL] else 0
 
 
-class Report:
-    """Rows as they come, on disk after every group if there is a path."""
-
-    def __init__(self, path: Path | None, device: str):
-        self.path, self.rows = path, []
-        machine = measure.machine(device) | {"cuda": torch.version.cuda}
-        self.head = {"kind": "gpu check", "machine": machine, "revision": revision()}
-        if path:
-            measure.check_writable(path)
-
-    def group(self, name: str, check: Callable[..., Iterable[dict]], *arguments) -> None:
-        """Run one group of checks; whatever it raises is a failure of that group."""
-        print(f"== {name}", flush=True)
-        began = time.perf_counter()
-        try:
-            found = measure.in_new_process(rows_of, check, *arguments)
-        except Exception as error:  # a check may fail in any way, and the others must still run
-            found = [row("all", FAIL, first_line(error))]
-        self.rows += [r | {"name": f"{name}: {r['name']}"} for r in found]
-        print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
-        if self.path:
-            whole = self.head | {"counts": self.counts, "checks": self.rows}
-            write_json(self.path, finite(whole))
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {s: sum(r["status"] == s for r in self.rows) for s in (PASS, FAIL, SKIPPED)}
-
-    def text(self) -> str:
-        wide = max(len(r["name"]) for r in self.rows)
-        lines = [f"{r['name']:{wide}}  {r['status']:7}  {r['detail']}" for r in self.rows]
-        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
-        machine = self.head["machine"]
-        return "\n".join([*lines, f"\n{machine['name']}, torch {machine['torch']}: {counts}"])
+def rows_of_group(name: str, check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
+    """The rows of one group of checks; whatever it raises is a failure of that group."""
+    print(f"== {name}", flush=True)
+    began = time.perf_counter()
+    try:
+        found = measure.in_new_process(rows_of, check, *arguments)
+    except Exception as error:  # a check may fail in any way, and the others must still run
+        found = [row("all", FAIL, first_line(error))]
+    print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
+    return [r | {"name": f"{name}: {r['name']}"} for r in found]
 
 
 def row(name: str, status: str, detail: str, **more) -> dict:

@@ -93,9 +93,8 @@ class TrainLoader:
         self.accumulation, rest = divmod(self.global_batch, at_once)
         if rest:
             shared = f"{self.world_size} processes in micro-batches of {self.micro_batch}"
-            raise UserError(
-                f"a global batch for {shared} is a multiple of {at_once}, not {self.global_batch}"
-            )
+            batch = f"a global batch of {self.global_batch} sequences for {shared}"
+            raise UserError(f"{batch} must be a multiple of {at_once}")
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
         if self.windows < self.global_batch:

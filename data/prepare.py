@@ -150,9 +150,8 @@ def make_parser() -> Parser:
     for name, (repository, _, samples) in HUB.items():
         hub = commands.add_parser(name, parents=[common, val], help=repository)
         hub.add_argument("--sample", default="sample-10BT", help=" or ".join(samples))
-        hub.add_argument(
-            "--from-files", nargs="+", default=[], metavar="PARQUET", help="read these, not the hub"
-        )
+        files = {"nargs": "+", "default": [], "metavar": "PARQUET"}
+        hub.add_argument("--from-files", **files, help="read these, not the hub")
     text = commands.add_parser("text", parents=[common, val], help="your own files")
     text.add_argument("inputs", nargs="+", help="files, folders or patterns")
     text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")

@@ -31,6 +31,12 @@ BLANK = r"[ \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 LONG_BLANKS = re.compile(rf"{BLANK}{{1000,}}(?={BLANK}[^ \t-\r])")
 
 
+# How GPT-2's files spell bytes: printable ones as themselves, the others as 256, 257, ...
+PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+OTHERS = [b for b in range(256) if b not in PRINTABLE]
+ALPHABET = {b: chr(b) for b in PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+
+
 class Encoder(NamedTuple):
     name: str  # and version, for the manifest
     encode: Callable[[str], np.ndarray]
@@ -162,10 +168,8 @@ def _load_tiktoken():
 
     ranks = _ranks_from_package()
     if ranks is not None:
-        special = {EOT_TEXT: GPT2_EOT}
-        return tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-        )
+        tables = {"mergeable_ranks": ranks, "special_tokens": {EOT_TEXT: GPT2_EOT}}
+        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, **tables)
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash, ValueError
@@ -185,11 +189,7 @@ def _ranks_from_package() -> dict[bytes, int] | None:
         return None
     if {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()} != BPE_FILES:
         return None
-    # In GPT-2 a token's id is its merge rank, so encoder.json has the ranks. Its keys spell
-    # printable bytes as themselves, the others as characters 256, 257, ... in order.
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    ids = json.loads(contents["encoder.json"])
+    # In GPT-2 a token's id is its merge rank, so encoder.json has the ranks.
+    ids, byte_of = json.loads(contents["encoder.json"]), {c: b for b, c in ALPHABET.items()}
     del ids[EOT_TEXT]
     return {bytes(byte_of[c] for c in token): rank for token, rank in ids.items()}

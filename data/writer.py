@@ -142,9 +142,8 @@ class ShardWriter:
             "source_state": source_state,
             "skip": skip,
         }
-        files.write_json(
-            self.directory / PROGRESS, {"sha256": files.digest(body), "progress": body}
-        )
+        record = {"sha256": files.digest(body), "progress": body}
+        files.write_json(self.directory / PROGRESS, record)
 
     def resume(self) -> tuple[object, int]:
         """Continue from `progress.json` if there is one: the source state, tokens to skip."""

@@ -166,14 +166,10 @@ class CheckpointLM(TemplateLM):
         settings = normalize_gen_kwargs(given, self.max_gen_toks)
         if unknown := set(settings) - GENERATION_SETTINGS:
             known = ", ".join(sorted(GENERATION_SETTINGS))
-            raise UserError(
-                f"generation setting {min(unknown)!r} is not supported; a task may set {known}"
-            )
+            raise UserError(f"setting {min(unknown)!r} is not supported; a task may set {known}")
         if settings["max_gen_toks"] >= self.max_length:
-            new = settings["max_gen_toks"]
-            raise UserError(
-                f"max_gen_toks {new} leaves no room for a prompt in max_length {self.max_length}"
-            )
+            new, limit = settings["max_gen_toks"], self.max_length
+            raise UserError(f"max_gen_toks {new} leaves no room for a prompt in max_length {limit}")
         return settings
 
     @torch.inference_mode()

@@ -66,9 +66,7 @@ class Measured:
 
 
 class Results:
-    def __init__(
-        self, path: Path, kind: str, settings: dict, about: dict, made_with: dict | None = None
-    ):
+    def __init__(self, path: Path, kind: str, settings: dict, about: dict, made_with=None):
         """Begin or continue a file; `made_with` goes into the details of every record added."""
         self.path = Path(path)
         if self.path.suffix != ".json":
@@ -125,9 +123,8 @@ class Results:
                 added = f"another process has added to {self.path} since it was read"
                 raise UserError(f"{added}; nothing is lost: run the same command again")
         head = {key: getattr(self, key) for key in HEAD}
-        files.write_json(
-            self.path, files.seal(head | {"records": [r.to_json() for r in self.records]})
-        )
+        records = [r.to_json() for r in self.records]
+        files.write_json(self.path, files.seal(head | {"records": records}))
 
     def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
         """(run, variant, records by length), in the order in which they were first measured."""

@@ -130,9 +130,8 @@ def measure(lm, key: dict, loaded: dict, limit: int | None) -> list[Record]:
     """Every metric of one task, or of a group as a whole, with its standard error."""
     begun = time.monotonic()
     with quiet_harness():
-        found = lm_eval.evaluate(
-            lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False
-        )
+        options = {"bootstrap_iters": BOOTSTRAP, "log_samples": False}
+        found = lm_eval.evaluate(lm=lm, task_dict=loaded, limit=limit, **options)
     name = next(iter(loaded["groups"]), None) or next(iter(loaded["tasks"]))
     details = {
         "samples": sum(found["n-samples"][t]["effective"] for t in loaded["tasks"]),

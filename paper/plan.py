@@ -141,14 +141,11 @@ def passkey_job(run: Run, seed: int, space: Workspace) -> Job:
     arguments = ("--lengths", ",".join(map(str, lengths)), "--window", window)
     command = python("passkey.py", str(directory), *arguments)
     out = space.folder / PASSKEY / f"{directory.name}.json"
-    return evaluation_job(
-        "passkey", directory, command, out, [AS_TRAINED, f"window={window}"], lengths
-    )
+    variants = [AS_TRAINED, f"window={window}"]
+    return evaluation_job("passkey", directory, command, out, variants, lengths)
 
 
-def evaluation_job(
-    kind: str, directory: Path, command: tuple[str, ...], out: Path, variants, lengths
-) -> Job:
+def evaluation_job(kind: str, directory: Path, command: tuple, out: Path, variants, lengths) -> Job:
     def is_evaluated() -> bool:
         if not out.exists():
             return False

@@ -20,14 +20,8 @@ def draw(built: Built, evidence: Evidence):
     """The figure of a table; None where nothing was measured."""
     if not any(e.cell.finite for line in built.lines for e in line.entries):
         return None
-    kinds = {
-        "lengths": by_length,
-        "gaps": by_length,
-        "bars": bars,
-        "exponents": by_exponent,
-        "columns": by_column,
-    }
-    return kinds[built.table.figure](built, evidence)
+    kinds = {"bars": bars, "exponents": by_exponent, "columns": by_column}
+    return kinds.get(built.table.figure, by_length)(built, evidence)
 
 
 def quantity(built: Built) -> str:
@@ -164,9 +158,8 @@ def by_column(built: Built, evidence: Evidence):
     across = min(4, count)
     down = -(-count // across)
     height = 0.5 + down * (0.4 + 0.17 * len(lines))
-    figure, grid = plots.figure(
-        down, across, width=plots.PAGE, height=height, squeeze=False, sharey=True
-    )
+    size = {"width": plots.PAGE, "height": height}
+    figure, grid = plots.figure(down, across, **size, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):

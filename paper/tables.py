@@ -108,9 +108,8 @@ def tolerance_of(paper: dict, column: Column) -> float | None:
 
 
 def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
-    values = [
-        abs(v) for row in table.rows for v in evidence.cell(table, row, column).values.values() if v
-    ]
+    cells = (evidence.cell(table, row, column) for row in table.rows)
+    values = [abs(v) for cell in cells for v in cell.values.values() if v]
     if column.percent:
         return 0 if all(v == int(v) for v in values) else 1
     return 3 if max(values, default=0) < 20 else 1

@@ -249,10 +249,8 @@ def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vecto
             results.add(Record("cosine", identity, cosine, details={"planets": planets}))
 
 
-def discover(
-    results: Results, model: Model, inputs: np.ndarray, engine: str, effort: Effort
-) -> None:
-    """The regressions of one model that are not done yet; together they give one constant."""
+def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: Effort):
+    """Do the regressions of one model that are not done; together they give one constant."""
     identity, values = model.identities["magnitude"], model.magnitudes
     known = results.find(quantity="constant", run=identity)
     equations = list(known.details["equations"]) if known else []

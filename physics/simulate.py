@@ -212,10 +212,8 @@ def choose(
     return (lot.argsort(axis=1).argsort(axis=1) < count) & among
 
 
-def write_labelled(
-    out: Path, split: str, points: np.ndarray, labels: np.ndarray, shown: np.ndarray
-) -> None:
-    """A split with the labels (N, times, outputs) where `shown`, NaN elsewhere."""
+def write_labelled(out: Path, split: str, points, labels, shown: np.ndarray) -> None:
+    """Write a split with the labels (N, times, outputs) where `shown`, NaN elsewhere."""
     # The planet is at points 1, 3, 5, ...; the time step and the star have no label.
     every = np.full((len(points), points.shape[1] - 1, labels.shape[-1]), np.nan, np.float32)
     every[:, 1::2] = np.where(shown[..., None], labels, np.nan)

@@ -58,9 +58,8 @@ class Systems:
         if share.shape[1] == 1:  # with more planets the star stands still
             share = self.orbits.planet / (self.orbits.planet + self.orbits.star)
         centre, share = self.centre[:, None, None], share[..., None, None]
-        bodies = np.concatenate(
-            (centre + (1 - share) * relative, centre - (share * relative)[:, :1]), axis=1
-        )
+        planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
+        bodies = np.concatenate((planets, star), axis=1)
         walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
         first = np.broadcast_to((bins + self.time_step)[:, None, None], (len(walk), 1, 2))
         return np.concatenate((first.astype(np.uint16), to_tokens(walk, bins)), axis=1)
@@ -120,9 +119,7 @@ def _take(systems: Systems, chosen: np.ndarray, planets: int) -> Systems:
     return Systems(Orbits(**values), systems.centre[chosen], systems.time_step[chosen])
 
 
-def points_of(
-    groups: Iterable[tuple[np.ndarray, Systems]], count: int, points: int, bins: int
-) -> np.ndarray:
+def points_of(groups: Iterable[tuple], count: int, points: int, bins: int) -> np.ndarray:
     """(count, points, 2) uint16 of what `random_systems` yields."""
     out = np.empty((count, points, CHANNELS), dtype=np.uint16)
     for index, systems in groups:
@@ -132,9 +129,7 @@ def points_of(
 
 def solar_system() -> Systems:
     """The eight planets, each alone with the Sun, in half-year steps from the periapsis."""
-    mass, axis, eccentricity = (
-        np.array(column)[:, None] for column in zip(*PLANETS.values(), strict=True)
-    )
+    mass, axis, eccentricity = np.array(list(PLANETS.values())).T[..., None]
     zero = np.zeros_like(mass)
     orbits = Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0)
     return Systems(orbits, np.zeros((len(PLANETS), 2)), np.ones(len(PLANETS), dtype=int))

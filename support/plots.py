@@ -43,9 +43,7 @@ plt.switch_backend("agg")
 plt.style.use(Path(__file__).with_name("figures.mplstyle"))
 
 
-def figure(
-    rows: int = 1, columns: int = 1, *, width: float = COLUMN, height: float = 2.4, **options
-):
+def figure(rows: int = 1, columns: int = 1, width: float = COLUMN, height: float = 2.4, **options):
     """A figure and its axes, as `plt.subplots` gives them; sizes in inches."""
     return plt.subplots(rows, columns, figsize=(width, height), **options)
 
@@ -145,11 +143,8 @@ def legend_below(figure, axes, columns: int = 2) -> None:
 
 
 # Without dates and versions, the same figure gives the same bytes.
-METADATA = {
-    ".png": {"Software": None},
-    ".pdf": {"CreationDate": None},
-    ".svg": {"Date": None, "Creator": None},
-}
+METADATA = {".png": {"Software": None}, ".pdf": {"CreationDate": None}}
+METADATA[".svg"] = {"Date": None, "Creator": None}
 
 
 def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf")) -> list[Path]:

@@ -100,9 +100,7 @@ def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> 
     return choose_backend(resolve(m.attention, t.length), call, everywhere=everywhere)
 
 
-def summary(
-    config: Config, plan: BatchPlan, device: torch.device, *, planned: bool = False
-) -> list[str]:
+def summary(config: Config, plan: BatchPlan, device: torch.device, planned=False) -> list[str]:
     """The lines that a run prints before its first step, after which it names its backend.
 
     `planned`: for a device that need not be here, with the backend that it would use.

@@ -167,23 +167,26 @@ def test_a_fault_of_one_unit_of_a_16_bit_type_fails(monkeypatch, dtype, unit):
     assert judge(Case("rowblock", "lssar", dtype, False, "cpu"), ("odd",))["status"] == FAIL
 
 
-def crash():
+def crash(*_):
     os._exit(9)
 
 
-def fine():
+def fine(*_):
     return [gpu_check.row("x", PASS, "fine"), gpu_check.row("y", SKIPPED, "no need")]
 
 
-def test_a_group_that_dies_is_a_failure_and_the_next_one_still_runs(tmp_path, capsys):
-    report = gpu_check.Report(tmp_path / "new" / "x.json", "cpu")
-    report.group("first", crash)
-    report.group("second", fine)
-    saved = json.loads(report.path.read_text())
-    assert [c["status"] for c in saved["checks"]] == [FAIL, PASS, SKIPPED]
-    assert saved["counts"] == {PASS: 1, FAIL: 1, SKIPPED: 1}
+def test_a_group_that_dies_is_a_failure_and_the_next_one_still_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "BACKENDS", {})
+    monkeypatch.setattr(gpu_check, "check_model", crash)
+    for name in ("check_torchrun", "check_benchmark"):
+        monkeypatch.setattr(gpu_check, name, fine)
+    out = tmp_path / "new" / "x.json"
+    assert benchmark.main(["gpu-check", "--device", "cpu", "--out", str(out)]) == 1
+    saved = json.loads(out.read_text())
+    assert [c["status"] for c in saved["checks"]] == [FAIL, *2 * (PASS, SKIPPED)]
+    assert saved["counts"] == {PASS: 2, FAIL: 1, SKIPPED: 2}
     assert "killed" in saved["checks"][0]["detail"]
-    assert "1 pass, 1 FAIL, 1 skipped" in report.text()
+    assert "2 pass, 1 FAIL, 2 skipped" in capsys.readouterr().out
 
 
 def interpreted(code):
