@@ -128,10 +128,8 @@ def tables(results: Results) -> str:
         layouts.append((title, [], rest[start : start + 5]))
     for title, in_paper, columns in layouts:
         if columns := [c for c in columns if c[:2] in measured]:
-            rows = [
-                [name, *(cell(*score(results, identity, c)) for c in columns)]
-                for identity, name in labels(results.runs).items()
-            ]
+            runs = labels(results.runs).items()
+            rows = [[name, *(cell(*score(results, run, c)) for c in columns)] for run, name in runs]
             rows += [row for label in in_paper for row in paper_rows(label, columns)]
             heading = f"\n{title}\n" if title else "\n"
             parts.append(heading + table(["", *(c[2] for c in columns)], rows))

@@ -139,10 +139,9 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     by_bucket = sums[:, : len(buckets)]
     segment_losses = by_bucket.sum(1) / targets.segment
     loss, error = report.mean_and_error(segment_losses)
-    by_position = [
-        {"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))}
-        for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True)
-    ]
+    by_position = []
+    for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True):
+        by_position.append({"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))})
     details = {"by_position": by_position, "segment_losses": segment_losses.tolist()}
     size = {"tokens": targets.tokens, "details": details}
     found = [Record("loss", value=loss, error=error, **size, **case.key)]
@@ -202,10 +201,8 @@ def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
     (size, first), *others = {c.config.vocab_size: c for c in checkpoints}.items()
     if others:
         other_size, other = others[0]
-        raise UserError(
-            f"{first.path} has a vocabulary of {size}, {other.path} one of {other_size}: losses of "
-            "different tokens cannot be compared; evaluate them separately"
-        )
+        sizes = f"{first.path} has a vocabulary of {size}, {other.path} one of {other_size}"
+        raise UserError(f"{sizes}: their losses cannot be compared; evaluate them separately")
     try:
         return open_split(directory, "val", vocab_size=size)
     except UserError as error:

@@ -83,10 +83,8 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     config = LssarConfig(**described, train_length=train_length, **ends)
     config.architectures = ["LssarForCausalLM"]
-    config.auto_map = {
-        "AutoConfig": f"{MODEL_MODULE}.LssarConfig",
-        "AutoModelForCausalLM": f"{MODEL_MODULE}.LssarForCausalLM",
-    }
+    classes = {"AutoConfig": "LssarConfig", "AutoModelForCausalLM": "LssarForCausalLM"}
+    config.auto_map = {auto: f"{MODEL_MODULE}.{name}" for auto, name in classes.items()}
     model = LssarForCausalLM(config)
     model.gpt = load_model(checkpoint.path)[0]
     model.generation_config.update(**ends, do_sample=False)
@@ -191,11 +189,9 @@ def exported(text: str, modules: list[str]) -> str:
         if not set(inside) <= set(modules):
             return match.group()
         # `from lssar import cpu`; transformers looks for `from .x import` to find files.
-        return "\n".join(
-            f"{indent}from .{_flat(m)} import __name__ as _\n"
-            f"{indent}from . import {_flat(m)} as {m.rpartition('.')[2]}"
-            for m in inside
-        )
+        lines = ("from .{0} import __name__ as _", "from . import {0} as {1}")
+        names = [(_flat(m), m.rpartition(".")[2]) for m in inside]
+        return "\n".join(indent + line.format(*name) for name in names for line in lines)
 
     text = re.sub(r"^( *)from ([\w.]+) import (.+)$", relative, text, flags=re.MULTILINE)
     # transformers requires every package that is imported outside a `try`.

@@ -51,13 +51,11 @@ def file_table(path: Path) -> str:
         found = [r for r in results.records if r.quantity == quantity]
         lengths = sorted({r.length for r in found}, key=lambda n: n or 0)
         cells = {(r.run, r.variant, r.task, r.length): r.value for r in found}
-        body = [
-            [
-                ", ".join(filter(None, (results.runs[key[0]]["run"], *key[1:]))),
-                *(show_value(cells.get((*key, n), "")) for n in lengths),
-            ]
-            for key in dict.fromkeys((r.run, r.variant, r.task) for r in found)
-        ]
+        body = []
+        for identity, variant, task in dict.fromkeys((r.run, r.variant, r.task) for r in found):
+            name = ", ".join(filter(None, (results.runs[identity]["run"], variant, task)))
+            values = (cells.get((identity, variant, task, n), "") for n in lengths)
+            body.append([name, *map(show_value, values)])
         parts.append(table([quantity, *(short_number(n) if n else "" for n in lengths)], body))
     return "\n\n".join(parts)
 
@@ -80,12 +78,8 @@ def check_out(out: Path, results: Path) -> None:
 
 def is_unfinished(out: Path) -> bool:
     """Whether the folder is empty or has only figures, left by an interrupted first run."""
-    names = tuple(f"{scale}-" for scale in SCALES)
-    return all(
-        (path.is_dir() and path.name == FIGURES)
-        or (path.parent.name == FIGURES and path.name.startswith(names) and path.suffix == ".svg")
-        for path in out.rglob("*")
-    )
+    figures = {path for scale in SCALES for path in out.glob(f"{FIGURES}/{scale}-*.svg")}
+    return {*out.rglob("*")} <= {out / FIGURES, *figures} and not (out / FIGURES).is_file()
 
 
 def write_site(results: Path, out: Path) -> None:

@@ -79,10 +79,8 @@ def main(argv: list[str]) -> int | None:
         print(describe([table.name for table in tables], jobs, space))
         return None
     if not (nano or arguments.tables_only) and gpus < processes:
-        raise UserError(
-            f"--scale paper trains on {processes} GPUs and {gpus} are here; --gpus N for fewer, "
-            "--plan to see what it takes, --scale nano for this machine"
-        )
+        options = "--gpus N for fewer, --plan to see what it takes, --scale nano for this machine"
+        raise UserError(f"--scale paper trains on {processes} GPUs and {gpus} are here; {options}")
     states = {}
     if not arguments.tables_only:
         parallel = arguments.jobs or (2 if nano else 1)

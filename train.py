@@ -166,11 +166,8 @@ class Run:
         self.model, self.progress, saved = initial_state(config, self.store, resume)
         if saved is not None:
             folder, share = self.batches.train_set.directory, slice(world.rank, None, world.size)
-            warnings = (
-                resumed(saved["data"], self.data, folder, accept_data, share),
-                other_machine(saved["machine"], machine(world)),
-            )
-            for warning in filter(None, warnings):
+            data = resumed(saved["data"], self.data, folder, accept_data, share)
+            for warning in filter(None, (data, other_machine(saved["machine"], machine(world)))):
                 log.say(f"warning: {warning}")
         self.model.to(world.device).use_backend(config.attention.backend)
         groups, betas = self.model.parameter_groups(t.weight_decay), (t.beta1, t.beta2)
@@ -210,10 +207,8 @@ class Run:
                 f"batch of token offsets {offsets.min()}..{offsets.max()}"
             )
             if p.skipped > t.max_skipped_steps:
-                raise self._diverged(
-                    f"{p.skipped} steps in a row were not finite, the last was {p.step} "
-                    "(their batches are above)"
-                )
+                what = f"{p.skipped} steps in a row were not finite, the last was {p.step}"
+                raise self._diverged(f"{what} (their batches are above)")
         self.optimiser.zero_grad(set_to_none=True)
         p.step, p.val_loss = p.step + 1, None
         self.log.advance()
@@ -283,13 +278,9 @@ class Run:
         if self.world.is_main:
             best = p.val_loss is not None and p.val_loss < p.best
             p.best = p.val_loss if best else p.best
+            t, tokeniser = config.train, self.batches.train_set.tokeniser
             info = checkpoint.CheckpointInfo(
-                run=config.log.name,
-                step=p.step,
-                train_length=config.train.length,
-                tokeniser=self.batches.train_set.tokeniser,
-                val_loss=p.val_loss,
-                seed=config.train.seed,
+                config.log.name, p.step, t.length, tokeniser, val_loss=p.val_loss, seed=t.seed
             )
             state = {
                 "config": config.to_toml(),
@@ -331,10 +322,8 @@ def initial_state(config: Config, store: checkpoint.Store, resume: bool) -> tupl
         if changed := saved.differences(config):
             hint = "undo the change or choose another --log.name"
             if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
-                hint += (
-                    " (for a cosine over other steps, start a new run from this one: "
-                    f"--train.init_from={config.run_directory} --train.init_optimiser=true)"
-                )
+                start = f"--train.init_from={config.run_directory} --train.init_optimiser=true"
+                hint += f" (for a cosine over other steps, start a new run with {start})"
             why = "; ".join([*changed, hint])
             raise UserError(f"--resume contradicts {path} (saved -> now): {why}")
         if config.train.steps < progress.step:

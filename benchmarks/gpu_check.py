@@ -205,10 +205,8 @@ def errors(case: Case, shape: tuple[int, ...]) -> Iterator[tuple[str, float, flo
     batch, heads, rows, keys, d = shape
     generator = torch.Generator().manual_seed(rows + keys)
     dtype = DTYPES[case.dtype]
-    tensors = [
-        torch.randn(batch, heads, n, d, generator=generator).to(case.device, dtype)
-        for n in (rows, keys, keys, rows)
-    ]
+    shapes = [(batch, heads, n, d) for n in (rows, keys, keys, rows)]
+    tensors = [torch.randn(s, generator=generator).to(case.device, dtype) for s in shapes]
     eager = replace(case, backend="eager", compiled=False)
     exact, plain = (results(eager, tensors, kind) for kind in (torch.float64, dtype))
     got = results(case, tensors, dtype)

@@ -228,12 +228,9 @@ def draw(measured: Values, published: Values, out: Path) -> list[Path]:
             value = measured[line][i] / measured[lines[0]][i]
             colour = plots.style(line.mechanism.name)["color"]
             axes.barh(place, value, color=colour, alpha=0.55 if line in published else 1)
-        axes.plot(
-            [values[i] / published[lines[0]][i] for values in published.values()],
-            [lines.index(line) for line in published],
-            **{"color": plots.INK, "marker": "X", "linestyle": "none", "markersize": 4},
-            label="the paper",
-        )
+        crosses = [values[i] / published[lines[0]][i] for values in published.values()]
+        look = {"color": plots.INK, "marker": "X", "linestyle": "none", "markersize": 4}
+        axes.plot(crosses, [lines.index(line) for line in published], **look, label="the paper")
         axes.set(title=f"{title} / eager softmax", xlim=(0, None))
     panels[0].set_yticks(range(len(lines)), map(str, lines))
     panels[0].invert_yaxis()

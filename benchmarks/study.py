@@ -92,10 +92,9 @@ def rows(records: list[Record]) -> dict[tuple[str, int], dict[str, float]]:
 def text(records: list[Record], left_out: list[str]) -> str:
     """A table of every number, the growth with the length, and what was left out."""
     quantities = dict.fromkeys(r.quantity for r in records)
-    lines = [
-        [name, f"{length:,}", *(_cell(q, values.get(q)) for q in quantities)]
-        for (name, length), values in rows(records).items()
-    ]
+    lines = []
+    for (name, length), values in rows(records).items():
+        lines.append([name, f"{length:,}", *(_cell(q, values.get(q)) for q in quantities)])
     parts = [table(["", "length", *map(title, quantities)], lines)]
     if grown := slopes(records):
         panels = FIGURES["attention"][0]

@@ -70,10 +70,8 @@ def cpu_seconds() -> float:
 def main(options: Namespace) -> int:
     texts, workers = documents(options.megabytes), options.workers
     get_tokeniser("gpt2")  # loads the vocabulary before anything is timed
-    ways = {
-        "llm.c / nanoGPT way": usual_way(texts, workers),
-        "ours, tiktoken alone": our_way(texts, workers, fast=False),
-    }
+    ways = {"llm.c / nanoGPT way": usual_way(texts, workers)}
+    ways["ours, tiktoken alone"] = our_way(texts, workers, fast=False)
     if importlib.util.find_spec("splintr"):
         ways["ours, with splintr"] = our_way(texts, workers, fast=True)
     size = sum(map(len, texts)) / 1e6

@@ -129,12 +129,8 @@ def main(options: Namespace) -> None:
     if options.head_dim not in (None, *HEAD_DIMS):
         raise UserError(f"--head-dim {options.head_dim}: no configuration of it; give 64 or 128")
     head_dims = (options.head_dim,) if options.head_dim else HEAD_DIMS
-    todo = [
-        job | {"architecture": architecture}
-        for architecture in ARCHITECTURES
-        for head_dim in head_dims
-        for job in jobs(head_dim, options.first)
-    ]
+    found = [job for head_dim in head_dims for job in jobs(head_dim, options.first)]
+    todo = [job | {"architecture": sm} for sm in ARCHITECTURES for job in found]
     print(LINE.format(**dict(zip(FIELDS, FIELDS, strict=True)) | HEADER))
     rows = []
     with tempfile.TemporaryDirectory() as cache:

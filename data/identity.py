@@ -55,10 +55,9 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
             other.append(f"{name}: other contents than {MANIFEST} says")
     listed = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
     if other and not accept:
-        raise UserError(
-            f"--resume contradicts the data of the checkpoint (saved -> now): {listed}; set "
-            "data.directory to the data it was trained on, or add --accept-data to train on these"
-        )
+        other = f"--resume contradicts the data of the checkpoint (saved -> now): {listed}"
+        remedy = "set data.directory to that data, or add --accept-data to train on these"
+        raise UserError(f"{other}; {remedy}")
     if other:
         return f"training continues on other data (--accept-data): {listed}"
     if not sampled:

@@ -117,10 +117,9 @@ def _refuse_too_little(writer: ShardWriter) -> None:
         raise UserError("the source holds no text")
     for split, tokens in writer.totals.items():
         if tokens == 0:
-            raise UserError(
-                f"the source is too small: its {writer.total} tokens leave nothing for {split}; "
-                f"add text or choose a smaller --val-tokens, and delete {writer.directory}"
-            )
+            small = f"the source is too small: its {writer.total} tokens leave nothing for {split}"
+            remedy = f"add text or choose a smaller --val-tokens, and delete {writer.directory}"
+            raise UserError(f"{small}; {remedy}")
 
 
 def token_count(text: str) -> int:
@@ -192,10 +191,8 @@ def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | 
     if arguments.val_tokens is None and arguments.command == "text":
         tokens = min(tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
     if tokens > arguments.shard_tokens:
-        raise UserError(
-            f"--val-tokens {tokens} do not fit in one shard of {arguments.shard_tokens}; "
-            "choose fewer or a larger --shard-tokens"
-        )
+        fit = f"--val-tokens {tokens} do not fit in one shard of {arguments.shard_tokens}"
+        raise UserError(f"{fit}; choose fewer or a larger --shard-tokens")
     return tokens
 
 

@@ -178,10 +178,8 @@ class TextSource:
             known = isinstance(row, dict) and self._field in row
             if not known or not isinstance(row[self._field], str | None):
                 there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-                raise UserError(
-                    f"{path}, line at byte {start}: no text in {self._field!r} (there is: {there});"
-                    " name the field with --field"
-                )
+                lacks = f"no text in {self._field!r} (there is: {there})"
+                raise UserError(f"{path}, line at byte {start}: {lacks}; name it with --field")
             if row[self._field]:
                 yield row[self._field], True
 

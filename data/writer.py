@@ -224,10 +224,8 @@ def refuse_other_settings(directory: Path, recorded: dict | None, settings: dict
         for key, new in settings.items()
         if recorded.get(key) != new
     ]
-    raise UserError(
-        f"{directory} was made with other settings ({', '.join(shown)}); use those, delete it, or "
-        "choose another --out"
-    )
+    made = f"{directory} was made with other settings ({', '.join(shown)})"
+    raise UserError(f"{made}; use those, delete it, or choose another --out")
 
 
 def recorded_settings(directory: Path) -> dict | None:

@@ -29,10 +29,8 @@ class LssarConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict, **options):
         """Refuse weights that mean something else than this code computes."""
         if (found := config_dict.get("meaning")) != MEANING:
-            raise ValueError(
-                f"the weights have meaning {found!r:.20}, this code computes {MEANING} "
-                "(model.MEANING): export the checkpoint again"
-            )
+            meaning = f"the weights have meaning {found!r:.20}, this code computes {MEANING}"
+            raise ValueError(f"{meaning} (model.MEANING): export the checkpoint again")
         return super().from_dict(config_dict, **options)
 
 

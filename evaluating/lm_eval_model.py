@@ -101,10 +101,8 @@ class CheckpointLM(TemplateLM):
             if not 0 < len(continuation) <= self.max_length:
                 length = f"{len(continuation)} tokens, not 1 to max_length = {self.max_length}"
                 raise UserError(f"a continuation of {length}, cannot be scored")
-        inputs = [
-            tuple(((context or [self.prefix_token_id]) + continuation)[-self.max_length - 1 : -1])
-            for _, context, continuation in requests
-        ]
+        texts = ((context or [self.prefix_token_id]) + new for _, context, new in requests)
+        inputs = [tuple(tokens[-self.max_length - 1 : -1]) for tokens in texts]
         answers: list = [None] * len(requests)
         bar = progress(len(requests), self.checkpoint.info.run, "request")
         with bar, arithmetic(self.precision, self._device):

@@ -91,11 +91,8 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
             continue
         folder = local_folder(name, data, task.get("dataset_name") if name == "mmlu" else None)
         split = task.get("test_split") or task["validation_split"]
-        files = [
-            str(path.resolve())
-            for path in sorted(folder.rglob(f"{split}*"))
-            if path.suffix in (".parquet", ".jsonl", ".json") and path.is_file()
-        ]
+        found = (path for path in sorted(folder.rglob(f"{split}*")) if path.is_file())
+        files = [str(p.resolve()) for p in found if p.suffix in (".parquet", ".jsonl", ".json")]
         if not files:
             missing = f"no {split}*.parquet or {split}*.jsonl in {folder}"
             raise UserError(f"{name}: {missing}; put {PLACES[name]['repository']} of the hub there")
@@ -171,8 +168,5 @@ def score_summary(doc: dict, results: list[str]) -> dict[str, float]:
 def score_line(doc: dict, results: list[str]) -> dict[str, float]:
     """For task_files/nano_line.yaml."""
     text, target = results[0], doc["target"]
-    return {
-        "chrf": sentence_chrf(text, [target]).score,
-        "rouge1": rouge(text, [target])["rouge1"],
-        "exact_match": float(text.strip() == target.strip()),
-    }
+    chrf, rouge1 = sentence_chrf(text, [target]).score, rouge(text, [target])["rouge1"]
+    return {"chrf": chrf, "rouge1": rouge1} | {"exact_match": float(text.strip() == target.strip())}

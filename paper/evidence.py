@@ -100,13 +100,9 @@ class Evidence:
         return self.cell(table, row, column).n < wanted
 
     def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
-        at_training_length = column.quantity == "loss" and column.factor == 1
-        return compare(
-            self.cell(table, row, column).values,
-            self.cell(table, other, column).values,
-            lower_is_better=column.lower_is_better,
-            margin=MARGIN if at_training_length else None,
-        )
+        margin = MARGIN if (column.quantity, column.factor) == ("loss", 1) else None
+        mine, theirs = (self.cell(table, r, column).values for r in (row, other))
+        return compare(mine, theirs, lower_is_better=column.lower_is_better, margin=margin)
 
     def printed(self, table: Table, row: Row, column: Column) -> float | None:
         """The paper's own number."""
@@ -131,12 +127,8 @@ def mechanism_of(run: dict) -> str:
 
 # --- the training runs ---------------------------------------------------------------------------
 
-_NUMBER = (int, float, type(None))
-_FIELDS = {
-    **dict.fromkeys(("commit", "torch", "device", "status"), str),
-    **dict.fromkeys(("seed", "tokens", "seconds", "loss"), _NUMBER),
-    "config": dict,
-}
+_FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}
+_FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), (int, float, type(None)))
 
 
 def read_runs(path: Path) -> dict[str, dict]:

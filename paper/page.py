@@ -33,11 +33,8 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parent / "README.md"
 PIXELS = 135  # per inch of a figure, where there is room
 GOOD, BAD, OPEN = "good", "bad", "open"
-KINDS = {
-    **dict.fromkeys(("holds", "reproduced", "same direction"), GOOD),
-    **dict.fromkeys(("does not hold", "differs", "opposite direction"), BAD),
-    "open": OPEN,
-}
+KINDS = dict.fromkeys(("holds", "reproduced", "same direction"), GOOD)
+KINDS |= dict.fromkeys(("does not hold", "differs", "opposite direction"), BAD) | {"open": OPEN}
 MARKS = {GOOD: "✓", BAD: "✗"}
 
 
@@ -140,13 +137,8 @@ class Page:
     # --- the text --------------------------------------------------------------------------------
 
     def html(self) -> str:
-        environment = Environment(
-            loader=FileSystemLoader(HERE),
-            autoescape=True,
-            finalize=printable,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
+        options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+        environment = Environment(loader=FileSystemLoader(HERE), finalize=printable, **options)
         return environment.get_template("page.html").render(
             page=self,
             repository=REPOSITORY,

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,11 +158,9 @@ def evaluation_job(kind: str, directory: Path, command: tuple, out: Path, varian
 
 def measured_jobs(table: Table, space: Workspace) -> list[Job]:
     """The training of its runs, and the one command that measures them all."""
-    trained = [
-        (row.run, seed)
-        for row in (table.rows if "{runs}" in table.measure else ())
-        for seed in space.seeds_of(row.run)[: None if table.all_seeds else 1]
-    ]
+    keys = [row.run for row in table.rows] if "{runs}" in table.measure else []
+    count = None if table.all_seeds else 1
+    trained = [(key, seed) for key in keys for seed in space.seeds_of(key)[:count]]
     directories = [str(space.run_directory(key, seed)) for key, seed in trained]
     out = space.folder / table.name / f"{table.name}.json"
     words = [[w] if w != "{runs}" else directories for w in table.measure.split()]
@@ -192,21 +189,17 @@ def is_complete(out: Path, directories: list[str]) -> bool:
 def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
     """Runs, tokens, hours and disk of what is still to be done."""
     speed = space.scale.tokens_per_second
-    costs = {
-        job.trains.log.name: None if is_done(job) else config_cost(job.trains, speed)
-        for job in jobs
-        if job.trains
-    }
+    left = {job.name for job in jobs if not is_done(job)}
+    training = {job.name: job.trains for job in jobs if job.trains}
+    costs = {c.log.name: config_cost(c, speed) if n in left else None for n, c in training.items()}
     named = {f"prepare {Path(d).name}": corpus for d, corpus in space.scale.corpora.items()}
-    left = [named[job.name] for job in jobs if job.name in named and not is_done(job)]
-    shards = 2 * sum(corpus.tokens for corpus in left)
-    other = [job for job in jobs if job.name not in named and not job.trains]
-    missing = sum(not is_done(job) for job in other)
+    shards = 2 * sum(corpus.tokens for name, corpus in named.items() if name in left)
+    other = {job.name for job in jobs} - named.keys() - training.keys()
     lines = [
         f"tables      {', '.join(names)}",
         *training_lines(costs, speed, space.processes),
-        f"evaluations {len(other)}, of which {missing} are still to be made; their time is not "
-        "counted",
+        f"evaluations {len(other)}, of which {len(other & left)} are still to be made; "
+        "their time is not counted",
         disk_line(costs, shards),
     ]
     return "\n".join(lines)
@@ -217,28 +210,24 @@ Cost = tuple[int, float, float]
 
 
 def training_lines(
-    costs: dict[str, Cost | None],
-    tokens_per_second: float | None,
-    processes: int,
-    alone: Collection[str] = (),
+    costs: dict[str, Cost | None], tokens_per_second: float | None, processes: int, alone=()
 ) -> list[str]:
     """What the runs take; None is a finished run, and those in `alone` use one process each."""
     left = {name: cost for name, cost in costs.items() if cost is not None}
     tokens, hours = sum(c[0] for c in left.values()), sum(c[1] for c in left.values())
     elapsed = sum(c[1] / (1 if name in alone else processes) for name, c in left.items())
-    unit = (
-        f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU, {elapsed:,.1f} hours on {processes} GPUs"
-        if tokens_per_second is None
-        else f"hours on this CPU at {tokens_per_second:,.0f} tokens/s"
-    )
+    unit = f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU"
+    unit += f", {elapsed:,.1f} hours on {processes} GPUs"
+    if tokens_per_second is not None:
+        unit = f"hours on this CPU at {tokens_per_second:,.0f} tokens/s"
+
+    def shown(cost: Cost | None) -> str:
+        return "done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h"
+
     wide = max(map(len, costs), default=0)
     return [
         f"runs        {len(costs)}, of which {len(left)} are still to be trained",
-        *(
-            f"  {name:{wide}s} "
-            + ("done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h")
-            for name, cost in costs.items()
-        ),
+        *(f"  {name:{wide}s} {shown(cost)}" for name, cost in costs.items()),
         f"tokens      {tokens:,}",
         f"time        {hours:,.1f} {unit}",
     ]

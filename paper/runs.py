@@ -47,10 +47,8 @@ class Scale:
 def load_scale(name: str) -> Scale:
     fields = {key: value for key, value in DATA[name].items() if key != "runs"}
     fields["seeds"] = tuple(fields["seeds"])
-    fields["corpora"] = {
-        directory: Corpus(tuple(corpus["arguments"]), corpus["tokens"])
-        for directory, corpus in fields["corpora"].items()
-    }
+    corpora = fields["corpora"].items()
+    fields["corpora"] = {d: Corpus(tuple(c["arguments"]), c["tokens"]) for d, c in corpora}
     return Scale(name, **fields)
 
 
@@ -73,20 +71,16 @@ class Run:
 def load_run(key: str, fields: dict) -> Run:
     sections = {name: fields.get(name, {}) for name in ("attention", "model")}
     overrides = (f"--{s}.{k}={v}" for s, values in sections.items() for k, v in values.items())
-    other = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in fields.items()
-        if name not in sections
-    }
+    other = {k: v for k, v in fields.items() if k not in sections}
+    other |= {k: tuple(v) for k, v in other.items() if isinstance(v, list)}
     return Run(key, overrides=tuple(overrides), **other)
 
 
 def all_runs(scale: str) -> dict[str, Run]:
-    shared = {
-        key: {"config": SCALES[scale].config, "attention": {"name": key}} | fields
-        for key, fields in (DATA["main"] | DATA["sweep"]).items()
-    }
-    return {key: load_run(key, run) for key, run in (shared | DATA[scale]["runs"]).items()}
+    runs = {}
+    for key, fields in (DATA["main"] | DATA["sweep"]).items():
+        runs[key] = {"config": SCALES[scale].config, "attention": {"name": key}} | fields
+    return {key: load_run(key, run) for key, run in (runs | DATA[scale]["runs"]).items()}
 
 
 def run_name(key: str, seed: int) -> str:

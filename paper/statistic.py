@@ -119,20 +119,13 @@ class Comparison:
         return max(self.n + 1, math.ceil(min(needed, MANY_SEEDS + 1)))
 
 
-def compare(
-    first: dict[int | None, float | None],
-    second: dict[int | None, float | None],
-    *,
-    lower_is_better: bool = True,
-    margin: float | None = None,
-) -> Comparison:
-    """Values by seed; seeds that are missing or overflowed in either do not count."""
-    paired = [
-        value - second[seed]
-        for seed, value in first.items()
-        if value is not None and second.get(seed) is not None
-    ]
-    return Comparison(tuple(paired), lower_is_better, margin)
+BySeed = dict[int | None, float | None]  # a value may have overflowed
+
+
+def compare(first: BySeed, second: BySeed, **options) -> Comparison:
+    """Seeds that are missing or overflowed in either do not count; options: of Comparison."""
+    pairs = [(value, second.get(seed)) for seed, value in first.items()]
+    return Comparison(tuple(a - b for a, b in pairs if None not in (a, b)), **options)
 
 
 # --- against the paper, which has one seed -------------------------------------------------------

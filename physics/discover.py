@@ -137,10 +137,8 @@ def load(run: str, task: str, pretrained: Checkpoint) -> tuple[np.ndarray, str]:
     if not path.exists() or found["checkpoint"] is None:
         raise UserError(f"{path} is missing; make it with: python physics/force.py --help")
     if found["pretrained"] != pretrained.identity:
-        raise UserError(
-            f"{path} is of a model fine-tuned from other weights than {run} has now; delete "
-            f"{folder} and rerun physics/force.py {task} {run}"
-        )
+        other = f"{path} is of a model fine-tuned from other weights than {run} has now"
+        raise UserError(f"{other}; delete {folder} and rerun physics/force.py {task} {run}")
     forces = read_array(path)
     refuse_non_finite(forces, path)
     return forces, found["checkpoint"]
@@ -212,10 +210,8 @@ class Vectors:
         self.position = states[..., :2]
         towards = -self.position / np.linalg.norm(self.position, axis=-1, keepdims=True)
         self.truth = magnitude(states)[..., None] * towards
-        trained, selected = (
-            np.isfinite(read_array(directory / f"labels_{split}.npy")[:, 1::2, 0])
-            for split in ("train", "val")
-        )
+        labels = (read_array(directory / f"labels_{split}.npy") for split in ("train", "val"))
+        trained, selected = (np.isfinite(array[:, 1::2, 0]) for array in labels)
         # `--selection source` selects on everything.
         self.unseen = ~(trained if selected.all() else trained | selected)
 

@@ -67,10 +67,8 @@ def main(argv: list[str]) -> int:
     (pretrained,) = open_checkpoints([options.run])
     folder = config.run_directory
     if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
-        raise UserError(
-            f"{folder} was fine-tuned from other weights than {options.run} has now; delete it "
-            "and rerun the same command, or choose another --log.name"
-        )
+        other = f"{folder} was fine-tuned from other weights than {options.run} has now"
+        raise UserError(f"{other}; delete it and rerun, or choose another --log.name")
     make_folder(folder)
     write_origin(folder, pretrained.identity)
     code = train.main([options.config, *overrides, "--resume", "--device", options.device])

@@ -27,10 +27,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; nothing finished is lost: fix that "
-            "and run the same command again"
-        ) from None
+        remedy = "nothing finished is lost: fix that and run the same command again"
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
 
 
 LARGEST_TEXT = 2**28  # our own files are smaller, and a larger one would fill the memory

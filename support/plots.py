@@ -83,17 +83,10 @@ def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> 
         heights[i] = min(heights[i], limit)
         limit = heights[i] - gap
     for height, (place, label, y, colour) in zip(heights, found, strict=True):
-        axes.annotate(
-            label,
-            (1, y),
-            xycoords=("axes fraction", "data"),
-            xytext=(5, height - place),
-            textcoords="offset points",
-            fontsize=size,
-            color="#666666" if colour == GREY else colour,
-            va="center",
-            annotation_clip=False,
-        )
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        where |= {"xytext": (5, height - place), "va": "center", "annotation_clip": False}
+        ink = "#666666" if colour == GREY else colour
+        axes.annotate(label, (1, y), **where, fontsize=size, color=ink)
 
 
 def line(number: int, *, marker: bool = True) -> dict:
@@ -111,15 +104,9 @@ def length_axis(axes, lengths: list[int], train_length: int | None = None) -> No
     axes.set_xticks(lengths, [short_number(n) for n in lengths])
     if train_length is not None:
         axes.axvline(train_length, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
-        axes.annotate(
-            "training length",
-            (train_length, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-3, 2),
-            textcoords="offset points",
-            fontsize=6,
-            color="#555555",
-        )
+        place = {"xycoords": ("data", "axes fraction"), "xytext": (-3, 2)}
+        look = {"textcoords": "offset points", "fontsize": 6, "color": "#555555"}
+        axes.annotate("training length", (train_length, 1), **place, **look)
 
 
 def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):

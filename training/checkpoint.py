@@ -107,10 +107,9 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
     try:
         description = files.unseal(json.loads(files.read_text(file)))
         if (found := description.get("meaning")) != MEANING:
-            raise UserError(
-                f"its weights have meaning {found!r:.20}, this code computes {MEANING} "
-                "(model.MEANING): use the revision that made it, or train again"
-            )
+            meaning = f"its weights have meaning {found!r:.20}, this code computes {MEANING}"
+            remedy = "use the revision that made it, or train again"
+            raise UserError(f"{meaning} (model.MEANING): {remedy}")
         info = CheckpointInfo(**description["info"])
         recorded = dict(description.get("files", {}))
         return ModelConfig.from_dict(description["model"]), info, recorded
@@ -225,10 +224,9 @@ def take_weights(model: GPT, path: str) -> None:
         model.load_state_dict(theirs)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise UserError(
-            f"train.init_from = {path!r} has another architecture ({reason:.300}); "
-            "give both the same [model] and a mechanism with the same parameters"
-        ) from None
+        other = f"train.init_from = {path!r} has another architecture ({reason:.300})"
+        rule = "give both the same [model] and a mechanism with the same parameters"
+        raise UserError(f"{other}; {rule}") from None
 
 
 def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
@@ -236,8 +234,6 @@ def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
     moments = read_trainer(find(path))["optimiser"]["state"]
     shapes = [moments[i]["exp_avg"].shape for i in sorted(moments)]
     if shapes != [p.shape for group in optimiser.param_groups for p in group["params"]]:
-        raise UserError(
-            f"train.init_optimiser: the optimiser state of {path} is not that of this model's "
-            "parameters; leave it out to take the weights alone"
-        )
+        other = f"the optimiser state of {path} is not that of this model's parameters"
+        raise UserError(f"train.init_optimiser: {other}; leave it out to take the weights alone")
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})

@@ -200,12 +200,9 @@ class Config:
             # The steps so far are the same, however many follow.
             *(["train.steps"] if self.train.schedule == "constant" else []),
         )
-        theirs = other.flat()
-        return [
-            f"{name}: {value!r} -> {theirs[name]!r}"
-            for name, value in self.flat().items()
-            if value != theirs[name] and not name.startswith(free)
-        ]
+        mine, theirs = self.flat(), other.flat()
+        changed = [n for n in mine if mine[n] != theirs[n] and not n.startswith(free)]
+        return [f"{name}: {mine[name]!r} -> {theirs[name]!r}" for name in changed]
 
 
 _SECTIONS = typing.get_type_hints(Config)
@@ -385,11 +382,8 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     require(tokens % t.length == 0, "eval.tokens", f"no multiple of length; nearest: {nearest}")
     plain = Path(run).name == run and run != ".." and run.isprintable()
     require(plain, "log.name", "must be a plain name: no slashes, no control characters")
-    checks = {
-        "attention": config.mechanism,
-        "model": config.model_config,
-        "train": lambda: config.batch_plan(world_size),
-    }
+    checks = {"attention": config.mechanism, "model": config.model_config}
+    checks["train"] = lambda: config.batch_plan(world_size)
     for section, check in checks.items():
         try:
             check()
