@@ -67,15 +67,12 @@ def main(argv: list[str]) -> None:
     # A document begins after the end of another: that is also the prompt when there is none.
     prompt = np.append(np.uint16(tokeniser.eot), tokeniser.encode(arguments.prompt))
     device = distributed.start(arguments.device).device
-    stream = checkpoint.load(device).stream(
-        torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device),
-        arguments.tokens,
-        temperature=0.0 if arguments.greedy else arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        stop=(tokeniser.eot,),
-        generator=torch.Generator(device).manual_seed(arguments.seed),
-    )
+    batch = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device)
+    sampling = {"temperature": 0.0 if arguments.greedy else arguments.temperature}
+    sampling |= {"top_k": arguments.top_k, "top_p": arguments.top_p}
+    sampling["generator"] = torch.Generator(device).manual_seed(arguments.seed)
+    model = checkpoint.load(device)
+    stream = model.stream(batch, arguments.tokens, stop=(tokeniser.eot,), **sampling)
     tokens = takewhile(lambda token: token != tokeniser.eot, map(int, stream))
     sys.stdout.write(arguments.prompt)
     for piece in text_pieces(tokeniser, tokens):

@@ -67,11 +67,8 @@ class ModelConfig:
             require(type(value) is int, f"{key} = {value!r} is of a wrong type, must be int")
             require(value >= lowest, f"{key} = {value} must be at least {lowest}")
         require(self.layers <= MOST_LAYERS, f"layers = {self.layers} must be at most {MOST_LAYERS}")
-        require(
-            self.width % (2 * self.heads) == 0,
-            f"width = {self.width} must be an even multiple of heads = {self.heads} "
-            "(RoPE turns pairs of dimensions)",
-        )
+        even = f"width = {self.width} must be an even multiple of heads = {self.heads}"
+        require(self.width % (2 * self.heads) == 0, f"{even} (RoPE turns pairs of dimensions)")
         require(
             self.documents is False or (self.documents is True and not (many or self.outputs)),
             f"documents = {self.documents!r}; data.document_mask is true or false, and for text",
@@ -79,11 +76,8 @@ class ModelConfig:
         rows, vocab, stretch = self.vocab_rows, self.vocab_size, self.interpolation
         require(rows >= vocab, f"vocab_rows = {rows} must be at least vocab_size = {vocab}")
         require(0 < stretch < math.inf, f"interpolation = {stretch} must be positive")
-        require(
-            not self.positions or stretch == 1,
-            f"interpolation = {stretch} stretches RoPE, and positions = {self.positions} replaces "
-            "it; leave one out",
-        )
+        both = f"interpolation = {stretch} stretches RoPE, positions = {self.positions} replaces it"
+        require(not self.positions or stretch == 1, f"{both}; leave one out")
 
     def to_dict(self) -> dict:
         """Plain JSON values; the attention by its name and its changed settings."""

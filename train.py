@@ -82,11 +82,9 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         if world.size == 1 or not distributed.lost_contact(error):
             raise
-        print(
-            f"error: rank {world.rank} lost contact with another rank, which died or hangs; see "
-            f"that rank's messages; rerun with --resume ({str(error).splitlines()[0]})",
-            file=sys.stderr,
-        )
+        lost = f"rank {world.rank} lost contact with another rank, which died or hangs"
+        advice = f"see that rank's messages; rerun with --resume ({str(error).splitlines()[0]})"
+        print(f"error: {lost}; {advice}", file=sys.stderr)
         return EXIT_LOST_CONTACT
     finally:
         distributed.finish()
@@ -201,11 +199,10 @@ class Run:
         else:
             p.skipped += 1
             offsets = self.batches.loader.offsets(p.step)
-            self.log.say(
-                f"warning: step {p.step} is not finite and was skipped: gradient norm {self.norm}, "
-                f"loss by rank {self.losses.tolist()}, "
-                f"batch of token offsets {offsets.min()}..{offsets.max()}"
-            )
+            numbers = f"gradient norm {self.norm}, loss by rank {self.losses.tolist()}"
+            batch = f"batch of token offsets {offsets.min()}..{offsets.max()}"
+            skipped = f"step {p.step} is not finite and was skipped"
+            self.log.say(f"warning: {skipped}: {numbers}, {batch}")
             if p.skipped > t.max_skipped_steps:
                 what = f"{p.skipped} steps in a row were not finite, the last was {p.step}"
                 raise self._diverged(f"{what} (their batches are above)")
@@ -282,14 +279,8 @@ class Run:
             info = checkpoint.CheckpointInfo(
                 config.log.name, p.step, t.length, tokeniser, val_loss=p.val_loss, seed=t.seed
             )
-            state = {
-                "config": config.to_toml(),
-                "progress": vars(p),
-                "optimiser": self.optimiser.state_dict(),
-                "rng": rng,
-                "data": self.data,
-                "machine": machine(self.world),
-            }
+            state = {"config": config.to_toml(), "progress": vars(p), "rng": rng, "data": self.data}
+            state |= {"optimiser": self.optimiser.state_dict(), "machine": machine(self.world)}
             self.store.save(self.model, info, state, keep=config.checkpoint.keep, best=best)
         self.world.barrier()
 

@@ -31,12 +31,9 @@ def best_device() -> str:
 def machine(device: str) -> dict:
     """What a number depends on besides the code: for the head of a results file."""
     processor = _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
-    return {
-        "device": device,
-        "name": torch.cuda.get_device_name() if device == "cuda" else processor,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    name = torch.cuda.get_device_name() if device == "cuda" else processor
+    versions = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    return {"device": device, "name": name} | versions
 
 
 def _proc(file: str, key: str) -> str | None:

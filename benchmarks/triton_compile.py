@@ -141,11 +141,8 @@ def main(options: Namespace) -> None:
                 rows.append(row := pending.get())
                 print(LINE.format(**row, tile=f"{row['rows']}x{row['keys']}"), flush=True)
     if options.out:
-        table = {
-            "status": "compiled with ptxas, not run on hardware",
-            "command": "python benchmark.py compile --out results/triton_resources.json",
-            "triton": importlib.metadata.version("triton"),
-            "kernels": rows,
-        }
+        table = {"status": "compiled with ptxas, not run on hardware"}
+        table["command"] = "python benchmark.py compile --out results/triton_resources.json"
+        table |= {"triton": importlib.metadata.version("triton"), "kernels": rows}
         write_json(options.out, table)
         print(f"written: {options.out}")

@@ -54,13 +54,9 @@ def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> No
     The first `val_tokens` are validation; None leaves the border to the source.
     """
     out, tokeniser = arguments.out, get_tokeniser(arguments.tokeniser)
-    settings = {
-        "tokeniser": arguments.tokeniser,
-        "shard_tokens": arguments.shard_tokens,
-        "val_tokens": val_tokens,
-        "max_tokens": arguments.max_tokens,
-        "source": source.describe(),
-    }
+    sizes = {"shard_tokens": arguments.shard_tokens, "val_tokens": val_tokens}
+    sizes["max_tokens"] = arguments.max_tokens
+    settings = {"tokeniser": arguments.tokeniser, **sizes, "source": source.describe()}
     with locked(out):
         refuse_other_settings(out, recorded_settings(out), settings)
         if (out / MANIFEST).exists():
@@ -234,10 +230,8 @@ def compare_with_published(out: Path) -> None:
     published, mine = lookup(PUBLISHED, "corpora", "corpora/stdlib"), describe_set(out)
     # A copy of the code may come without results.
     if published and mine["tokens_sha256"] != published["tokens_sha256"]:
-        print(
-            f"note: {out} ({mine['source']}) is not the text of the published numbers "
-            f"({published['source']}): yours will differ from them"
-        )
+        other = f"is not the text of the published numbers ({published['source']})"
+        print(f"note: {out} ({mine['source']}) {other}: yours will differ from them")
 
 
 if __name__ == "__main__":

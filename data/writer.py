@@ -132,16 +132,10 @@ class ShardWriter:
         if self._file is not None:
             with files.writing(self._path):
                 os.fsync(self._file.fileno())
-        body = {
-            "settings": self.settings,
-            "split": self.split,
-            "shards": [asdict(shard) for shard in self.shards],
-            "partial": self.partial,
-            "documents": self.documents,
-            "encoders": sorted(self.encoders),
-            "source_state": source_state,
-            "skip": skip,
-        }
+        body = {key: getattr(self, key) for key in ("settings", "split", "partial", "documents")}
+        body["shards"] = [asdict(shard) for shard in self.shards]
+        body["encoders"] = sorted(self.encoders)
+        body |= {"source_state": source_state, "skip": skip}
         record = {"sha256": files.digest(body), "progress": body}
         files.write_json(self.directory / PROGRESS, record)
 

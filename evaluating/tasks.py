@@ -68,11 +68,10 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
         if name not in PLACES or data is not None:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise UserError(f"{name}: its documents cannot be read: {reason}") from None
-        raise UserError(
-            f"{name}: the data set {PLACES[name]['repository']} is not reachable on the hub "
-            f"({type(error).__name__}); give a local copy with --data-dir DIR, in "
-            f"{local_folder(name, Path('DIR'))}"
-        ) from None
+        where, kind = PLACES[name]["repository"], type(error).__name__
+        local = f"give a local copy with --data-dir DIR, in {local_folder(name, Path('DIR'))}"
+        reason = f"the data set {where} is not reachable on the hub ({kind})"
+        raise UserError(f"{name}: {reason}; {local}") from None
 
 
 def local_folder(name: str, data: Path, configuration: str | None = None) -> Path:
@@ -96,12 +95,10 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
         if not files:
             missing = f"no {split}*.parquet or {split}*.jsonl in {folder}"
             raise UserError(f"{name}: {missing}; put {PLACES[name]['repository']} of the hub there")
-        made = {
-            "include": str(original),
-            "dataset_path": "parquet" if files[0].endswith(".parquet") else "json",
-            "dataset_kwargs": {"data_files": {split: files}},
-            "validation_split": split if split == task.get("validation_split") else None,
-        }
+        kind = "parquet" if files[0].endswith(".parquet") else "json"
+        made = {"include": str(original), "dataset_path": kind}
+        made["dataset_kwargs"] = {"data_files": {split: files}}
+        made["validation_split"] = split if split == task.get("validation_split") else None
         made |= dict.fromkeys(("dataset_name", "training_split", "fewshot_split"))
         write_json(target / original.name, made)
     return target
@@ -130,12 +127,10 @@ def measure(lm, key: dict, loaded: dict, limit: int | None) -> list[Record]:
         options = {"bootstrap_iters": BOOTSTRAP, "log_samples": False}
         found = lm_eval.evaluate(lm=lm, task_dict=loaded, limit=limit, **options)
     name = next(iter(loaded["groups"]), None) or next(iter(loaded["tasks"]))
-    details = {
-        "samples": sum(found["n-samples"][t]["effective"] for t in loaded["tasks"]),
-        "max_gen_toks": lm.max_gen_toks,
-        "version": found["versions"].get(name),
-        "seconds": round(time.monotonic() - begun, 2),
-    }
+    samples = sum(found["n-samples"][t]["effective"] for t in loaded["tasks"])
+    details = {"samples": samples, "max_gen_toks": lm.max_gen_toks}
+    details["version"] = found["versions"].get(name)
+    details["seconds"] = round(time.monotonic() - begun, 2)
     scores = {task: _metrics(found["results"][task]) for task in {name, *loaded["tasks"]}}
     records = []
     for metric, value in scores[name].items():

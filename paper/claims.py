@@ -83,15 +83,11 @@ def of_pairs(pairs: tuple[Pair, ...], evidence: Evidence, table: Table) -> list[
         row, other = table.row(pair.row), table.row(pair.other)
         for column in columns_at(evidence, table, pair.at) if row and other else ():
             ours, theirs = (evidence.printed(table, r, column) for r in (row, other))
-            points.append(
-                Point(
-                    f"{row.title} − {other.title}, {heading(evidence, table, column)}",
-                    pair.wanted,
-                    evidence.compare(table, row, other, column),
-                    decimals_of(evidence, table, column),
-                    None if None in (ours, theirs) else ours - theirs,
-                )
-            )
+            paper = None if None in (ours, theirs) else ours - theirs
+            label = f"{row.title} − {other.title}, {heading(evidence, table, column)}"
+            found = evidence.compare(table, row, other, column)
+            decimals = decimals_of(evidence, table, column)
+            points.append(Point(label, pair.wanted, found, decimals, paper))
     return points
 
 

@@ -93,16 +93,8 @@ def load_columns(columns=(), lengths=(), quantity="loss", gain=False, tasks=()) 
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
     found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
     found += [Column(16, "context_gain")] if gain else []
-    return found + [
-        Column(
-            quantity=metric,
-            task=task,
-            title=title,
-            paper=metric if task.startswith("lambada") else task,
-            lower_is_better=metric in LOWER_IS_BETTER,
-            percent=metric in PER_CENT,
-        )
-        for _, _, layout in LAYOUTS
-        for task, metric, title in layout
-        if task in tasks
-    ]
+    for task, metric, title in (c for _, _, layout in LAYOUTS for c in layout if c[0] in tasks):
+        paper = metric if task.startswith("lambada") else task
+        kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}
+        found.append(Column(None, metric, task, title, paper, **kind))
+    return found

@@ -46,14 +46,14 @@ class Workspace:
 
     def overrides(self, run: Run, seed: int) -> list[str]:
         directory = self.run_directory(run.key, seed)
-        weights = [f"--train.init_from={self.run_directory(run.init_from, seed)}"]
-        return [
-            *run.overrides,
-            *(weights if run.init_from else []),
-            f"--train.seed={seed}",
-            f"--log.directory={directory.parent}",
-            f"--log.name={directory.name}",
-        ]
+        changes = {
+            "train.seed": seed,
+            "log.directory": directory.parent,
+            "log.name": directory.name,
+        }
+        if run.init_from:
+            changes["train.init_from"] = self.run_directory(run.init_from, seed)
+        return [*run.overrides, *(f"--{key}={value}" for key, value in changes.items())]
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -88,22 +88,16 @@ def training_jobs(key: str, seed: int, space: Workspace) -> list[Job]:
     config, overrides = space.config(run, seed), space.overrides(run, seed)
     before = training_jobs(run.init_from, seed, space) if run.init_from else []
     corpus = corpus_job(config.data.directory, space.scale)
-    job = Job(
-        f"train {run_name(key, seed)}",
-        torchrun(space.processes, "train.py", f"configs/{run.config}.toml", *overrides, "--resume"),
-        partial(is_trained, config),
-        (corpus.name, *(j.name for j in before)),
-        trains=config,
-    )
-    return [corpus, *before, job]
+    arguments = ("train.py", f"configs/{run.config}.toml", *overrides, "--resume")
+    command, needs = torchrun(space.processes, *arguments), [j.name for j in (corpus, *before)]
+    name, done = f"train {run_name(key, seed)}", partial(is_trained, config)
+    return [corpus, *before, Job(name, command, done, tuple(needs), trains=config)]
 
 
 def corpus_job(directory: str, scale: Scale) -> Job:
-    return Job(
-        f"prepare {Path(directory).name}",
-        python("data/prepare.py", *scale.corpora[directory].arguments, "--out", directory),
-        lambda: (Path(directory) / MANIFEST).exists(),
-    )
+    arguments = (*scale.corpora[directory].arguments, "--out", directory)
+    name, manifest = f"prepare {Path(directory).name}", Path(directory) / MANIFEST
+    return Job(name, python("data/prepare.py", *arguments), manifest.exists)
 
 
 def is_trained(config: Config) -> bool:
@@ -164,18 +158,17 @@ def measured_jobs(table: Table, space: Workspace) -> list[Job]:
     directories = [str(space.run_directory(key, seed)) for key, seed in trained]
     out = space.folder / table.name / f"{table.name}.json"
     words = [[w] if w != "{runs}" else directories for w in table.measure.split()]
-    measurement = Job(
-        f"measure {table.name}",
-        python(*itertools.chain(*words), "--out", str(out)),
-        lambda: out.exists() and is_complete(out, directories),
-        tuple(f"train {run_name(key, seed)}" for key, seed in trained),
-    )
+    command = python(*itertools.chain(*words), "--out", str(out))
+    needs = tuple(f"train {run_name(key, seed)}" for key, seed in trained)
+    done = partial(is_complete, out, directories)
     training = [job for key, seed in trained for job in training_jobs(key, seed, space)]
-    return [*training, measurement]
+    return [*training, Job(f"measure {table.name}", command, done, needs)]
 
 
 def is_complete(out: Path, directories: list[str]) -> bool:
     """Whether every run, as it is now, was measured in all that any run was measured in."""
+    if not out.exists():
+        return False
     found = read_results(out).records
     wanted = {c.identity for c in open_checkpoints(directories)} if directories else set()
     tasks = {(r.variant, r.task) for r in found}

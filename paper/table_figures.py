@@ -40,15 +40,10 @@ def by_length(built: Built, evidence: Evidence):
     table, gaps = built.table, built.table.figure == "gaps"
     shown = [i for i, (c, _) in enumerate(built.columns) if c.quantity != "context_gain"]
     lengths = [evidence.length(table, built.columns[i][0].factor) for i in shown]
-    several = len(table.panels) > 1
-    figure, grid = plots.figure(
-        1,
-        len(table.panels),
-        width=plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN,
-        height=max(2.5, 0.8 + 0.14 * len(built.lines) / len(table.panels)),
-        squeeze=False,
-        sharey=True,
-    )
+    panels, several = len(table.panels), len(table.panels) > 1
+    width = plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN
+    height = max(2.5, 0.8 + 0.14 * len(built.lines) / panels)
+    figure, grid = plots.figure(1, panels, width, height, squeeze=False, sharey=True)
     for axes, prefix in zip(grid[0], table.panels, strict=True):
         lines = [n for n in built.lines if n.row.key.startswith(prefix)]
         lines = [n for n in lines if not gaps or (n.entries[0].comparison and not n.row.control)]
@@ -158,8 +153,7 @@ def by_column(built: Built, evidence: Evidence):
     across = min(4, count)
     down = -(-count // across)
     height = 0.5 + down * (0.4 + 0.17 * len(lines))
-    size = {"width": plots.PAGE, "height": height}
-    figure, grid = plots.figure(down, across, **size, squeeze=False, sharey=True)
+    figure, grid = plots.figure(down, across, plots.PAGE, height, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):

@@ -67,19 +67,12 @@ def main(argv: list[str]) -> None:
     magnitudes = Magnitudes(options.forces, options.states)
     vectors = Vectors(options.planets)
     engine = regression.available(options.engine)
-    settings = {
-        "engine": engine,
-        "effort": asdict(effort),
-        "states": len(magnitudes.chosen),
-        "forces": describe(options.forces)["settings"],
-        "planets": describe(options.planets)["settings"],
-    }
+    settings = {"engine": engine, "effort": asdict(effort), "states": len(magnitudes.chosen)}
+    settings |= {k: describe(vars(options)[k])["settings"] for k in ("forces", "planets")}
     results = open_results(options.out, "physics", settings, about={})
-    models = [
-        Model(ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle()),
-        Model(TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth),
-        *fine_tuned(options.runs, magnitudes),
-    ]
+    oracle = Model(ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle())
+    truth = Model(TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth)
+    models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
     with kept_on_interrupt(options.out):
         for model in models:
             score(results, model, magnitudes, vectors)

@@ -47,14 +47,9 @@ def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
     """Write the weights, and a description with the sha256 of every file in the directory."""
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     save_file(weights, directory / WEIGHTS)
-    description = {
-        "meaning": MEANING,
-        "model": model.config.to_dict(),
-        "info": asdict(info),
-        "files": {
-            f.name: files.sha256_of(f) for f in sorted(directory.iterdir()) if f.suffix != ".json"
-        },
-    }
+    there = [file for file in sorted(directory.iterdir()) if file.suffix != ".json"]
+    description = {"meaning": MEANING, "model": model.config.to_dict(), "info": asdict(info)}
+    description["files"] = {file.name: files.sha256_of(file) for file in there}
     text = json.dumps(files.seal(description), indent=1) + "\n"
     (directory / DESCRIPTION).write_text(text, encoding="utf-8")
 

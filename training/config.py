@@ -164,11 +164,10 @@ class Config:
             raise UserError(f"{what}; nearest: {nearest}")
         sequences = t.batch_tokens // t.length
         if sequences % world_size:
-            raise UserError(
-                f"{sequences} sequences per step (batch_tokens {t.batch_tokens} / length "
-                f"{t.length}) cannot be shared by {world_size} processes; nearest number that "
-                f"can: {_nearest_divisor(sequences, world_size)}"
-            )
+            step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
+            can = _nearest_divisor(sequences, world_size)
+            shared = f"{step} cannot be shared by {world_size} processes"
+            raise UserError(f"{shared}; nearest number that can: {can}")
         share = sequences // world_size
         if share % t.micro_batch:
             raise UserError(

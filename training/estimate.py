@@ -81,11 +81,10 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
     needed = parameters * (16 if device.type == "cpu" else 4)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
-        raise UserError(
-            f"a model of {parameters:,} parameters takes {needed / GIB:,.0f} GiB of main memory, "
-            f"this machine has {there / GIB:,.0f}; lower model.width ({m.width}), model.layers "
-            f"({m.layers}) or model.vocab_rows ({m.vocab_rows})"
-        )
+        takes = f"{parameters:,} parameters takes {needed / GIB:,.0f} GiB of main memory"
+        sizes = f"model.width ({m.width}), model.layers ({m.layers})"
+        remedy = f"lower {sizes} or model.vocab_rows ({m.vocab_rows})"
+        raise UserError(f"a model of {takes}, this machine has {there / GIB:,.0f}; {remedy}")
 
 
 def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> str:
@@ -137,8 +136,5 @@ def dry_run(config: Config, world_size: int, device: str) -> list[str]:
         return [*lines, f"data       {directory} is not there yet"]
     data = Batches(config, plan)
     tokens, validation = data.train_set.total_tokens, data.val_set.total_tokens
-    return [
-        *lines,
-        f"data       {directory}: {tokens:,} training tokens "
-        f"({t.steps * t.batch_tokens / tokens:.3f} epochs), {validation:,} for validation",
-    ]
+    found = f"{tokens:,} training tokens ({t.steps * t.batch_tokens / tokens:.3f} epochs)"
+    return [*lines, f"data       {directory}: {found}, {validation:,} for validation"]

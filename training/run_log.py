@@ -71,13 +71,9 @@ class RunLog(contextlib.ExitStack):
         if not self.world.is_main:
             return
         self._record(step=step, **values)
-        mfu = values["mfu"]
-        shown = {
-            "loss": f"{values['loss']:.4f}",
-            "lr": f"{values['lr']:.2e}",
-            "tokens/s": f"{values['tokens_per_s']:,.0f}",
-            "mfu": "n/a" if mfu is None else f"{mfu:.1%}",
-        }
+        rate, mfu = f"{values['tokens_per_s']:,.0f}", values["mfu"]
+        shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tokens/s": rate}
+        shown["mfu"] = "n/a" if mfu is None else f"{mfu:.1%}"
         if self.bar is None:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds_left))
@@ -132,13 +128,9 @@ def other_machine(saved: dict, now: dict) -> str | None:
     listed = ", ".join(f"{k} {saved.get(k)} -> {now[k]}" for k in changed)
     options = {"processes": "torchrun --nproc_per_node=", "threads": "OMP_NUM_THREADS="}
     remedies = [f"{options[k]}{saved.get(k)}" for k in changed if k in options]
-    return "; for the same, start with ".join(
-        [
-            f"not the machine of the checkpoint (saved -> now): {listed}; sums are rounded in "
-            "another order, so the weights will differ in the last bits",
-            *remedies,
-        ]
-    )
+    other = f"not the machine of the checkpoint (saved -> now): {listed}"
+    effect = "sums are rounded in another order, so the weights will differ in the last bits"
+    return "; for the same, start with ".join([f"{other}; {effect}", *remedies])
 
 
 def how_stopped(run_directory: Path) -> str | None:
@@ -180,13 +172,9 @@ def start_wandb(config: Config, directory: Path):
     try:
         import wandb
 
-        return wandb.init(
-            project=config.log.wandb_project,
-            name=config.log.name,
-            dir=directory,
-            config=asdict(config),
-            mode=os.environ.get("WANDB_MODE") or ("online" if has_key else "offline"),
-        )
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        names = {"project": config.log.wandb_project, "name": config.log.name}
+        return wandb.init(**names, dir=directory, config=asdict(config), mode=mode)
     except Exception as error:  # whatever wandb raises, training continues without it
         print(f"warning: wandb is off: {error}", file=sys.stderr)
         return None
