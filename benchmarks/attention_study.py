@@ -98,11 +98,10 @@ def main(options: Namespace) -> None:
     fill_shape(options)
     study = Study(options)
     STUDIES[options.benchmark](study)
-    print(
-        f"{measure.machine(options.device)['name']}, threads {options.threads}, {options.dtype}, "
-        f"{options.inputs} inputs, batch {options.batch}, {options.heads} heads of "
-        f"{options.head_dim}; ratios to F.scaled_dot_product_attention"
-    )
+    shape = f"batch {options.batch}, {options.heads} heads of {options.head_dim}"
+    name = f"{measure.machine(options.device)['name']}, threads {options.threads}, {options.dtype}"
+    ratios = "ratios to F.scaled_dot_product_attention"
+    print(f"{name}, {options.inputs} inputs, {shape}; {ratios}")
     print(text(study.records, study.left_out))
     study.write(partial(draw, options.benchmark, study.records), left_out=study.left_out)
 

@@ -102,8 +102,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
 
-# --- one backend against the float64 reference ---------------------------------------------------
-
 # Near-uniform rows are ill-conditioned for any implementation, so the limit is twice what eager
 # loses on the same input in the same type, plus a few roundings of float32 for sums in another
 # order. The input is rounded to the type first: only the computation is judged.
@@ -123,16 +121,9 @@ SHAPES = {
     "a chunk": (1, 2, 70, 257, 64),
     "shortest": (2, 32, 3, 3, 16),
 }
-MECHANISMS = {
-    "softmax": {},
-    "ssmax": {},
-    "lssa": {},
-    "lssar": {"p": 15},
-    "lssar p=2.5": {"p": 2.5},
-    "lssar adaptive": {"alpha": 0.3, "train_length": 100},
-    "softmax-reweighted": {"p": 3},
-    "sigmoid-logn-l1": {},
-}
+MECHANISMS = {name: {} for name in ("softmax", "ssmax", "lssa", "sigmoid-logn-l1")}
+MECHANISMS |= {"lssar": {"p": 15}, "lssar p=2.5": {"p": 2.5}, "softmax-reweighted": {"p": 3}}
+MECHANISMS["lssar adaptive"] = {"alpha": 0.3, "train_length": 100}
 # Compiling takes seconds per case, so a selection, and an even smaller one for --quick.
 COMPILED_SHAPES, COMPILED_MECHANISMS = ("odd", "few tokens"), ("softmax", "lssa", "lssar")
 QUICK_SHAPES, QUICK_MECHANISMS = ("odd", "one token", "few tokens"), ("softmax", "lssar")
@@ -278,8 +269,6 @@ def compare(name: str, got: Tensor, expected: Tensor, limit: float) -> dict:
     good = error <= limit  # NaN fails
     return row(name, PASS if good else FAIL, f"error {error:.1e}, limit {limit:.0e}")
 
-
-# --- commands ------------------------------------------------------------------------------------
 
 LOSS_TOLERANCE = {"cpu": 2e-3, "cuda": 2e-2}  # of losses about 5, fp32 and bf16
 TINY_RUN = (

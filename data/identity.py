@@ -62,10 +62,9 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
         return f"training continues on other data (--accept-data): {listed}"
     if not sampled:
         return None
-    return (
-        f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} such files); a "
-        f"sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
-    )
+    count = f"{len(sampled)} such files"
+    written = f"{directory / sampled[0]} was written since the checkpoint ({count})"
+    return f"{written}; a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
 
 
 def _differences(saved: dict, now: dict) -> Iterator[str]:

@@ -188,9 +188,6 @@ def _refuse_gaps(directory: Path, found: list[re.Match]) -> None:
             raise UserError(f"{directory} lacks the shards between {names}")
 
 
-# --- what is written beside the shards -----------------------------------------------------------
-
-
 def _require(sound: bool, what: str) -> None:
     if not sound:
         raise ValueError(what)

@@ -99,9 +99,6 @@ def columns_at(evidence: Evidence, table: Table, at: tuple) -> list[Column]:
     return [c for c in found if not c.task or evidence.cell(table, table.rows[0], c).n]
 
 
-# --- rules and caveats that claims.toml names ----------------------------------------------------
-
-
 def values_of(
     evidence: Evidence, table: Table, key: str, factor: float | None, quantity: str = "loss"
 ) -> dict[int | None, float | None]:
@@ -151,10 +148,8 @@ def edge_of_the_sweep(evidence: Evidence, table: Table) -> str:
 def unequal_budgets(evidence: Evidence, table: Table) -> str:
     if evidence.scale.name != "nano":
         return ""
-    return (
-        "LSSAR was trained for 10,000 steps and softmax for 5,000, one seed each: equal budgets "
-        "and more seeds would settle it"
-    )
+    budgets = "LSSAR was trained for 10,000 steps and softmax for 5,000, one seed each"
+    return f"{budgets}: equal budgets and more seeds would settle it"
 
 
 def no_sink(evidence: Evidence, table: Table) -> str:
@@ -164,8 +159,6 @@ def no_sink(evidence: Evidence, table: Table) -> str:
     shown = f"mean weight on token 1 {sink:.3f}"
     return f"softmax has no sink here ({shown}): a larger scale would settle it"
 
-
-# --- the claims ----------------------------------------------------------------------------------
 
 COMPARISON = re.compile(r"(.+) (better|worse|as good) (?:than|as) (.+) at (.+)")
 RULES = {"": None} | {f.__name__: f for f in (nearly_constant, far_context_harms, constant_found)}

@@ -125,8 +125,6 @@ def mechanism_of(run: dict) -> str:
     return found if isinstance(found, str) else ""
 
 
-# --- the training runs ---------------------------------------------------------------------------
-
 _FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}
 _FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), (int, float, type(None)))
 

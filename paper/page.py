@@ -80,8 +80,6 @@ class Page:
         self.scales = [self._scale(name, folder) for name, folder in folders.items()]
         self.others = self._others(folders.values())
 
-    # --- what there is ---------------------------------------------------------------------------
-
     def _scale(self, name: str, folder: Path) -> Scale:
         evidence = Evidence(name, folder)
         self.problems |= evidence.problems
@@ -134,24 +132,14 @@ class Page:
                     self.problems[path] = str(error)
         return found
 
-    # --- the text --------------------------------------------------------------------------------
-
     def html(self) -> str:
         options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
         environment = Environment(loader=FileSystemLoader(HERE), finalize=printable, **options)
-        return environment.get_template("page.html").render(
-            page=self,
-            repository=REPOSITORY,
-            style=Markup(read_text(HERE / "page.css")),
-            script=Markup(read_text(HERE / "page.js")),
-            KINDS=KINDS,
-            MARKS=MARKS,
-            EXPLANATION=EXPLANATION,
-            count=count,
-            hash=source_hash,
-            plain=plain,
-            signed=signed,
-        )
+        style, script = (Markup(read_text(HERE / f"page.{end}")) for end in ("css", "js"))
+        values = {"page": self, "repository": REPOSITORY, "style": style, "script": script}
+        constants = {"KINDS": KINDS, "MARKS": MARKS, "EXPLANATION": EXPLANATION}
+        functions = {"count": count, "hash": source_hash, "plain": plain, "signed": signed}
+        return environment.get_template("page.html").render(values | constants | functions)
 
     def link(self, path: Path) -> str:
         """Where a file is as seen from the page; the page holds no copies."""

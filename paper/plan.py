@@ -46,17 +46,11 @@ class Workspace:
 
     def overrides(self, run: Run, seed: int) -> list[str]:
         directory = self.run_directory(run.key, seed)
-        changes = {
-            "train.seed": seed,
-            "log.directory": directory.parent,
-            "log.name": directory.name,
-        }
+        changes = {"log.directory": directory.parent, "log.name": directory.name}
+        changes["train.seed"] = seed
         if run.init_from:
             changes["train.init_from"] = self.run_directory(run.init_from, seed)
         return [*run.overrides, *(f"--{key}={value}" for key, value in changes.items())]
-
-
-# --- jobs ----------------------------------------------------------------------------------------
 
 
 def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
@@ -174,9 +168,6 @@ def is_complete(out: Path, directories: list[str]) -> bool:
     tasks = {(r.variant, r.task) for r in found}
     done = {(r.run, r.variant, r.task) for r in found}
     return bool(done) and all((run, *task) in done for run in wanted for task in tasks)
-
-
-# --- what it will take ---------------------------------------------------------------------------
 
 
 def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:

@@ -128,9 +128,6 @@ def compare(first: BySeed, second: BySeed, **options) -> Comparison:
     return Comparison(tuple(a - b for a, b in pairs if None not in (a, b)), **options)
 
 
-# --- against the paper, which has one seed -------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Agreement:
     verdict: str
@@ -157,9 +154,6 @@ def direction(found: Comparison, paper_gap: float, tolerance: float | None) -> A
         return Agreement(OPEN, "here they are as good as each other")
     same = (found.mean < 0) == (paper_gap < 0)
     return Agreement(SAME if same else OPPOSITE)
-
-
-# --- several comparisons, one claim --------------------------------------------------------------
 
 
 def judge(found: list[tuple[Comparison, str]]) -> str:

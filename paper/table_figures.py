@@ -29,9 +29,6 @@ def quantity(built: Built) -> str:
     return "passkey accuracy (%)" if passkey else f"validation loss ({built.unit})"
 
 
-# --- lines ---------------------------------------------------------------------------------------
-
-
 def by_length(built: Built, evidence: Evidence):
     """One line per row; error bars are the spread over seeds.
 
@@ -117,9 +114,6 @@ def by_exponent(built: Built, evidence: Evidence):
         plots.label_ends(axes, ends)
     panels[0].set_ylabel(quantity(built))
     return figure
-
-
-# --- bars ----------------------------------------------------------------------------------------
 
 
 def bars(built: Built, evidence: Evidence):

@@ -117,9 +117,6 @@ def constant(equations: list[dict]) -> float | None:
     return median(found) if found else None
 
 
-# --- engines -------------------------------------------------------------------------------------
-
-
 def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:
     """NSGA-II on mean absolute error and length; division stands for PySR's inverse."""
     from pyoperon.sklearn import SymbolicRegressor
@@ -178,10 +175,8 @@ def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candid
         verbosity=0,
     )
     search.fit(x, y, variable_names=list(NAMES))
-    return [
-        Candidate(str(row.sympy_format), int(row.complexity), float(row.loss))
-        for row in search.equations_.itertuples()
-    ]
+    rows = search.equations_.itertuples()
+    return [Candidate(str(r.sympy_format), int(r.complexity), float(r.loss)) for r in rows]
 
 
 ENGINES: dict[str, Engine] = {"pysr": pysr, "operon": operon}

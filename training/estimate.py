@@ -14,17 +14,8 @@ from training.batches import Batches
 from training.config import BatchPlan, Config
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-}
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+PEAK_FLOPS |= {"A10G": 70e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12}
 ASSUMED_DEVICE, ASSUMED_MFU = "A100", 0.40
 GIB = 2**30
 
