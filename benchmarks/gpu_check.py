@@ -3,10 +3,8 @@
 To be run first on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
 compiled and not, at odd and decode shapes, output and gradients; the model compiled, under autocast
 and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); the
-attention benchmark. Prints a table of pass, fail and skipped with reasons, writes it all into one
-JSON as it goes if --out names one, and exits with 1 if anything failed. Each group runs in its own
-process, so that a crash does not end the others. `--device cpu` rehearses it on a CPU, in ten
-minutes or, with --quick, in two.
+attention benchmark. Each group runs in its own process, so that a crash does not end the others.
+`--device cpu` rehearses it on a CPU, in ten minutes or, with --quick, in two.
 """
 
 import json

@@ -84,7 +84,11 @@ class Page:
         evidence = Evidence(name, folder)
         self.problems |= evidence.problems
         tables = {n: self._view(evidence, table) for n, table in evidence.tables.items()}
-        runs = self._runs(folder / RUNS)
+        runs, path = {}, folder / RUNS
+        try:
+            runs = read_runs(path) if path.exists() else {}
+        except UserError as error:
+            self.problems[path] = str(error)
         return Scale(name, findings(evidence), *judge_all(evidence), tables, runs)
 
     def _view(self, evidence: Evidence, table: Table) -> View:
@@ -98,13 +102,6 @@ class Page:
             self.figures.add(svg)
         pictures = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
         return View(built, svg, size, self._pictures(pictures))
-
-    def _runs(self, path: Path) -> dict[str, dict]:
-        try:
-            return read_runs(path) if path.exists() else {}
-        except UserError as error:
-            self.problems[path] = str(error)
-            return {}
 
     def _others(self, folders: Collection[Path]) -> dict[Path, list]:
         """Results in no table, such as benchmarks, with the pictures beside them."""

@@ -93,18 +93,15 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
         theirs = evidence.printed(table, table.base, column)
         gap = None if None in (paper, theirs) else paper - theirs
     if paper is not None and cell.mean is not None:
-        tolerance = tolerance_of(evidence.paper[table.label], column)
+        tolerance, columns = (evidence.paper[table.label][key] for key in ("tolerance", "columns"))
+        if isinstance(tolerance, list):
+            tolerance = tolerance[columns.index(column.paper)]
         if evidence.scale.name == "paper":
             agrees = agreement(cell.mean, paper, tolerance)
         elif gap is not None:
             agrees = direction(comparison, gap, tolerance)
     decimals = decimals_of(evidence, table, column)
     return Entry(cell, column, comparison, paper, gap, agrees, decimals)
-
-
-def tolerance_of(paper: dict, column: Column) -> float | None:
-    found = paper["tolerance"]
-    return found[paper["columns"].index(column.paper)] if isinstance(found, list) else found
 
 
 def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:

@@ -143,16 +143,17 @@ def _release(lock: Path, handle: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, refusal: str = "is being written by another process") -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Make the folder and hold it: a second process is refused. The lock dies with its process."""
     make_folder(directory)
     with writing(directory):
         handle = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{directory} is being written by another process") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"{directory} {refusal}") from None
     finally:
         os.close(handle)
 

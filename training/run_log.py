@@ -1,6 +1,7 @@
 """What a run leaves behind and shows: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
+import fcntl
 import netrc
 import os
 import sys
@@ -28,12 +29,20 @@ class RunLog(contextlib.ExitStack):
         self.config, self.path, self.world = config, config.run_directory, world
         self.bar = None
         if world.is_main:
-            taken = "is in use by another training; choose another --log.name"
-            try:
-                self.enter_context(files.locked(self.path, taken))
-            except UserError as error:
-                other = "" if taken in str(error) else "; choose another --log.directory"
-                raise UserError(f"{error}{other}") from None
+            self._lock()
+
+    def _lock(self) -> None:
+        """Two runs must not write into one directory."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = self.enter_context((self.path / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            remedy = "choose another --log.name"
+            raise UserError(f"{self.path} is in use by another training; {remedy}") from None
+        except OSError as error:
+            reason = f"cannot write the run directory {self.path}: {error.strerror}"
+            raise UserError(f"{reason}; choose another --log.directory") from None
 
     def start(self, step: int, summary: list[str]) -> None:
         if not self.world.is_main:
