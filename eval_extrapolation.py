@@ -73,7 +73,7 @@ class Targets:
                 raise UserError(f"--lengths: {length} does not divide {segment}; {rule}")
         available = data.total_tokens - 1  # the last token has no successor to predict
         if available < segment:
-            few = f"{data.total_tokens} validation tokens, too few for a window of {segment} + 1"
+            few = f"{data.total_tokens} validation tokens, too few for one window of {segment} + 1"
             raise UserError(f"{data.directory} has {few}; use shorter --lengths or more data")
         if asked < segment:
             raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")

@@ -181,7 +181,7 @@ def validation_windows(
     """
     segment = total_tokens if segment is None else segment
     if total_tokens < 1 or total_tokens % segment or segment % length:
-        sizes = f"{total_tokens} validation tokens, segments of {segment}, windows of {length}"
+        sizes = f"{total_tokens} validation tokens in segments of {segment} and windows of {length}"
         raise UserError(f"{sizes}: each must be a multiple of the next")
     source = windows_of(tokens, length)
     if (most := source.count * length) < total_tokens:

@@ -168,7 +168,7 @@ def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
             raise UserError(f"{directory / extra[0]} is not in {MANIFEST}; move it elsewhere")
         return shards, manifest
     if not found:
-        raise UserError(f"{directory} has no token shards; see: python data/prepare.py --help")
+        raise UserError(f"{directory} has no token shards; make some with data/prepare.py")
     _refuse_gaps(directory, found)
     return [Shard(match.string, match["split"], -1) for match in found], None
 

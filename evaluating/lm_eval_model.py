@@ -99,8 +99,8 @@ class CheckpointLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         for _, _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
-                length = f"{len(continuation)} tokens, not 1 to max_length = {self.max_length}"
-                raise UserError(f"a continuation of {length}, cannot be scored")
+                what = f"a continuation of {len(continuation)} tokens cannot be scored"
+                raise UserError(f"{what}; give 1 to max_length = {self.max_length}")
         texts = ((context or [self.prefix_token_id]) + new for _, context, new in requests)
         inputs = [tuple(tokens[-self.max_length - 1 : -1]) for tokens in texts]
         answers: list = [None] * len(requests)
