@@ -86,6 +86,14 @@ BENCHMARKS = {
         "against float64, the model, training under torchrun, speed. Exits with 1 on a failure.",
         {"device": None, "quick": False, "out": None},
     ),
+    "spans": Benchmark(
+        "attention_study.main",
+        "The fused CPU kernel with windows, packed documents and shared heads beside the same "
+        "without them, and decoding beside PyTorch's softmax.",
+        {"lengths": [2048], "mechanisms": ["softmax", "lssa", "lssar"], "p": 15, "threads": None}
+        | {"rounds": 7, "out": None},
+        fixed=KERNEL,
+    ),
     "sparsity": Benchmark(
         "attention_study.main",
         "The fused CPU kernel beside PyTorch's softmax from few to all entries that count.",

@@ -76,6 +76,11 @@ inline float largest8(__m256 x) {
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+// the sums of four vectors
+inline void sum8_of4(__m256 a, __m256 b, __m256 c, __m256 d, float* to) {
+  __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
 inline double wide_sum8(__m256 x) {
   __m256d y = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)),
                             _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
@@ -90,6 +95,10 @@ inline __m256 high(vf x) { return _mm512_extractf32x8_ps(x, 1); }
 inline vf maximum(vf a, vf b) { return _mm512_max_ps(a, b); }
 inline vf minimum(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline float sum(vf x) { return sum8(_mm256_add_ps(low(x), high(x))); }
+inline void sum4(const vf* x, float* to) {
+  auto half = [&](int i) { return _mm256_add_ps(low(x[i]), high(x[i])); };
+  sum8_of4(half(0), half(1), half(2), half(3), to);
+}
 inline float largest(vf x) { return largest8(_mm256_max_ps(low(x), high(x))); }
 inline double wide_sum(vf x) { return wide_sum8(low(x)) + wide_sum8(high(x)); }
 inline unsigned lanes(vi chosen) { return _mm512_movepi32_mask((__m512i)chosen); }
@@ -107,6 +116,7 @@ inline vf rough_inverse(vf x) { return _mm512_rcp14_ps(x); }
 inline vf maximum(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf minimum(vf a, vf b) { return _mm256_min_ps(a, b); }
 inline float sum(vf x) { return sum8(x); }
+inline void sum4(const vf* x, float* to) { sum8_of4(x[0], x[1], x[2], x[3], to); }
 inline float largest(vf x) { return largest8(x); }
 inline double wide_sum(vf x) { return wide_sum8(x); }
 inline unsigned lanes(vi chosen) { return _mm256_movemask_ps((__m256)chosen); }
@@ -137,6 +147,9 @@ inline vf maximum(vf a, vf b) { return where(a > b, a, b); }
 inline vf minimum(vf a, vf b) { return where(a < b, a, b); }
 inline float sum(vf x) {
   return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+inline void sum4(const vf* x, float* to) {
+  for (int i = 0; i < 4; i++) to[i] = sum(x[i]);
 }
 inline float largest(vf x) {
   float m = x[0];
@@ -223,6 +236,29 @@ inline float dot(const float* a, const float* b, int64_t d) {
   return sum(acc0 + acc1) + tail;
 }
 
+// to[i] = a . b[i] of four rows that lie `ld` apart, each summed as `dot` does
+inline void dot4(const float* a, const float* b, int64_t ld, int64_t d, float* to) {
+  vf acc0[4] = {}, acc1[4] = {};
+  int64_t x = 0;
+  for (; x + 2 * W <= d; x += 2 * W)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      acc0[i] += load(a + x) * load(b + i * ld + x);
+      acc1[i] += load(a + x + W) * load(b + i * ld + x + W);
+    }
+  if (x + W <= d) {
+    for (int i = 0; i < 4; i++) acc0[i] += load(a + x) * load(b + i * ld + x);
+    x += W;
+  }
+  for (int i = 0; i < 4; i++) acc0[i] += acc1[i];
+  sum4(acc0, to);
+  for (int i = 0; i < 4; i++) {
+    float tail = 0.f;
+    for (int64_t y = x; y < d; y++) tail += a[y] * b[i * ld + y];
+    to[i] += tail;
+  }
+}
+
 inline double precise_dot(const float* a, const float* b, int64_t d) {
   double total = 0;
   for (int64_t x = 0; x < d; x++) total += (double)a[x] * b[x];
@@ -243,18 +279,18 @@ __attribute__((noinline)) void micro(int64_t depth, const float* a, int64_t lda,
   vf acc[M][V] = {};
   for (int64_t k = 0; k < depth; k++, a += T ? lda : 1, b += ldb) {
     vf y[V];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) y[v] = load(b + W * v);
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
       vf x = all(T ? a[m] : a[m * lda]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < V; v++) acc[m][v] += x * y[v];
     }
   }
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
       float* to = c + m * ldc + W * v;
       store(to, add ? load(to) + acc[m][v] : acc[m][v]);
@@ -277,6 +313,9 @@ inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const f
                       int64_t ldb, float* c, int64_t ldc, int cols, bool add) {
   static_switch<MR>(m, [&](auto mr) {
     int x = 0;
+    if constexpr (mr.value == 1)  // decoding: more sums at a time, or each waits for the one before
+      for (; x + 4 * W <= cols; x += 4 * W)
+        micro<1, 4, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
     for (; x + 2 * W <= cols; x += 2 * W)
       micro<mr.value, 2, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
     if (x < cols) micro<mr.value, 1, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
