@@ -20,6 +20,9 @@
 #endif
 #endif
 
+// Code that is large and not called per entry: once for all activations, not once for each.
+#define NOINLINE __attribute__((noinline))
+
 namespace {
 
 #ifdef LSSAR_AVX512
@@ -274,7 +277,7 @@ inline float norm(const float* x, int64_t d) {
 
 // C[m][0..W V) (+)= sum_k A(m, k) B[k][0..W V), A(m, k) = A[k][m] when T, else A[m][k]
 template <int M, int V, bool T>
-__attribute__((noinline)) void micro(int64_t depth, const float* a, int64_t lda, const float* b,
+NOINLINE void micro(int64_t depth, const float* a, int64_t lda, const float* b,
                                      int64_t ldb, float* c, int64_t ldc, bool add) {
   vf acc[M][V] = {};
   for (int64_t k = 0; k < depth; k++, a += T ? lda : 1, b += ldb) {
@@ -307,19 +310,31 @@ inline void static_switch(int n, F&& f) {  // calls f(integral_constant n), 1 <=
   }
 }
 
-// micro over `cols` (a multiple of W) columns of B and C, m <= MR rows
+// micro over `cols` (a multiple of W) columns of B and C, M rows
+template <int M, bool T>
+void gemm_columns(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
+                  float* c, int64_t ldc, int cols, bool add) {
+  int x = 0;
+  if constexpr (M == 1)  // decoding: more sums at a time, or each waits for the one before
+    for (; x + 4 * W <= cols; x += 4 * W)
+      micro<1, 4, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
+  for (; x + 2 * W <= cols; x += 2 * W)
+    micro<M, 2, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
+  if (x < cols) micro<M, 1, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
+}
+
+// The same for any number of rows up to MR. A few sizes serve all: each takes a second to compile.
 template <bool T>
-inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const float* b,
+NOINLINE void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const float* b,
                       int64_t ldb, float* c, int64_t ldc, int cols, bool add) {
-  static_switch<MR>(m, [&](auto mr) {
-    int x = 0;
-    if constexpr (mr.value == 1)  // decoding: more sums at a time, or each waits for the one before
-      for (; x + 4 * W <= cols; x += 4 * W)
-        micro<1, 4, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
-    for (; x + 2 * W <= cols; x += 2 * W)
-      micro<mr.value, 2, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
-    if (x < cols) micro<mr.value, 1, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
-  });
+  auto rows = [&](auto count) {
+    constexpr int M = decltype(count)::value;
+    for (; m >= M; m -= M, a += T ? M : M * lda, c += M * ldc)
+      gemm_columns<M, T>(depth, a, lda, b, ldb, c, ldc, cols, add);
+  };
+  rows(std::integral_constant<int, MR>());
+  rows(std::integral_constant<int, 4>());
+  rows(std::integral_constant<int, 1>());
 }
 
 // The sparse products, columns in slices of up to N registers. Loops over R ask to be unrolled:
@@ -331,7 +346,7 @@ inline void by_columns(int cols, F&& f) {
 }
 
 // out += sum_e w[e] rows[at[e]]
-inline void sparse_sum(int n, const int32_t* at, const float* w, const float* rows, int64_t ld,
+NOINLINE void sparse_sum(int n, const int32_t* at, const float* w, const float* rows, int64_t ld,
                        float* out, int cols) {
   by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
@@ -350,7 +365,7 @@ inline void sparse_sum(int n, const int32_t* at, const float* w, const float* ro
 }
 
 // two such sums with different weights, each row loaded once
-inline void sparse_sums(int n, const int32_t* at, const float* w0, const float* w1,
+NOINLINE void sparse_sums(int n, const int32_t* at, const float* w0, const float* w1,
                         const float* rows, int64_t ld, float* out0, float* out1, int cols) {
   by_columns<4>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
@@ -372,7 +387,7 @@ inline void sparse_sums(int n, const int32_t* at, const float* w0, const float* 
 }
 
 // to[e] = a . rows[at[e]]
-inline void sparse_dot(int n, const int32_t* at, const float* a, const float* rows, int64_t ld,
+NOINLINE void sparse_dot(int n, const int32_t* at, const float* a, const float* rows, int64_t ld,
                        float* to, int cols) {
   by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
