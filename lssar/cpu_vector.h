@@ -23,6 +23,13 @@
 // Code that is large and not called per entry: once for all activations, not once for each.
 #define NOINLINE __attribute__((noinline))
 
+// the chosen of the eight floats of two vectors of four
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, i4{__VA_ARGS__})
+#endif
+
 namespace {
 
 #ifdef LSSAR_AVX512
@@ -37,6 +44,8 @@ constexpr int PANEL = 2 * W;  // columns side by side in a transposed panel
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t i4 __attribute__((vector_size(16)));
 typedef int32_t viu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 inline vf load(const float* p) { return *(const vfu*)p; }
@@ -408,11 +417,30 @@ NOINLINE void sparse_dot(int n, const int32_t* at, const float* a, const float* 
 // x^T in panels [panel][d][PANEL], rows scaled by `scale` where given, zeros past the last one
 inline void pack_panels(const float* x, int64_t ld, int64_t n, int64_t d, const float* scale,
                         float* to) {
-  for (int64_t j = 0; j < round_up(n, PANEL); j++) {
-    float* column = to + j / PANEL * PANEL * d + j % PANEL;
-    float c = j >= n ? 0.f : scale ? scale[j] : 1.f;
-    const float* from = x + std::min(j, n - 1) * ld;
-    for (int64_t i = 0; i < d; i++) column[i * PANEL] = j < n ? c * from[i] : 0.f;
+  auto load4 = [](const float* p) { return *(const v4*)p; };
+  for (int64_t j = 0; j < round_up(n, PANEL); j += 4) {  // four rows at a time, by 4 x 4 squares
+    float* columns = to + j / PANEL * PANEL * d + j % PANEL;
+    float c[4];
+    const float* row[4];
+    for (int r = 0; r < 4; r++) {
+      c[r] = j + r >= n ? 0.f : scale ? scale[j + r] : 1.f;
+      row[r] = x + std::min(j + r, n - 1) * ld;
+    }
+    int64_t i = 0;
+    for (; i + 4 <= d && j + 4 <= n; i += 4) {
+      v4 a = c[0] * load4(row[0] + i), b = c[1] * load4(row[1] + i);
+      v4 e = c[2] * load4(row[2] + i), f = c[3] * load4(row[3] + i);
+      v4 ab = SHUFFLE(a, b, 0, 4, 1, 5);
+      v4 ef = SHUFFLE(e, f, 0, 4, 1, 5);
+      v4 AB = SHUFFLE(a, b, 2, 6, 3, 7);
+      v4 EF = SHUFFLE(e, f, 2, 6, 3, 7);
+      *(v4*)(columns + i * PANEL) = SHUFFLE(ab, ef, 0, 1, 4, 5);
+      *(v4*)(columns + (i + 1) * PANEL) = SHUFFLE(ab, ef, 2, 3, 6, 7);
+      *(v4*)(columns + (i + 2) * PANEL) = SHUFFLE(AB, EF, 0, 1, 4, 5);
+      *(v4*)(columns + (i + 3) * PANEL) = SHUFFLE(AB, EF, 2, 3, 6, 7);
+    }
+    for (; i < d; i++)
+      for (int r = 0; r < 4; r++) columns[i * PANEL + r] = j + r < n ? c[r] * row[r][i] : 0.f;
   }
 }
 
