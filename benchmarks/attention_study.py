@@ -1,4 +1,4 @@
-"""Time and memory of attention: `python benchmark.py attention|sparsity|threads|zero-blocks`.
+"""Time and memory of attention: `benchmark.py attention|spans|sparsity|threads|zero-blocks`.
 
 All cases of a study take turns in one process. A time is the median of its rounds, a ratio is to
 F.scaled_dot_product_attention at the same length and number of threads in the same run, and a
@@ -42,6 +42,11 @@ SPARSITIES = (
     *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
     *((spread, p) for spread in (ALIKE, 1e-2, 3e-2, 1e-1) for p in (2, 15)),
 )
+# What rows see, or how heads and rows are given; the first two are compared with FULL, shared heads
+# with copied ones, one row with PyTorch's.
+FULL, WINDOW, DOCUMENTS = "full rows", "window of 128", "documents of 256"
+GROUPED, COPIED, ONE_ROW = "4 heads of k and v", "4 heads copied out", "one row at the end"
+SPANS = (FULL, WINDOW, DOCUMENTS, COPIED, GROUPED, ONE_ROW)
 BLOCKS = ((1, 1), (64, 64), (64, 32), (32, 32), (16, 16))  # rows x keys of a tile
 
 
@@ -52,9 +57,17 @@ class Case:
     length: int
     threads: int = 1
     spread: float | None = RANDOM  # of the keys
+    seen: str = FULL  # or one of SPANS
 
     def __str__(self) -> str:
         return f"{mechanism_label(self.mechanism)}, {self.backend} at {self.length}"
+
+    @property
+    def without(self) -> "Case":
+        """What it is compared with to see what its span is worth."""
+        if self.seen == ONE_ROW:
+            return replace(self.baseline, seen=ONE_ROW)
+        return replace(self, seen=COPIED if self.seen == GROUPED else FULL)
 
     @property
     def backend_name(self) -> str:
@@ -155,6 +168,21 @@ def sparsity(study: Study) -> None:
             add_case(study, case, "counted_share", counted_share(q, k, case.mechanism))
 
 
+def spans(study: Study) -> None:
+    """What windows, packed documents, shared heads and decoding cost."""
+    options = study.options
+    for length in options.lengths:
+        one_row = Case(MECHANISMS["softmax"], "sdpa", length, options.threads, seen=ONE_ROW)
+        cases = [replace(one_row, seen=FULL), one_row]
+        for name in options.mechanisms:
+            mechanism = mechanism_of(name, "cpu", options.p)
+            cases += [Case(mechanism, "cpu", length, options.threads, seen=s) for s in SPANS]
+        for case in cases:
+            if reason := case.cannot(options):
+                raise UserError(f"{case} cannot be measured here: {reason}")
+        add_times(study, cases)
+
+
 def threads(study: Study) -> None:
     """The CPU kernel and PyTorch's softmax with several threads and with one."""
     several = study.options.threads
@@ -189,7 +217,7 @@ def zero_blocks(study: Study) -> None:
 
 
 STUDIES = {"attention": attention, "sparsity": sparsity, "threads": threads}
-STUDIES["zero-blocks"] = zero_blocks
+STUDIES |= {"spans": spans, "zero-blocks": zero_blocks}
 
 
 def run_of(mechanism: Mechanism) -> dict:
@@ -199,6 +227,7 @@ def run_of(mechanism: Mechanism) -> dict:
 def add_case(study: Study, case: Case, quantity: str, value: float, **details) -> None:
     inputs = study.options.inputs if case.spread is RANDOM else f"keys within {case.spread:g}"
     variant = f"{case.backend}, {inputs}, {case.threads} thread{'s' if case.threads > 1 else ''}"
+    variant += "" if case.seen == FULL else f", {case.seen}"
     key = {"variant": variant, "length": case.length}
     study.add(run_of(case.mechanism), quantity, value, **key, details=details)
 
@@ -220,6 +249,9 @@ def add_times(study: Study, cases: list[Case]) -> None:
         time, base = map(statistics.median, (times, seconds[case.baseline, phase]))
         add_case(study, case, f"{phase}_ms", 1000 * time, rounds=[1000 * t for t in times])
         add_case(study, case, f"{phase}_ratio", time / base)
+        if case.seen not in (FULL, COPIED):
+            whole = statistics.median(seconds[case.without, phase])
+            add_case(study, case, f"{phase}_share", time / whole)
         alone = seconds.get((replace(case, threads=1), phase))
         if case.threads > 1 and alone:
             speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
@@ -232,11 +264,27 @@ def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
 
 def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
     """One call of each phase on q, k, v and the output's gradient."""
-    *qkv, grad = inputs
+    (q, k, v), grad, mechanism, first = inputs[:3], inputs[3], case.mechanism, None
+    if case.seen == WINDOW:
+        mechanism = replace(mechanism, window=128)
+    elif case.seen == DOCUMENTS:
+        first = torch.arange(case.length, device=q.device) // 256 * 256
+    elif case.seen == ONE_ROW:
+        q, grad = q[:, :, -1:], grad[:, :, -1:]
+    elif case.seen in (GROUPED, COPIED):
+        k, v = k[:, :4], v[:, :4]
+    qkv = [q, k, v]
     leaves = [x.detach().requires_grad_() for x in qkv]
-    function = partial(attend, mechanism=case.mechanism, backend=case.backend_name)
-    if replace(case, spread=RANDOM) == case.baseline:  # PyTorch's own call, nothing around it
-        function = partial(F.scaled_dot_product_attention, is_causal=True)
+    function = partial(attend, mechanism=mechanism, backend=case.backend_name, first=first)
+    if case.seen == COPIED:
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
+            return attend(q, k, v, mechanism, backend=case.backend_name)
+
+    if replace(case, spread=RANDOM, seen=FULL) == case.baseline:  # PyTorch's own call alone
+        function = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)
 
     def forward() -> Tensor:
         torch.set_num_threads(case.threads)

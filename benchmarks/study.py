@@ -19,6 +19,7 @@ from support.text import table
 # Per study: the quantity of each panel, what it is drawn over, and whether on logarithmic scales.
 FIGURES = {
     "attention": (("forward_ms", "forward_backward_ms", "forward_backward_MB"), "length", True),
+    "spans": (("forward_share", "forward_backward_share"), "length", True),
     "sparsity": (("forward_ratio", "forward_backward_ratio"), "counted_share", False),
     "threads": (("forward_speed_up", "forward_backward_speed_up"), "length", False),
 }

@@ -86,8 +86,8 @@ def _cache_dir() -> Path:
 
 
 def _first_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
-    return lines[0] if lines else "no message"
+    lines = (line.strip() for line in text.splitlines() if "error" in line.lower())
+    return next(lines, "no message")
 
 
 def build(*extra: str) -> Path:
@@ -182,7 +182,7 @@ def _kernel() -> ctypes.CDLL:
 
 @functools.cache
 def unavailable() -> str | None:
-    """None when the kernel can be built and loaded here, else one line that says why not."""
+    """Why the kernel cannot be built and loaded here, in one line; None: it can."""
     try:
         _kernel()
     except Unavailable as error:
@@ -196,10 +196,7 @@ _NO_VIEW = (0, 0, 0, 0)
 
 
 def _view(x: Tensor) -> tuple[int, ...]:
-    if x.ndim != 4:
-        return _NO_VIEW
-    b, h, l, _ = x.stride()
-    return x.data_ptr(), b, h, l
+    return (x.data_ptr(), *x.stride()[:3]) if x.ndim == 4 else _NO_VIEW
 
 
 class _Settings(NamedTuple):
@@ -223,15 +220,15 @@ def _call(function, q, k, v, first, settings: _Settings, views) -> None:
     (b, h, lq, d), (_, groups, lk, _) = q.shape, k.shape
     if not (q.numel() and v.numel()):
         return
-    numbers = (b, h, groups, lq, lk, d, v.shape[3], torch.get_num_threads())
-    numbers += (settings.train_length, settings.window, settings.phi, settings.flags)
+    s = settings
+    shape = (b, h, groups, lq, lk, d, v.shape[3], torch.get_num_threads())
+    numbers = (*shape, s.train_length, s.window, s.phi, s.flags)
     span = (0, 0)
     if first is not None:
         first = first.contiguous()
         span = (first.data_ptr(), lq if len(first) > 1 else 0)
     flat = [x for view in views for x in view]
-    arguments = _Numbers(settings.p, settings.alpha, settings.bias)
-    if function(_Call(*numbers, *span, *flat), arguments):
+    if function(_Call(*numbers, *span, *flat), _Numbers(s.p, s.alpha, s.bias)):
         raise MemoryError(f"the attention kernel found no scratch memory for {lk} keys")
 
 
@@ -372,12 +369,14 @@ def attend(
     """
     dtype = v.dtype
     q, k, v = q.float(), k.float(), v.float()
-    count = scale = None
+    divisor: Tensor | float | None = m.train_length if m.norm == "L" else None
     if params is not None:
         count = span.counts(q.shape[2], k.shape[2], q.device).unsqueeze(-1)  # against (B, H, Lq, d)
         scale = params.view(-1, 1, 1)
         if m.scale == "s log N / sqrt(d)":
             q = q * (scale * count.log())
+        if m.norm == "gamma sqrt(N/2)":
+            divisor = scale * (count / 2).sqrt()
     flags = {
         COSINE: m.scale == "log d log N",
         L1: m.norm == "l1",
@@ -397,8 +396,6 @@ def attend(
     out = _run(q, k, v, span.first, settings)
     if m.phi == "softplus" and m.norm != "l1":
         out = out * math.log(2)  # the kernel's is over ln 2
-    if m.norm == "L":
-        out = out / m.train_length
-    elif m.norm == "gamma sqrt(N/2)":
-        out = out / (scale * (count / 2).sqrt())
+    if divisor is not None:
+        out = out / divisor
     return (-out if m.post == "negate" else out).to(dtype)

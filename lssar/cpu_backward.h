@@ -362,7 +362,7 @@ void backward_block(const Task& task, const BackwardScratch& at, int64_t head, i
       if (tile.from >= tile.to) continue;
       if (task.direct) {
         std::fill(at.s, at.s + tile.n * ROWS, 0.f);
-        for (int x = 0; x < tile.n; x++) score_direct(block, key + x, at.q, at.s + x * ROWS, 1);
+        score_direct(block, key, tile.n, at.q, at.s, 1, ROWS);
       } else {
         tile_product(tile, at.k + (key - task.from) * task.cols, task.cols, at.q_panels, task.d,
                      at.s);

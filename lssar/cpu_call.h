@@ -146,14 +146,26 @@ inline float key_factor(const Task& task, int64_t j) {
   return task.call.has(COSINE) ? 1.f / std::max(norm(task.key(j), task.d), EPS) : 1.f;
 }
 
-// Scores of one key, which is read where it lies: to[r * stride]. Both directions take the same
-// steps to a score, here as in their products: sharpening would enlarge a difference.
-inline void score_direct(const Block& block, int64_t key, const float* q, float* to,
-                         int64_t stride) {
+// Scores of n keys, which are read where they lie: to[r * row + j * key]. Both directions take the
+// same steps to a score, here as in their products: sharpening would enlarge a difference.
+inline void score_direct(const Block& block, int64_t first, int64_t n, const float* q, float* to,
+                         int64_t row, int64_t key) {
   const Task& task = block.task;
-  float factor = key_factor(task, key);
-  for (int r = 0; r < block.rows; r++)
-    to[r * stride] = factor * dot(q + r * task.cols, task.key(key), task.d);
+  int64_t d = task.d, ld = task.call.k.l;
+  for (int64_t j = 0; j < n; j++) {
+    const float* k = task.key(first + j);
+    float factor[4], s[4];
+    int together = j + 4 <= n ? 4 : 1;
+    for (int i = 0; i < together; i++) factor[i] = key_factor(task, first + j + i);
+    for (int r = 0; r < block.rows; r++) {
+      if (together == 4)
+        dot4(q + r * task.cols, k, ld, d, s);
+      else
+        s[0] = dot(q + r * task.cols, k, d);
+      for (int i = 0; i < together; i++) to[r * row + (j + i) * key] = factor[i] * s[i];
+    }
+    j += together - 1;
+  }
 }
 
 // calls f(Phi()) for the activation of the call

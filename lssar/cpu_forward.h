@@ -84,8 +84,8 @@ void score(const Strip& strip) {
   const Task& task = block.task;
   const ForwardScratch& at = strip.at;
   if (task.direct) {
-    for (int64_t j = block.lo_all; j < block.hi_all; j++)
-      score_direct(block, j, at.q, at.strip + (j - strip.start), at.ld);
+    score_direct(block, block.lo_all, block.hi_all - block.lo_all, at.q,
+                 at.strip + (block.lo_all - strip.start), at.ld, 1);
     return;
   }
   Seen group[ROWS / MR];

@@ -20,6 +20,16 @@
 #endif
 #endif
 
+// Code that is large and not called per entry: once for all activations, not once for each.
+#define NOINLINE __attribute__((noinline))
+
+// the chosen of the eight floats of two vectors of four
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, i4{__VA_ARGS__})
+#endif
+
 namespace {
 
 #ifdef LSSAR_AVX512
@@ -34,6 +44,8 @@ constexpr int PANEL = 2 * W;  // columns side by side in a transposed panel
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef float vfu __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t i4 __attribute__((vector_size(16)));
 typedef int32_t viu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 inline vf load(const float* p) { return *(const vfu*)p; }
@@ -76,6 +88,11 @@ inline float largest8(__m256 x) {
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+// the sums of four vectors
+inline void sum8_of4(__m256 a, __m256 b, __m256 c, __m256 d, float* to) {
+  __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
 inline double wide_sum8(__m256 x) {
   __m256d y = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(x)),
                             _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
@@ -90,6 +107,10 @@ inline __m256 high(vf x) { return _mm512_extractf32x8_ps(x, 1); }
 inline vf maximum(vf a, vf b) { return _mm512_max_ps(a, b); }
 inline vf minimum(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline float sum(vf x) { return sum8(_mm256_add_ps(low(x), high(x))); }
+inline void sum4(const vf* x, float* to) {
+  auto half = [&](int i) { return _mm256_add_ps(low(x[i]), high(x[i])); };
+  sum8_of4(half(0), half(1), half(2), half(3), to);
+}
 inline float largest(vf x) { return largest8(_mm256_max_ps(low(x), high(x))); }
 inline double wide_sum(vf x) { return wide_sum8(low(x)) + wide_sum8(high(x)); }
 inline unsigned lanes(vi chosen) { return _mm512_movepi32_mask((__m512i)chosen); }
@@ -107,6 +128,7 @@ inline vf rough_inverse(vf x) { return _mm512_rcp14_ps(x); }
 inline vf maximum(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf minimum(vf a, vf b) { return _mm256_min_ps(a, b); }
 inline float sum(vf x) { return sum8(x); }
+inline void sum4(const vf* x, float* to) { sum8_of4(x[0], x[1], x[2], x[3], to); }
 inline float largest(vf x) { return largest8(x); }
 inline double wide_sum(vf x) { return wide_sum8(x); }
 inline unsigned lanes(vi chosen) { return _mm256_movemask_ps((__m256)chosen); }
@@ -137,6 +159,9 @@ inline vf maximum(vf a, vf b) { return where(a > b, a, b); }
 inline vf minimum(vf a, vf b) { return where(a < b, a, b); }
 inline float sum(vf x) {
   return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+inline void sum4(const vf* x, float* to) {
+  for (int i = 0; i < 4; i++) to[i] = sum(x[i]);
 }
 inline float largest(vf x) {
   float m = x[0];
@@ -223,6 +248,29 @@ inline float dot(const float* a, const float* b, int64_t d) {
   return sum(acc0 + acc1) + tail;
 }
 
+// to[i] = a . b[i] of four rows that lie `ld` apart, each summed as `dot` does
+inline void dot4(const float* a, const float* b, int64_t ld, int64_t d, float* to) {
+  vf acc0[4] = {}, acc1[4] = {};
+  int64_t x = 0;
+  for (; x + 2 * W <= d; x += 2 * W)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      acc0[i] += load(a + x) * load(b + i * ld + x);
+      acc1[i] += load(a + x + W) * load(b + i * ld + x + W);
+    }
+  if (x + W <= d) {
+    for (int i = 0; i < 4; i++) acc0[i] += load(a + x) * load(b + i * ld + x);
+    x += W;
+  }
+  for (int i = 0; i < 4; i++) acc0[i] += acc1[i];
+  sum4(acc0, to);
+  for (int i = 0; i < 4; i++) {
+    float tail = 0.f;
+    for (int64_t y = x; y < d; y++) tail += a[y] * b[i * ld + y];
+    to[i] += tail;
+  }
+}
+
 inline double precise_dot(const float* a, const float* b, int64_t d) {
   double total = 0;
   for (int64_t x = 0; x < d; x++) total += (double)a[x] * b[x];
@@ -238,23 +286,23 @@ inline float norm(const float* x, int64_t d) {
 
 // C[m][0..W V) (+)= sum_k A(m, k) B[k][0..W V), A(m, k) = A[k][m] when T, else A[m][k]
 template <int M, int V, bool T>
-__attribute__((noinline)) void micro(int64_t depth, const float* a, int64_t lda, const float* b,
+NOINLINE void micro(int64_t depth, const float* a, int64_t lda, const float* b,
                                      int64_t ldb, float* c, int64_t ldc, bool add) {
   vf acc[M][V] = {};
   for (int64_t k = 0; k < depth; k++, a += T ? lda : 1, b += ldb) {
     vf y[V];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) y[v] = load(b + W * v);
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
       vf x = all(T ? a[m] : a[m * lda]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < V; v++) acc[m][v] += x * y[v];
     }
   }
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
       float* to = c + m * ldc + W * v;
       store(to, add ? load(to) + acc[m][v] : acc[m][v]);
@@ -271,16 +319,31 @@ inline void static_switch(int n, F&& f) {  // calls f(integral_constant n), 1 <=
   }
 }
 
-// micro over `cols` (a multiple of W) columns of B and C, m <= MR rows
+// micro over `cols` (a multiple of W) columns of B and C, M rows
+template <int M, bool T>
+void gemm_columns(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb,
+                  float* c, int64_t ldc, int cols, bool add) {
+  int x = 0;
+  if constexpr (M == 1)  // decoding: more sums at a time, or each waits for the one before
+    for (; x + 4 * W <= cols; x += 4 * W)
+      micro<1, 4, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
+  for (; x + 2 * W <= cols; x += 2 * W)
+    micro<M, 2, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
+  if (x < cols) micro<M, 1, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
+}
+
+// The same for any number of rows up to MR. A few sizes serve all: each takes a second to compile.
 template <bool T>
-inline void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const float* b,
+NOINLINE void gemm_rows(int m, int64_t depth, const float* a, int64_t lda, const float* b,
                       int64_t ldb, float* c, int64_t ldc, int cols, bool add) {
-  static_switch<MR>(m, [&](auto mr) {
-    int x = 0;
-    for (; x + 2 * W <= cols; x += 2 * W)
-      micro<mr.value, 2, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
-    if (x < cols) micro<mr.value, 1, T>(depth, a, lda, b + x, ldb, c + x, ldc, add);
-  });
+  auto rows = [&](auto count) {
+    constexpr int M = decltype(count)::value;
+    for (; m >= M; m -= M, a += T ? M : M * lda, c += M * ldc)
+      gemm_columns<M, T>(depth, a, lda, b, ldb, c, ldc, cols, add);
+  };
+  rows(std::integral_constant<int, MR>());
+  rows(std::integral_constant<int, 4>());
+  rows(std::integral_constant<int, 1>());
 }
 
 // The sparse products, columns in slices of up to N registers. Loops over R ask to be unrolled:
@@ -292,7 +355,7 @@ inline void by_columns(int cols, F&& f) {
 }
 
 // out += sum_e w[e] rows[at[e]]
-inline void sparse_sum(int n, const int32_t* at, const float* w, const float* rows, int64_t ld,
+NOINLINE void sparse_sum(int n, const int32_t* at, const float* w, const float* rows, int64_t ld,
                        float* out, int cols) {
   by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
@@ -311,7 +374,7 @@ inline void sparse_sum(int n, const int32_t* at, const float* w, const float* ro
 }
 
 // two such sums with different weights, each row loaded once
-inline void sparse_sums(int n, const int32_t* at, const float* w0, const float* w1,
+NOINLINE void sparse_sums(int n, const int32_t* at, const float* w0, const float* w1,
                         const float* rows, int64_t ld, float* out0, float* out1, int cols) {
   by_columns<4>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
@@ -333,7 +396,7 @@ inline void sparse_sums(int n, const int32_t* at, const float* w0, const float* 
 }
 
 // to[e] = a . rows[at[e]]
-inline void sparse_dot(int n, const int32_t* at, const float* a, const float* rows, int64_t ld,
+NOINLINE void sparse_dot(int n, const int32_t* at, const float* a, const float* rows, int64_t ld,
                        float* to, int cols) {
   by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
@@ -354,11 +417,30 @@ inline void sparse_dot(int n, const int32_t* at, const float* a, const float* ro
 // x^T in panels [panel][d][PANEL], rows scaled by `scale` where given, zeros past the last one
 inline void pack_panels(const float* x, int64_t ld, int64_t n, int64_t d, const float* scale,
                         float* to) {
-  for (int64_t j = 0; j < round_up(n, PANEL); j++) {
-    float* column = to + j / PANEL * PANEL * d + j % PANEL;
-    float c = j >= n ? 0.f : scale ? scale[j] : 1.f;
-    const float* from = x + std::min(j, n - 1) * ld;
-    for (int64_t i = 0; i < d; i++) column[i * PANEL] = j < n ? c * from[i] : 0.f;
+  auto load4 = [](const float* p) { return *(const v4*)p; };
+  for (int64_t j = 0; j < round_up(n, PANEL); j += 4) {  // four rows at a time, by 4 x 4 squares
+    float* columns = to + j / PANEL * PANEL * d + j % PANEL;
+    float c[4];
+    const float* row[4];
+    for (int r = 0; r < 4; r++) {
+      c[r] = j + r >= n ? 0.f : scale ? scale[j + r] : 1.f;
+      row[r] = x + std::min(j + r, n - 1) * ld;
+    }
+    int64_t i = 0;
+    for (; i + 4 <= d && j + 4 <= n; i += 4) {
+      v4 a = c[0] * load4(row[0] + i), b = c[1] * load4(row[1] + i);
+      v4 e = c[2] * load4(row[2] + i), f = c[3] * load4(row[3] + i);
+      v4 ab = SHUFFLE(a, b, 0, 4, 1, 5);
+      v4 ef = SHUFFLE(e, f, 0, 4, 1, 5);
+      v4 AB = SHUFFLE(a, b, 2, 6, 3, 7);
+      v4 EF = SHUFFLE(e, f, 2, 6, 3, 7);
+      *(v4*)(columns + i * PANEL) = SHUFFLE(ab, ef, 0, 1, 4, 5);
+      *(v4*)(columns + (i + 1) * PANEL) = SHUFFLE(ab, ef, 2, 3, 6, 7);
+      *(v4*)(columns + (i + 2) * PANEL) = SHUFFLE(AB, EF, 0, 1, 4, 5);
+      *(v4*)(columns + (i + 3) * PANEL) = SHUFFLE(AB, EF, 2, 3, 6, 7);
+    }
+    for (; i < d; i++)
+      for (int r = 0; r < 4; r++) columns[i * PANEL + r] = j + r < n ? c[r] * row[r][i] : 0.f;
   }
 }
 

@@ -123,19 +123,19 @@ def test_full_check_covers_types_shapes_and_compilation_of_every_backend():
 CASE = Case("rowblock", "lssar", "fp32", compiled=False, device="cpu")
 
 
-def slightly_wrong(q, k, v, m, params):
-    return 1.0001 * BACKENDS["eager"].run(q, k, v, m, params)
+def slightly_wrong(q, k, v, m, params, span):
+    return 1.0001 * BACKENDS["eager"].run(q, k, v, m, params, span)
 
 
-def wrong_gradient(q, k, v, m, params):
-    return BACKENDS["eager"].run(q, k.detach() + 0 * k, v, m, params)
+def wrong_gradient(q, k, v, m, params, span):
+    return BACKENDS["eager"].run(q, k.detach() + 0 * k, v, m, params, span)
 
 
-def not_a_number(q, k, v, m, params):
-    return BACKENDS["eager"].run(q, k, v, m, params) * torch.nan
+def not_a_number(q, k, v, m, params, span):
+    return BACKENDS["eager"].run(q, k, v, m, params, span) * torch.nan
 
 
-def raises(q, k, v, m, params):
+def raises(q, k, v, m, params, span):
     raise RuntimeError("an illegal memory access\nand more")
 
 
@@ -159,8 +159,8 @@ def test_a_wrong_backend_fails(monkeypatch, fault, said):
 
 @pytest.mark.parametrize("dtype, unit", [("bf16", 2**-7), ("fp16", 2**-10)])
 def test_a_fault_of_one_unit_of_a_16_bit_type_fails(monkeypatch, dtype, unit):
-    def off(q, k, v, m, params):
-        exact = BACKENDS["eager"].run(q.float(), k.float(), v.float(), m, params)
+    def off(q, k, v, m, params, span):
+        exact = BACKENDS["eager"].run(q.float(), k.float(), v.float(), m, params, span)
         return ((1 + unit) * exact).to(q.dtype)
 
     monkeypatch.setitem(BACKENDS, "rowblock", Backend(off))

@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lssar import cpu
+from lssar.backends import attend
 from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS
+from lssar.spans import window
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,15 +146,23 @@ def test_checkpointing_recomputes_the_same_bits():
     assert all(map(torch.equal, plain, saved))
 
 
-def test_portable_path_equals_the_vector_path(monkeypatch):
+@pytest.mark.parametrize("flag", ["-DLSSAR_PORTABLE", "-DLSSAR_W8"])  # no intrinsics; AVX2
+def test_other_vectors_give_the_same(flag, monkeypatch):
     tensors = draw(1, 2, 250, 40)
     options = [{"p": None}, {"p": 1}, {"p": 15}, {"p": 4.5}]
-    vector = [results(fused, tensors, tensors[0], torch.float32, **o) for o in options]
-    portable = cpu.load("-DLSSAR_PORTABLE")
-    monkeypatch.setattr(cpu, "_kernel", lambda: portable)
-    for expected, o in zip(vector, options, strict=True):
-        got = results(fused, tensors, tensors[0], torch.float32, **o)
-        assert max(map(distance, got, expected)) < 1e-5
+    others = [name for name, m in MECHANISMS.items() if m.parameter_init is None]
+
+    def everything():
+        yield from (results(fused, tensors, tensors[0], torch.float32, **o) for o in options)
+        for name in others:
+            run = partial(attend, mechanism=name, first=window(90, 250), backend="cpu")
+            yield results(run, tensors, tensors[0], torch.float32)
+
+    expected = list(everything())
+    other = cpu.load(flag)
+    monkeypatch.setattr(cpu, "_kernel", lambda: other)
+    for got, want in zip(everything(), expected, strict=True):
+        assert max(map(distance, got, want)) < 2e-5
 
 
 def test_builds_and_agrees_without_openmp(monkeypatch, tmp_path):

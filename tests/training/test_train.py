@@ -23,6 +23,9 @@ from train_helpers import (
     weights,
 )
 
+import eval_extrapolation
+import export_hf
+import generate
 from lssar.errors import UserError
 from train import EXIT_DIVERGED, EXIT_PREEMPTED, Run, learning_rate
 from training.checkpoint import Store, load_model, save_model
@@ -66,6 +69,22 @@ def assert_close_run(run, other, tolerance):
         assert [x for x in a if x is not None] == pytest.approx(
             [x for x in b if x is not None], rel=tolerance
         )
+
+
+def test_masked_documents_are_part_of_the_model(corpus, whole_run, tmp_path, capfd):
+    """In training, evaluation, generation and --resume."""
+    short = ("--data.document_mask=true", "--train.steps=8", "--checkpoint.interval=4")
+    assert train_here(*arguments(corpus, tmp_path, *short)) == 0
+    run = tmp_path / "nano-lssar"
+    model, _ = load_model(run)
+    assert model.config.documents and not load_model(whole_run)[0].config.documents
+    with pytest.raises(UserError, match="document_mask"):
+        train_here(*arguments(corpus, tmp_path, *short[1:], "--resume"))
+    measure = [str(run), "--data", str(corpus), "--lengths=32,64", "--tokens=512"]
+    eval_extrapolation.main([*measure, "--out", str(tmp_path / "x.json")])
+    generate.main([str(run), "--tokens=8", "--greedy"])
+    with pytest.raises(UserError, match=r"data\.document_mask = true, which transformers'"):
+        export_hf.main([str(run), str(tmp_path / "hf")])
 
 
 def test_a_run_leaves_config_revision_metrics_checkpoints_and_curve(whole_run):

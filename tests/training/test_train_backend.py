@@ -24,11 +24,13 @@ def said_backend(text):
     [
         ((), "cpu"),
         (("--train.precision=bf16",), "cpu"),
-        (("--attention.window=32",), "cpu"),  # as long as the sequence: no window
-        (("--attention.window=31",), "eager"),
+        (("--attention.window=31",), "cpu"),
+        (("--attention.numerics=naive",), "eager"),
         (("--attention.backend=rowblock",), "rowblock"),
         (("--attention.name=softmax",), "sdpa"),
-        (("--attention.name=mish-l1",), "eager"),
+        (("--attention.name=softmax", "--attention.window=31"), "cpu"),
+        (("--attention.name=softmax", "--attention.window=32"), "sdpa"),  # hides nothing
+        (("--attention.name=mish-l1",), "cpu"),
     ],
 )
 def test_a_run_names_the_backend_that_its_first_step_used(
