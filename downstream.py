@@ -103,14 +103,13 @@ def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], places, arg
     from evaluating.tasks import load_task, measure
 
     results.runs.setdefault(checkpoint.identity, checkpoint.describe())
+    settings = (arguments.max_length, arguments.batch, arguments.device, arguments.precision)
     lm: CheckpointLM | None = None
     for task in tasks:
         key = key_of(checkpoint, task, arguments)
         if results.find(**key):
             continue
-        lm = lm or CheckpointLM(
-            checkpoint, arguments.max_length, arguments.batch, arguments.device, arguments.precision
-        )
+        lm = lm or CheckpointLM(checkpoint, *settings)
         found = measure(lm, key, load_task(task, *places), arguments.limit)
         results.add(*found)
         shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)

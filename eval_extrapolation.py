@@ -173,10 +173,9 @@ def evaluate(arguments, world: World) -> None:
     chosen = variants(arguments, checkpoints)
     targets = Targets(open_data(arguments.data, checkpoints), arguments)
     if world.is_main and targets.tokens != arguments.tokens:
-        print(
-            f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}: the largest "
-            f"multiple of {targets.segment} that was asked for and {arguments.data} has"
-        )
+        asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
+        most = f"the largest multiple of {targets.segment} that was asked for"
+        print(f"{asked}: {most} and {arguments.data} has")
     with arithmetic(arguments.precision, world.device) as precision:
         settings = targets.settings() | {"precision": precision}
         about = describe_set(arguments.data)

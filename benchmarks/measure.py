@@ -99,9 +99,7 @@ def in_new_process(function: Callable, *arguments, **options):
             raise Crashed("its process was killed, probably out of memory") from None
 
 
-def peak_megabytes(
-    device: str, make_steps: Callable[..., list[Step]], *arguments, warm_up: Callable | None = None
-) -> list[float]:
+def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=None) -> list[float]:
     """The peak after each of the steps that `make_steps(*arguments)` makes; for a new process.
 
     Counted from before they are made, so with inputs and weights, but not what making them took.

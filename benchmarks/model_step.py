@@ -96,10 +96,9 @@ def train(options: Namespace) -> None:
         add("tokens_per_s", options.batch * options.length / time)
         add("step_ratio", time / first)
         add("step_MB", peak)
-    print(
-        f"{options.preset}, batch {options.batch} x {options.length} tokens, {options.device}, "
-        f"{torch.get_num_threads()} threads, median of {options.rounds}; ratios to {names[0]}"
-    )
+    size = f"{options.preset}, batch {options.batch} x {options.length} tokens"
+    where = f"{options.device}, {torch.get_num_threads()} threads"
+    print(f"{size}, {where}, median of {options.rounds}; ratios to {names[0]}")
     print(text(study.records, []))
     study.write()
 
@@ -157,14 +156,11 @@ def cost(options: Namespace) -> None:
             study.add(run, quantity, value, **key, details={"numerics": m.numerics})
     rows = paper["rows"]
     published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
-    machine = measure.machine(options.device)
-    print(
-        f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, "
-        f"{machine['name']}, {machine['threads']} threads, "
-        f"{'bf16 autocast' if options.device == 'cuda' else 'fp32'}; paper: "
-        f"{setting['device']}, batch {setting['batch']} x {setting['length']}, "
-        f"{setting['dtype']}; in brackets relative to the first line"
-    )
+    machine, on_gpu = measure.machine(options.device), options.device == "cuda"
+    ours = f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, {machine['name']}"
+    ours += f", {machine['threads']} threads, {'bf16 autocast' if on_gpu else 'fp32'}"
+    theirs = "{device}, batch {batch} x {length}, {dtype}".format(**setting)
+    print(f"{ours}; paper: {theirs}; in brackets relative to the first line")
     print(cost_table(measured, published))
     for line in study.left_out:
         print(f"left out: {line}")

@@ -108,16 +108,14 @@ class TrainLoader:
         """The message, where steps of `fitting` tokens could be made."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
-            return (
-                f"{directory} has {tokens} training tokens, too few for one sequence of length "
-                f"{length} and its targets; set train.length = {max(1, tokens - 1)} or less"
-            )
+            few = f"{tokens} training tokens, too few for one sequence of length {length}"
+            remedy = f"set train.length = {max(1, tokens - 1)} or less"
+            return f"{directory} has {few} and its targets; {remedy}"
         now = self.global_batch * length if fitting else self.micro_batch
         change = f"set train.batch_tokens to {fitting}" if fitting else "lower train.micro_batch"
-        return (
-            f"{directory} has {self.windows} training sequences of length {length}, fewer than the "
-            f"{self.global_batch} of one step; {change} (now {now}) or add data"
-        )
+        few = f"fewer than the {self.global_batch} of one step"
+        has = f"{directory} has {self.windows} training sequences of length {length}"
+        return f"{has}, {few}; {change} (now {now}) or add data"
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""

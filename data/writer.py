@@ -213,11 +213,9 @@ def read_progress(directory: Path) -> dict | None:
 def refuse_other_settings(directory: Path, recorded: dict | None, settings: dict) -> None:
     if recorded in (None, settings):
         return
-    shown = [
-        key if key == "source" else f"{key} {recorded.get(key)} then, {new} now"
-        for key, new in settings.items()
-        if recorded.get(key) != new
-    ]
+    changed = [key for key, new in settings.items() if recorded.get(key) != new]
+    shown = [f"{k} {recorded.get(k)} then, {settings[k]} now" for k in changed if k != "source"]
+    shown += ["source"] if "source" in changed else []
     made = f"{directory} was made with other settings ({', '.join(shown)})"
     raise UserError(f"{made}; use those, delete it, or choose another --out")
 

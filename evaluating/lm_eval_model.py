@@ -94,9 +94,8 @@ class CheckpointLM(TemplateLM):
         return pad_sequence(rows, batch_first=True).to(self._device)
 
     @torch.inference_mode()
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list[tuple], **_) -> list[tuple[float, bool]]:
+        """Of (texts, context, continuation), the latter two as tokens."""
         for _, _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 what = f"a continuation of {len(continuation)} tokens cannot be scored"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from paper.evidence import Evidence
 from paper.experiments import Column, Table
 from paper.runs import SWEPT_P, load_toml
-from paper.statistic import BETTER, OPEN, WORSE, Comparison, compare, judge, settles, signed
+from paper.statistic import BETTER, OPEN, WORSE, BySeed, Comparison, compare, judge, settles, signed
 from paper.tables import decimals_of, heading
 
 
@@ -93,15 +93,12 @@ def of_pairs(pairs: tuple[Pair, ...], evidence: Evidence, table: Table) -> list[
 
 def columns_at(evidence: Evidence, table: Table, at: tuple) -> list[Column]:
     by_length = ("loss", "accuracy")  # quantities that a length tells apart
-    found = [
-        c for c in table.columns if (c.factor if c.quantity in by_length else c.quantity) in at
-    ]
+    places = {c: c.factor if c.quantity in by_length else c.quantity for c in table.columns}
+    found = (column for column, place in places.items() if place in at)
     return [c for c in found if not c.task or evidence.cell(table, table.rows[0], c).n]
 
 
-def values_of(
-    evidence: Evidence, table: Table, key: str, factor: float | None, quantity: str = "loss"
-) -> dict[int | None, float | None]:
+def values_of(evidence: Evidence, table: Table, key: str, factor, quantity="loss") -> BySeed:
     column = next(c for c in table.columns if (c.factor, c.quantity) == (factor, quantity))
     return evidence.cell(table, table.row(key), column).values
 

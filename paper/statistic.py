@@ -178,9 +178,8 @@ def settles(found: list[tuple[Comparison, str]]) -> str:
     if not open_ones or any(c.n == 0 for c in open_ones):
         return "not measured"
     least = max(open_ones, key=lambda c: (c.n == 1, c.n > 1 and c.seeds_needed()))
-    return (
-        least.settles or f"as good within {least.margin:g}: a smaller difference needs more seeds"
-    )
+    smaller = "a smaller difference needs more seeds"
+    return least.settles or f"as good within {least.margin:g}: {smaller}"
 
 
 def signed(value: float, decimals: int = 3) -> str:

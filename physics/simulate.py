@@ -204,9 +204,7 @@ def planets(options: Namespace) -> tuple[str, int, dict]:
     return ", ".join(PLANETS), 2, {"unit": unit.tolist()}
 
 
-def choose(
-    rng: np.random.Generator, rows: int, columns: int, count: int, among: np.ndarray | bool = True
-) -> np.ndarray:
+def choose(rng, rows: int, columns: int, count: int, among: np.ndarray | bool = True) -> np.ndarray:
     """(rows, columns) bool with `count` chosen in every row, out of `among`, or all of those."""
     lot = np.where(among, rng.random((rows, columns)), np.inf)
     return (lot.argsort(axis=1).argsort(axis=1) < count) & among

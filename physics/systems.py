@@ -77,9 +77,7 @@ class Systems:
         return self.orbits.at(np.array(TIME_STEPS)[self.time_step][:, None, None] * times)
 
 
-def random_systems(
-    seed: int, kind: str, first: int, count: int, planets: int = 0
-) -> Iterator[tuple[np.ndarray, Systems]]:
+def random_systems(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
     """Systems `first` ... `first + count - 1` of a kind, in groups of one number of planets.
 
     Yields (which of them, systems); `planets` above 0 fixes their number.

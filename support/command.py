@@ -119,9 +119,8 @@ def revision() -> str:
     """The commit, with + if code (not results) has changed since; "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        quiet = {"cwd": ROOT, "stderr": subprocess.DEVNULL, "text": True}
+        return subprocess.check_output(["git", *arguments], **quiet).strip()
 
     try:
         code = ("--", ".", ":!results", ":!site", ":!docs")

@@ -72,9 +72,8 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
         raise UserError(f"{file} and {DESCRIPTION} do not belong together: {reason:.300}") from None
     for name, weight in weights.items():
         if not (weight.is_floating_point() and weight.float().isfinite().all()):
-            raise UserError(
-                f"{file}: {name} has weights that are not finite; use another checkpoint"
-            )
+            found = f"{name} has weights that are not finite"
+            raise UserError(f"{file}: {found}; use another checkpoint")
     return model.to(device), info
 
 
@@ -119,9 +118,8 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
 def _refuse_damage(file: Path) -> None:
     recorded = _description(file.parent)[2]
     if file.name in recorded and files.sha256_of(file) != recorded[file.name]:
-        raise UserError(
-            f"{file} is damaged: {DESCRIPTION} has another sha256; use another checkpoint"
-        )
+        other = f"{DESCRIPTION} has another sha256"
+        raise UserError(f"{file} is damaged: {other}; use another checkpoint")
 
 
 class Store:
