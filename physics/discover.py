@@ -49,14 +49,17 @@ from evaluating.checkpoints import Checkpoint, mechanism_label, open_checkpoints
 from evaluating.protocol import kept_on_interrupt, open_results
 from evaluating.results import Record, Results
 from lssar.errors import UserError
-from physics import figures, regression
+from physics import regression
 from physics.force import FORCES, origin, refuse_non_finite
 from physics.simulate import STATES
 from physics.systems import PLANETS, magnitude
+from support import plots
 from support.files import reading
 from support.text import table
 
 ORACLE, TRUTH = "oracle", "truth"
+SAMPLES = 40  # arrows per panel
+ORDER = ("truth", "lssar", "softmax")  # the paper's panels, from left to right
 SUBSAMPLES, SUBSAMPLE = 5, 1000
 EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 
@@ -78,7 +81,7 @@ def main(argv: list[str]) -> None:
             score(results, model, magnitudes, vectors)
         for model in models:
             discover(results, model, magnitudes.inputs, engine, effort)
-    for figure in figures.draw(results, models, magnitudes, vectors):
+    for figure in draw(results, models, magnitudes, vectors):
         print(f"figure: {figure}")
     print(summary(results, models))
 
@@ -266,6 +269,80 @@ def summary(results: Results, models: list[Model]) -> str:
         cells = ["-" if value is None else f"{value:.3f}" for value in shown]
         rows.append([model.label, *cells, f"{laws['newtonian']} of {len(laws['equations'])}"])
     return table(["", "k", "R2", "rank", "r^", "m1^", "m2^", "cosine", "as m1 / r^2"], rows)
+
+
+def draw(results, models: list, magnitudes, vectors) -> list[Path]:
+    """All figures beside the results; the PNG files."""
+
+    def place(model) -> int:
+        key = model.mechanism or model.name
+        return ORDER.index(key) if key in ORDER else len(ORDER)
+
+    shown = sorted((m for m in models if m.vectors is not None), key=place)
+    figures = {
+        ".png": magnitude_figure(magnitudes.truth, models),
+        "-earth.png": vector_figure(vectors, shown, ["Earth"]),
+        "-planets.png": vector_figure(vectors, shown, list(PLANETS)),
+    }
+    return [plots.save(f, results.sibling(end))[0] for end, f in figures.items()]
+
+
+def colour(model) -> str:
+    if model.mechanism is None:
+        return plots.INK if model.name == "truth" else plots.GREY
+    return plots.style(model.mechanism)["color"]
+
+
+def vector_figure(vectors, models: list, planets: list[str]):
+    """One panel per model and planet; several planets are drawn two per row."""
+    wide = min(2, len(planets))
+    rows, columns = -(-len(planets) // wide), wide * len(models)
+    height = rows * plots.PAGE / columns + 0.4
+    figure, axes = plots.figure(rows, columns, width=plots.PAGE, height=height, squeeze=False)
+    panels = iter(axes.flat)
+    for planet in planets:
+        i = list(PLANETS).index(planet)
+        position = vectors.position[i]
+        picked = farthest_points(position, SAMPLES)
+        reach = 1.45 * np.abs(position).max()
+        # The largest true force is 42 % of the panel's half-width.
+        shape = {"angles": "xy", "scale_units": "xy", "scale": 2.4 / reach, "headwidth": 4}
+        for model in models:
+            panel = next(panels)
+            arrows = model.vectors[i][picked] / vectors.unit[i]
+            panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
+            panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
+            panel.quiver(*position[picked].T, *arrows.T, **shape, width=0.006, color=colour(model))
+            panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+            panel.set_axis_off()
+            panel.set_title(f"{planet}: {model.label}", fontsize=6)
+    return figure
+
+
+def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
+    """Indices of up to `count` points, each the farthest from those before it, from the first."""
+    chosen, distance = [0], np.linalg.norm(points - points[0], axis=1)
+    while len(chosen) < min(count, len(points)):
+        chosen.append(int(distance.argmax()))
+        distance = np.minimum(distance, np.linalg.norm(points - points[chosen[-1]], axis=1))
+    return np.array(chosen)
+
+
+def magnitude_figure(truth: np.ndarray, models: list):
+    """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
+    shown = [model for model in models if model.name != "truth"]
+    shape = {"width": plots.PAGE, "height": 2.6, "squeeze": False}
+    figure, axes = plots.figure(1, len(shown), sharex=True, sharey=True, **shape)
+    limits = truth.min() / 2, truth.max() * 2
+    for panel, model in zip(axes[0], shown, strict=True):
+        positive = model.magnitudes > 0
+        drawn = truth[positive], model.magnitudes[positive]
+        panel.loglog(*drawn, ".", color=colour(model), markersize=1.5, alpha=0.4)
+        panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
+        below = "" if positive.all() else f" ({1 - positive.mean():.0%} below zero)"
+        panel.set(title=f"{model.label}{below}", xlabel="true |F|", xlim=limits, ylim=limits)
+    axes[0][0].set_ylabel("predicted |F|")
+    return figure
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tables tab:downstream and tab:edu_downstream: zero-shot tasks through lm-evaluation-harness.
-# SCALE=nano (default): three small tasks made of held-out text (evaluating/nano_tasks.py), two CPU cores, no network.
+# SCALE=nano (default): three small tasks made of held-out text (evaluating/tasks.py), two CPU cores, no network.
 # SCALE=paper: ARC-E, ARC-C, HellaSwag, PIQA, MMLU, SciQ, SummScreen, LAMBADA from the hub; 8 x A100 80GB.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Hours: nano 20 minutes; paper 49 on 8 GPUs when nothing is trained yet.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Table tab:lambada_results: accuracy and perplexity on LAMBADA (OpenAI split).
-# SCALE=nano (default): the cloze task of evaluating/nano_tasks.py in its place. SCALE=paper: 8 x A100 80GB.
+# SCALE=nano (default): the cloze task of evaluating/tasks.py in its place. SCALE=paper: 8 x A100 80GB.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Hours: nano 20 minutes; paper 49 on 8 GPUs when nothing is trained yet.
 # The paper, accuracy / perplexity: 124M FineWeb softmax 31.51 / 45.12, LSSAR 30.52 / 48.27; 45M Edu 5.86 / 1397.36

@@ -19,9 +19,8 @@ from eval_helpers import tiny_model, write_checkpoint
 
 import downstream
 from data.shards import describe_set
-from evaluating.nano_tasks import COUNTS, PASSAGE, write_task
 from evaluating.results import Record, read_results
-from evaluating.tasks import HARNESS, PLACES, SETS, chosen_tasks, rouge
+from evaluating.tasks import COUNTS, HARNESS, PASSAGE, PLACES, SETS, chosen_tasks, rouge, write_task
 from lssar.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,8 @@ from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, preset
 from physics import discover, regression
-from physics.figures import farthest_points
+from physics.discover import farthest_points
 from physics.force import write_origin
-from physics.kepler import G
 from physics.regression import (
     Candidate,
     Effort,
@@ -29,6 +28,7 @@ from physics.regression import (
     newtonian,
 )
 from physics.simulate import main as simulate
+from physics.systems import G
 from training.checkpoint import CheckpointInfo, save_model
 
 QUICK = Effort(population=300, evaluations=20_000)

@@ -12,9 +12,17 @@ import pytest
 from data_sets import REPOSITORY, contents, read_stream
 
 from lssar.errors import UserError
-from physics.kepler import G, Orbits, solve_kepler
 from physics.simulate import main as simulate
-from physics.systems import PLANETS, TIME_STEPS, points_of, random_systems, solar_system
+from physics.systems import (
+    PLANETS,
+    TIME_STEPS,
+    G,
+    Orbits,
+    points_of,
+    random_systems,
+    solar_system,
+    solve_kepler,
+)
 
 SMALL = ("--points", "37", "--bins", "200", "--sequences", "2300", "--val-sequences", "170")
 
