@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from lssar.errors import UserError
 from support.files import make_folder
 from training.config import Config
+from training.distributed import StopSignal
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def is_done(job: Job) -> bool:
         return False
 
 
-class Pool:
+class Pool(StopSignal):
     """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save."""
 
     def __init__(self, logs: Path, parallel: int):
@@ -69,8 +69,7 @@ class Pool:
 
     def __enter__(self) -> "Pool":
         make_folder(self.logs)
-        self.previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_) -> None:
         try:
@@ -79,32 +78,30 @@ class Pool:
             for process in self.running:
                 process.wait()
         finally:
-            signal.signal(signal.SIGTERM, self.previous)
+            super().__exit__()
 
     def start(self, job: Job) -> None:
         print(f"      {job.name} ...", flush=True)
         log = self.logs / f"{job.name.replace(' ', '-')}.log"
-        # An interrupt waits until the process is known, which must not inherit the mask.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            with log.open("a") as output:
-                process = subprocess.Popen(
-                    job.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={"OMP_NUM_THREADS": str(self.threads)} | os.environ,
-                    start_new_session=True,  # Ctrl-C reaches it once, through __exit__
-                    preexec_fn=partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask),
-                )
-            self.running[process] = job, log, time.monotonic()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={"OMP_NUM_THREADS": str(self.threads)} | os.environ,
+                start_new_session=True,  # Ctrl-C reaches it once, through __exit__
+            )
+        self.running[process] = job, log, time.monotonic()
 
     def finished(self) -> Iterator[tuple[Job, str]]:
         """The jobs that have ended, and how; waits for the first."""
-        while not (ended := [p for p in self.running if p.poll() is not None]) and self.running:
+        ended = []
+        while self.running and not ended:
+            if self.received:
+                raise KeyboardInterrupt
             time.sleep(0.05)
+            ended = [process for process in self.running if process.poll() is not None]
         for process in ended:
             job, log, began = self.running.pop(process)
             if process.returncode == 0 and is_done(job):
