@@ -33,8 +33,9 @@ class Records:
         self.stride = points * channels
         self.count, rest = divmod(tokens.total_tokens, self.stride)
         if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
-            wrong = f"its {tokens.total_tokens} tokens are not records of {self.stride}"
-            raise UserError(f"{self.directory}: {wrong} with a label each; simulate it again")
+            wrong = f"{tokens.total_tokens} tokens are not records of {self.stride}"
+            where = f"{self.directory} is damaged"
+            raise UserError(f"{where}: {wrong} with a label each; simulate it again")
         if labels is not None and np.isinf(labels).any():
             raise UserError(f"{self.directory} has infinite labels; simulate it again")
         self.total_tokens = self.count * (points - 1)  # positions that a model reads

@@ -63,7 +63,9 @@ def main(argv: list[str]) -> int:
     overrides = [*inherited(options.task, options.run), *overrides]
     config = load_config(options.config, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:
-        raise UserError(f"{options.config} is not for the task {options.task!r}; see --config")
+        raise UserError(
+            f"{options.config} has no outputs of the task {options.task!r}; see --config"
+        )
     (pretrained,) = open_checkpoints([options.run])
     folder = config.run_directory
     if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
