@@ -261,17 +261,16 @@ void row_sums(const float* s, int64_t lo, int64_t hi, float shift, double& total
     if constexpr (std::is_same<Phi, Softplus>::value) {
       // sum f = sum max(t, 0) + log2 prod(1 + 2^-|t|): one exp per entry and one log per chunk, in
       // two chains, as a product waits for the one before
-      vf linear = all(0.f), product[2] = {all(1.f), all(1.f)};
-      int chain = 0;
+      vf linear = all(0.f), product = all(1.f), other = all(1.f);
       over(from, to, [&](int64_t x, auto inside) {
         vf t = load(s + x) + all(shift);
         high = maximum(high, keep_or(inside, t, -INFINITY));
         linear += keep(inside, maximum(t, all(0.f)));
         vf e = keep(inside, exp2v<false>(maximum(minus_abs(t), all(LOWEST))));
-        product[chain] += product[chain] * e;
-        chain ^= 1;
+        vf grown = product + product * e;
+        product = other, other = grown;
       });
-      f = wide_sum(linear) + sum(log2v(product[0] * product[1]));
+      f = wide_sum(linear) + sum(log2v(product * other));
       // 1 + e loses up to 2^-25 per entry, which only matters where the mean is small
       if (f < 0.25 * (double)(to - from)) {
         vf part = all(0.f);
