@@ -6,6 +6,7 @@ namespace {
 
 constexpr int ROWS = 96;   // queries of the largest block: a multiple of MR, W and the smaller ones
 constexpr int SPAN = 96;   // keys of a tile, backward
+constexpr int TILE = 1024;  // forward: scores of ROWS x TILE stay in the second cache
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
 constexpr int STATS = 8;   // numbers saved of each row
 constexpr float EPS = 1e-12f;  // as F.normalize
@@ -59,8 +60,7 @@ struct Task {  // rows [begin, end) of every query head of one head of keys
   bool direct = end - begin <= DIRECT;
   Task(const Call& c, const Numbers& numbers, int64_t b, int64_t group, int64_t begin, int64_t end)
       : call(c), numbers(numbers), b(b), group(group), begin(begin), end(end) {
-    // A strip of scores should stay in the second cache; with spans, few rows waste fewer scores.
-    rows = c.spans() ? 48 : c.lk <= 2730 ? 96 : c.lk <= 5461 ? 48 : 24;
+    rows = c.spans() ? ROWS / 2 : ROWS;  // fewer rows that differ waste fewer scores
     low = c.lk;
     for (int64_t i = begin; i < end; i += rows) {
       int64_t lo = c.lk, hi = 0;

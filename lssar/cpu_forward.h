@@ -1,4 +1,5 @@
-// Forward: the scores of a block of rows in one strip, then their weights, then the values.
+// Forward: the scores of a block of rows against a tile of keys, their weights, the values. Rows
+// that take several passes (sharpened, or normalised twice) keep the scores of all tiles.
 #pragma once
 #include "cpu_call.h"
 
@@ -12,7 +13,11 @@ struct ForwardScratch {
   float *q, *out, *guide;                        // a block's rows
   float *strip, *sharp, *val;                    // scores, then weights; r; those that count
   int32_t* at;                                   // and their keys
-  static int64_t leading(const Task& t) { return round_up(t.widest, PANEL) + W; }
+  static bool whole(const Task& t) { return t.sharp() || t.call.has(RECENTRE_L1); }
+  static int64_t leading(const Task& t) {
+    int64_t keys = whole(t) ? t.widest : std::min<int64_t>(t.widest, TILE + 2 * PANEL);
+    return round_up(keys, PANEL) + W;
+  }
   static size_t size(const Task& t) {
     size_t keys = round_up(t.keys(), PANEL), strip = ROWS * leading(t);
     size_t prefix = t.call.has(RECENTRE) ? 2 * (keys + 1) * t.dv : 0;
@@ -59,14 +64,14 @@ void place_keys(const Task& task, ForwardScratch& at) {
   }
 }
 
-// The strip of a block: [row][key - start], `start` a multiple of PANEL from the task's first key
+// Scores of a block against the keys [from, to): [row][key - start], `start` a multiple of PANEL
 struct Strip {
   const Block& block;
   const ForwardScratch& at;
-  int64_t start = block.lo_all / PANEL * PANEL;
+  int64_t start, from, to;
   float* row(int r) const { return at.strip + r * at.ld; }
-  int64_t lo(int r) const { return block.lo[r] - start; }
-  int64_t hi(int r) const { return block.hi[r] - start; }
+  int64_t lo(int r) const { return std::clamp<int64_t>(block.lo[r], from, to) - start; }
+  int64_t hi(int r) const { return std::clamp<int64_t>(block.hi[r], from, to) - start; }
   const float* values(int64_t x) const {
     return at.v + (start - block.task.from + x) * at.ldv;
   }
@@ -84,14 +89,15 @@ void score(const Strip& strip) {
   const Task& task = block.task;
   const ForwardScratch& at = strip.at;
   if (task.direct) {
-    score_direct(block, block.lo_all, block.hi_all - block.lo_all, at.q,
-                 at.strip + (block.lo_all - strip.start), at.ld, 1);
+    score_direct(block, strip.from, strip.to - strip.from, at.q,
+                 at.strip + (strip.from - strip.start), at.ld, 1);
     return;
   }
   Seen group[ROWS / MR];
   for (int r = 0; r < block.rows; r += MR)
     group[r / MR] = strip.group(r, std::min(MR, block.rows - r));
-  for (int64_t x = 0; x < block.hi_all - strip.start; x += PANEL) {
+  for (int64_t x = (strip.from - strip.start) / PANEL * PANEL; x < strip.to - strip.start;
+       x += PANEL) {
     const float* panel = at.panels + (strip.start - task.from + x) * task.d;
     for (int r = 0; r < block.rows; r += MR) {
       if (x >= group[r / MR].hi || x + PANEL <= group[r / MR].lo) continue;
@@ -126,8 +132,16 @@ void times_values(const Strip& strip, float* weights, float* out) {
 // --- rows that are not sharpened ----------------------------------------------------------------
 
 struct PlainRows {
-  float top[ROWS], total[ROWS], inverse[ROWS];  // 1 where there is no norm
+  float top[ROWS];       // the largest score so far, of exp with L1
+  double total[ROWS];    // sum |f| so far
+  float inverse[ROWS];   // of it; 1 where there is no norm
   float again[ROWS], pull[ROWS];  // RECENTRE_L1: sum |a - 1/N|, and sum sgn(a - 1/N) a
+  PlainRows() {
+    std::fill(top, top + ROWS, -INFINITY);
+    std::fill(total, total + ROWS, 0.);
+    std::fill(again, again + ROWS, 1.f);
+    std::fill(pull, pull + ROWS, 0.f);
+  }
 };
 
 inline float row_maximum(const float* s, int64_t lo, int64_t hi) {
@@ -138,18 +152,28 @@ inline float row_maximum(const float* s, int64_t lo, int64_t hi) {
   return largest(top);
 }
 
+// f in place of the scores of a tile, added to the sums so far
 template <class Phi>
 void weigh_plain(const Strip& strip, PlainRows& rows) {
   const Block& block = strip.block;
-  const Call& c = block.task.call;
+  const Task& task = block.task;
   constexpr bool EXP = std::is_same<Phi, Exp>::value;
+  bool shift_to_top = EXP && task.call.has(L1);
   for (int r = 0; r < block.rows; r++) {
     float* s = strip.row(r);
     int64_t lo = strip.lo(r), hi = strip.hi(r);
-    bool shift_to_top = EXP && c.has(L1);
-    float top = shift_to_top && lo < hi ? row_maximum(s, lo, hi) : 0.f;
-    float shift = shift_to_top ? -top : block.shift[r];
-    double total = 0;
+    if (lo >= hi) continue;
+    float shift = block.shift[r];
+    if (shift_to_top) {
+      float before = rows.top[r];
+      rows.top[r] = std::max(before, row_maximum(s, lo, hi));
+      shift = -rows.top[r];
+      if (rows.top[r] > before && rows.total[r] > 0) {  // what was added before shrinks
+        float factor = std::exp2(before - rows.top[r]), *out = strip.at.out + r * task.vcols;
+        rows.total[r] *= factor;
+        for (int64_t x = 0; x < task.vcols; x++) out[x] *= factor;
+      }
+    }
     by_chunks(lo, hi, [&](int64_t from, int64_t to) {
       vf part = all(0.f);
       over(from, to, [&](int64_t x, auto inside) {
@@ -163,12 +187,19 @@ void weigh_plain(const Strip& strip, PlainRows& rows) {
         store(s + x, f);
         part += Phi::SIGNED ? absolute(f) : f;
       });
-      total += wide_sum(part);
+      rows.total[r] += wide_sum(part);
     });
-    rows.top[r] = top, rows.total[r] = (float)total;
-    rows.inverse[r] = !c.has(L1) || total == 0 ? 1.f : (float)(1 / total);
-    rows.again[r] = 1.f, rows.pull[r] = 0.f;
+  }
+}
+
+void norms(const Strip& strip, PlainRows& rows) {
+  const Block& block = strip.block;
+  const Call& c = block.task.call;
+  for (int r = 0; r < block.rows; r++) {
+    rows.inverse[r] = !c.has(L1) || rows.total[r] == 0 ? 1.f : (float)(1 / rows.total[r]);
     if (!c.has(RECENTRE_L1)) continue;
+    const float* s = strip.row(r);
+    int64_t lo = strip.lo(r), hi = strip.hi(r);
     vf inverse = all(rows.inverse[r]), mean = all(block.shifted(r) ? 1.f / block.count[r] : 0.f);
     double again = 0, pull = 0;
     by_chunks(lo, hi, [&](int64_t from, int64_t to) {
@@ -198,80 +229,94 @@ inline bool finite(const float* row, int64_t d) {
   return largest < 0x7f800000u;
 }
 
-// A row's sum in that unit, for the columns that are not finite: to[x] = value(sum[x]) / UNIT
+// to[x] = value(x) / unit; whether all is finite. In another unit than 1 only what was not finite
+// before is replaced.
 template <class F>
-void rescue(const Strip& strip, int n, const int32_t* at, float* weights, float* to, F&& value) {
-  const Task& task = strip.block.task;
-  alignas(64) float total[256 + W] = {};
-  for (int e = 0; e < n; e++) weights[e] *= UNIT;
-  sparse_sum(n, at, weights, strip.values(0), strip.at.ldv, total, (int)task.vcols);
-  for (int e = 0; e < n; e++) weights[e] /= UNIT;
-  for (int64_t x = 0; x < task.dv; x++)
-    if (!std::isfinite(to[x])) to[x] = value(total[x], x) / UNIT;
+inline bool write_row(float* to, int64_t d, float unit, F&& value) {
+  if (unit == 1.f)
+    for (int64_t x = 0; x < d; x++) to[x] = value(x);
+  else
+    for (int64_t x = 0; x < d; x++)
+      if (!std::isfinite(to[x])) to[x] = value(x) / unit;
+  return finite(to, d);
 }
 
-// sums of the values before a key of the strip
-inline const double* at_key(const Strip& strip, int64_t x) {
-  return strip.at.prefix + (strip.start - strip.block.task.from + x) * strip.block.task.dv;
+// sums of the values before a key
+inline const double* sums_before(const Block& block, const ForwardScratch& at, int64_t key) {
+  return at.prefix + (key - block.task.from) * block.task.dv;
 }
 
-void write_plain(const Strip& strip, const PlainRows& rows) {
-  const Block& block = strip.block;
+// With RECENTRE the guide is the output without the mean.
+bool write_plain(const Block& block, const ForwardScratch& at, const PlainRows& rows, float unit) {
   const Task& task = block.task;
   const Call& c = task.call;
+  bool all_finite = true;
   for (int r = 0; r < block.rows; r++) {
-    float *to = block.of(c.out, r), *sum = strip.at.out + r * task.vcols;
-    float inverse = rows.inverse[r];
-    for (int64_t x = 0; x < task.dv; x++) to[x] = sum[x] * inverse;
-    int64_t lo = strip.lo(r), n = strip.hi(r) - lo;
-    if (c.has(L1) && n > 0 && !finite(to, task.dv)) {
-      int32_t* keys = (int32_t*)std::malloc(n * sizeof(int32_t));
-      if (keys) {
-        std::iota(keys, keys + n, (int32_t)lo);
-        rescue(strip, (int)n, keys, strip.row(r) + lo, to,
-               [&](float y, int64_t) { return y * inverse; });
-      }
-      std::free(keys);
-    }
-    if (c.has(RECENTRE)) {
-      if (c.guide.data) std::copy(to, to + task.dv, block.of(c.guide, r));
-      const double* before = at_key(strip, lo);
-      const double* after = at_key(strip, strip.hi(r));
+    bool recentre = c.has(RECENTRE) && block.lo[r] < block.hi[r];
+    float *to = block.of(c.out, r), *sum = at.out + r * task.vcols;
+    if (recentre && c.guide.data) to = block.of(c.guide, r);
+    all_finite &= write_row(to, task.dv, unit, [&](int64_t x) { return sum[x] * rows.inverse[r]; });
+    if (recentre) {
+      const float* base = to;
+      to = block.of(c.out, r);
+      const double* before = sums_before(block, at, block.lo[r]);
+      const double* after = sums_before(block, at, block.hi[r]);
       double share = block.shifted(r) ? 1. / block.count[r] : 0.;
       for (int64_t x = 0; x < task.dv; x++)
-        to[x] = (float)((to[x] - share * (after[x] - before[x])) / rows.again[r]);
+        to[x] = (float)((base[x] - share * (after[x] - before[x])) / rows.again[r]);
     }
     if (!c.stats.data) continue;
     float* stat = block.of(c.stats, r);
     std::fill_n(stat, STATS, 0.f);
-    stat[0] = rows.top[r], stat[3] = rows.inverse[r], stat[6] = rows.again[r];
-    stat[7] = rows.pull[r];
+    stat[0] = std::isfinite(rows.top[r]) ? rows.top[r] : 0.f;
+    stat[3] = rows.inverse[r], stat[6] = rows.again[r], stat[7] = rows.pull[r];
   }
+  return all_finite;
+}
+
+template <class Phi>
+bool plain_block(const Block& block, const ForwardScratch& at, float unit) {
+  const Task& task = block.task;
+  PlainRows rows;
+  int64_t start = block.lo_all / PANEL * PANEL;
+  int64_t step = ForwardScratch::whole(task) ? block.hi_all - start : TILE;
+  std::fill(at.out, at.out + block.rows * task.vcols, 0.f);
+  for (int64_t key = start; key < block.hi_all; key += step) {
+    int64_t from = std::max(key, block.lo_all), to = std::min(key + step, block.hi_all);
+    Strip tile{block, at, key, from, to};
+    score(tile);
+    weigh_plain<Phi>(tile, rows);
+    if (unit != 1.f)
+      for (int r = 0; r < block.rows; r++)
+        for (int64_t x = tile.lo(r) / W * W; x < round_up(tile.hi(r), W); x++)
+          tile.row(r)[x] *= unit;
+    times_values(tile, at.strip, at.out);
+  }
+  norms({block, at, start, block.lo_all, block.hi_all}, rows);
+  return write_plain(block, at, rows, unit);
 }
 
 // --- sharpened rows -----------------------------------------------------------------------------
 
-// sum f and the largest score of one row, scores shifted
+// Adds the f of a row of a tile to their sum, and its largest shifted score to the others
 template <class Phi>
 void row_sums(const float* s, int64_t lo, int64_t hi, float shift, double& total, float& top) {
   vf high = all(-INFINITY);
-  total = 0;
   by_chunks(lo, hi, [&](int64_t from, int64_t to) {
     double f;
     if constexpr (std::is_same<Phi, Softplus>::value) {
       // sum f = sum max(t, 0) + log2 prod(1 + 2^-|t|): one exp per entry and one log per chunk, in
       // two chains, as a product waits for the one before
-      vf linear = all(0.f), product[2] = {all(1.f), all(1.f)};
-      int chain = 0;
+      vf linear = all(0.f), product = all(1.f), other = all(1.f);
       over(from, to, [&](int64_t x, auto inside) {
         vf t = load(s + x) + all(shift);
         high = maximum(high, keep_or(inside, t, -INFINITY));
         linear += keep(inside, maximum(t, all(0.f)));
         vf e = keep(inside, exp2v<false>(maximum(minus_abs(t), all(LOWEST))));
-        product[chain] += product[chain] * e;
-        chain ^= 1;
+        vf grown = product + product * e;
+        product = other, other = grown;
       });
-      f = wide_sum(linear) + sum(log2v(product[0] * product[1]));
+      f = wide_sum(linear) + sum(log2v(product * other));
       // 1 + e loses up to 2^-25 per entry, which only matters where the mean is small
       if (f < 0.25 * (double)(to - from)) {
         vf part = all(0.f);
@@ -291,14 +336,35 @@ void row_sums(const float* s, int64_t lo, int64_t hi, float shift, double& total
     }
     total += f;
   });
-  top = largest(high);
+  top = std::max(top, largest(high));
 }
 
 struct SharpRows {
-  alignas(64) float top[ROWS], cut[ROWS];  // the shifted score above which an entry counts
-  double l[ROWS], h[ROWS];                 // sums of z r and of r
-  int n[ROWS];                             // entries that count
+  alignas(64) float top[ROWS];  // the largest score, shifted (of exp: not shifted, so far)
+  alignas(64) float cut[ROWS];  // the shifted score above which an entry counts
+  double total[ROWS] = {};      // sum f
+  double l[ROWS], h[ROWS];      // sums of z r and of r
+  int n[ROWS];                  // entries that count
+  SharpRows() { std::fill(top, top + ROWS, -INFINITY); }
 };
+
+// of a tile whose scores are still near
+template <class Phi>
+void tile_sums(Block& block, const Strip& strip, SharpRows& rows) {
+  for (int r = 0; r < block.rows; r++) {
+    const float* s = strip.row(r);
+    int64_t lo = strip.lo(r), hi = strip.hi(r);
+    if (lo >= hi) continue;
+    if (std::is_same<Phi, Exp>::value) {
+      float before = rows.top[r], top = std::max(before, row_maximum(s, lo, hi)), unused = 0.f;
+      if (top > before && rows.total[r] > 0) rows.total[r] *= std::exp2(before - top);
+      rows.top[r] = top, block.shift[r] = -top;
+      row_sums<Phi>(s, lo, hi, -top, rows.total[r], unused);
+    } else {
+      row_sums<Phi>(s, lo, hi, block.shift[r], rows.total[r], rows.top[r]);
+    }
+  }
+}
 
 template <class Phi>
 vf activation(vf t) {
@@ -313,16 +379,8 @@ template <class Phi>
 void row_statistics(Block& block, const Strip& strip, SharpRows& rows) {
   const Task& task = block.task;
   alignas(64) float f_top[ROWS], least[ROWS];
-  double total[ROWS];
-  for (int r = 0; r < block.rows; r++) {
-    float* s = strip.row(r);
-    int64_t lo = strip.lo(r), hi = strip.hi(r);
-    total[r] = 0, rows.top[r] = 0.f;
-    if (lo >= hi) continue;
-    if (std::is_same<Phi, Exp>::value) block.shift[r] = -row_maximum(s, lo, hi);
-    row_sums<Phi>(s, lo, hi, block.shift[r], total[r], rows.top[r]);
-  }
-  std::fill(rows.top + block.rows, rows.top + ROWS, 0.f);
+  for (int r = 0; r < ROWS; r++)  // exp is shifted to its top; a row without keys has none
+    if (std::is_same<Phi, Exp>::value || rows.top[r] == -INFINITY) rows.top[r] = 0.f;
   for (int r = 0; r < ROWS; r += W) {
     store(f_top + r, activation<Phi>(load(rows.top + r)));
     // An entry is left out where r = z^(p-1) < 2^-24 / N: as the largest z is 1, what is dropped is
@@ -331,7 +389,7 @@ void row_statistics(Block& block, const Strip& strip, SharpRows& rows) {
     store(least + r, exp2v(maximum(-exponent, all(-120.f))));
   }
   for (int r = 0; r < block.rows; r++) {
-    double mu = block.shifted(r) ? total[r] / block.count[r] : 0.;
+    double mu = block.shifted(r) ? rows.total[r] / block.count[r] : 0.;
     float m = (float)(f_top[r] - mu), bound = block.scale[r] / (Phi::UNIT == 1.f ? 1.f : LOG2_E);
     if (!task.call.has(COSINE)) {
       int64_t last = block.hi[r] - 1 - task.from;
@@ -372,13 +430,31 @@ inline void weigh_sharp(float* s, float* sharp, int64_t lo, int64_t hi, const Bl
   });
 }
 
+// A row's sum of weights times values in UNIT, for the columns that are not finite
+template <class F>
+void rescue(const Strip& strip, int n, const int32_t* at, float* weights, float* to, F&& value) {
+  const Task& task = strip.block.task;
+  alignas(64) float total[256 + W] = {};
+  for (int e = 0; e < n; e++) weights[e] *= UNIT;
+  sparse_sum(n, at, weights, strip.values(0), strip.at.ldv, total, (int)task.vcols);
+  for (int e = 0; e < n; e++) weights[e] /= UNIT;
+  write_row(to, task.dv, UNIT, [&](int64_t x) { return value(total[x], x); });
+}
+
 template <class Phi, bool GUIDE>
-void sharp_block(Block& block, const Strip& strip) {
+void sharp_block(Block& block, const ForwardScratch& at) {
   const Task& task = block.task;
-  const ForwardScratch& at = strip.at;
   const Call& c = task.call;
   int cols = (int)task.vcols;
+  int64_t start = block.lo_all / PANEL * PANEL;
   SharpRows rows;
+  for (int64_t key = start; key < block.hi_all; key += TILE) {
+    int64_t from = std::max(key, block.lo_all), to = std::min(key + TILE, block.hi_all);
+    Strip tile{block, at, start, from, to};
+    score(tile);
+    tile_sums<Phi>(block, tile, rows);
+  }
+  Strip strip{block, at, start, block.lo_all, block.hi_all};
   row_statistics<Phi>(block, strip, rows);
   int64_t kept = 0, present = 0;
   for (int r = 0; r < block.rows; r++) {
@@ -475,18 +551,12 @@ void forward_block(const Task& task, const ForwardScratch& at, int64_t head, int
     return;
   }
   pack_queries(block, at.q);
-  Strip strip{block, at};
-  score(strip);
   if (task.sharp()) {
     if constexpr (CAN_SHARPEN<Phi>)
-      c.guide.data ? sharp_block<Phi, true>(block, strip) : sharp_block<Phi, false>(block, strip);
-    return;
+      c.guide.data ? sharp_block<Phi, true>(block, at) : sharp_block<Phi, false>(block, at);
+  } else if (!plain_block<Phi>(block, at, 1.f) && c.has(L1)) {
+    plain_block<Phi>(block, at, UNIT);
   }
-  PlainRows rows;
-  weigh_plain<Phi>(strip, rows);
-  std::fill(at.out, at.out + block.rows * task.vcols, 0.f);
-  times_values(strip, at.strip, at.out);
-  write_plain(strip, rows);
 }
 
 template <class Phi>

@@ -359,17 +359,21 @@ NOINLINE void sparse_sum(int n, const int32_t* at, const float* w, const float* 
                        float* out, int cols) {
   by_columns<8>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
-    vf acc[R];
+    vf acc[R], other[R] = {};
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) acc[i] = load(out + x + W * i);
-    for (int e = 0; e < n; e++) {
+    auto take = [&](int e, vf* to) {
       const float* row = rows + at[e] * ld + x;
       vf y = all(w[e]);
 #pragma GCC unroll 8
-      for (int i = 0; i < R; i++) acc[i] += y * load(row + W * i);
-    }
+      for (int i = 0; i < R; i++) to[i] += y * load(row + W * i);
+    };
+    int e = 0;
+    if (W == 16)  // with few long vectors, each sum would wait for the one before
+      for (; e + 2 <= n; e += 2) take(e, acc), take(e + 1, other);
+    for (; e < n; e++) take(e, acc);
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++) store(out + x + W * i, acc[i]);
+    for (int i = 0; i < R; i++) store(out + x + W * i, acc[i] + other[i]);
   });
 }
 
@@ -378,20 +382,27 @@ NOINLINE void sparse_sums(int n, const int32_t* at, const float* w0, const float
                         const float* rows, int64_t ld, float* out0, float* out1, int cols) {
   by_columns<4>(cols, [&](auto regs, int x) {
     constexpr int R = decltype(regs)::value;
-    vf a[R], b[R];
+    vf a[R], b[R], a_other[R] = {}, b_other[R] = {};
 #pragma GCC unroll 4
     for (int i = 0; i < R; i++) a[i] = load(out0 + x + W * i), b[i] = load(out1 + x + W * i);
-    for (int e = 0; e < n; e++) {
+    auto take = [&](int e, vf* to0, vf* to1) {
       const float* row = rows + at[e] * ld + x;
       vf y0 = all(w0[e]), y1 = all(w1[e]);
 #pragma GCC unroll 4
       for (int i = 0; i < R; i++) {
         vf z = load(row + W * i);
-        a[i] += y0 * z, b[i] += y1 * z;
+        to0[i] += y0 * z, to1[i] += y1 * z;
       }
-    }
+    };
+    int e = 0;
+    if (W == 16)  // in the order of sparse_sum, so that out does not depend on the guide
+      for (; e + 2 <= n; e += 2) take(e, a, b), take(e + 1, a_other, b_other);
+    for (; e < n; e++) take(e, a, b);
 #pragma GCC unroll 4
-    for (int i = 0; i < R; i++) store(out0 + x + W * i, a[i]), store(out1 + x + W * i, b[i]);
+    for (int i = 0; i < R; i++) {
+      store(out0 + x + W * i, a[i] + a_other[i]);
+      store(out1 + x + W * i, b[i] + b_other[i]);
+    }
   });
 }
 
@@ -403,12 +414,22 @@ NOINLINE void sparse_dot(int n, const int32_t* at, const float* a, const float* 
     vf y[R];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) y[i] = load(a + x + W * i);
-    for (int e = 0; e < n; e++) {
+    auto products = [&](int e) {
       const float* row = rows + at[e] * ld + x;
       vf even = y[0] * load(row), odd = all(0.f);
 #pragma GCC unroll 8
       for (int i = 1; i < R; i++) (i & 1 ? odd : even) += y[i] * load(row + W * i);
-      float part = sum(even + odd);
+      return even + odd;
+    };
+    int e = 0;
+    for (; e + 4 <= n; e += 4) {  // the sums of four vectors cost little more than that of one
+      vf four[4] = {products(e), products(e + 1), products(e + 2), products(e + 3)};
+      float part[4];
+      sum4(four, part);
+      for (int i = 0; i < 4; i++) to[e + i] = x ? to[e + i] + part[i] : part[i];
+    }
+    for (; e < n; e++) {
+      float part = sum(products(e));
       to[e] = x ? to[e] + part : part;
     }
   });

@@ -86,7 +86,9 @@ def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> 
     fp32 = t.precision == "fp32" or (t.precision == "auto" and device != "cuda")
     dtype = torch.float32 if fp32 else torch.bfloat16
     entries = t.micro_batch * m.heads * t.length**2
-    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
+    window = m.attention.window
+    spans = m.documents or (window is not None and window < t.length)
+    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile, spans=spans)
     return choose_backend(resolve(m.attention, t.length), call, everywhere=everywhere)
 
 
