@@ -168,9 +168,7 @@ class Store:
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
             if isinstance(reason, RuntimeError):
                 raise
-            failed = (
-                f"cannot write checkpoint {final}: {getattr(reason, 'strerror', None) or reason}"
-            )
+            failed = f"cannot write checkpoint {final}: {getattr(reason, 'strerror', '') or reason}"
             remedy = "free the disk or choose another --log.directory"
             raise UserError(f"{failed}; {remedy}; the previous checkpoint is intact") from None
         files.sync(self.directory)
