@@ -1,9 +1,10 @@
 """The Triton kernels compiled without a GPU: `python benchmark.py compile`.
 
 For A100 (sm_80) and H100 (sm_90), with what ptxas says of each: registers per thread, bytes
-spilled, shared memory. Every configuration that `lssar/triton_op.py` may choose is compiled, at
-head dim 64 in bf16 and fp16, with p = 15 and with a real p (which is also the adaptive one); the
-first of each also for LSSA, and at head dim 128 for all of these.
+spilled, shared memory. Every configuration that `lssar/triton_op.py` may choose is compiled for
+LSSAR with p = 15, the first of each also for softmax. Up to head dim 128 the first is compiled for
+LSSA, with spans, with a real p (which is also the adaptive one) and in fp16 too; at 64 for every
+other kind of mechanism.
 """
 
 import importlib.metadata
@@ -14,20 +15,37 @@ import re
 import subprocess
 import tempfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measure import check_writable
 from lssar.errors import UserError
+from lssar.fused import PHI
+from lssar.triton_form import Form
 from lssar.triton_op import CONFIGS, DECODE_CONFIGS, kernel_function
 from support.files import write_json
 
 ARCHITECTURES = (80, 90)
-HEAD_DIMS = (64, 128)
-# Which powers: P of the kernel (0: real or adaptive), and whether rows are re-weighted at all.
-VARIANTS = {"p=15": (15, True), "real p": (0, True), "lssa": (1, False)}
-POWERS = ("p=15", "real p")
-FLOAT_STATE = ("INV_K", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
-SCALARS = ("log_d", "p", "alpha", "train_length")
+HEAD_DIMS = (64, 128, 256)
+_COSINE = {"phi": "softplus", "cosine": True}
+VARIANTS = {
+    "p=15": Form(**_COSINE, power=15),
+    "lssa": Form(**_COSINE),
+    "softmax": Form("exp"),
+}
+VARIANTS |= {f"{name}, spans": replace(form, spans=True) for name, form in VARIANTS.items()}
+VARIANTS["real p"] = Form(**_COSINE, power=0)
+OTHERS = {phi: Form(phi) for phi in PHI if phi != "exp"}
+OTHERS |= {
+    "exp, no norm": Form("exp", l1=False),
+    "sigmoid, bias": Form("sigmoid", log_n=True, l1=False),
+    "softmax, p=15": Form("exp", power=15),
+    "sigmoid, p=15": Form("sigmoid", power=15, log_n=True),
+    "softmax, recentred": Form("exp", recentre=True),
+}
+FLOAT_STATE = ("KEYS", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
+INTEGERS = ("FIRST", "LAST")
+SCALARS = ("scale", "bias", "unit", "p", "alpha", "train_length")
 
 
 def jobs(head_dim: int, first_only: bool) -> list[dict]:
@@ -36,21 +54,23 @@ def jobs(head_dim: int, first_only: bool) -> list[dict]:
     for (kernel, dim, width), configs in CONFIGS.items():
         if dim != head_dim or (first_only and width == 4):
             continue
-        types = ("bf16", "fp16") if width == 2 else ("fp32",)
-        job = {"kernel": kernel, "head_dim": dim, "dtype": types[0], "variant": "p=15"}
+        dtype = "bf16" if width == 2 else "fp32"
+        job = {"kernel": kernel, "head_dim": dim, "dtype": dtype, "variant": "p=15"}
+        first = {**job, "config": configs[0]}
         if first_only:
-            found.append({**job, "config": configs[0]})
+            found += [first, {**first, "variant": "softmax"}]
             continue
         found += [{**job, "config": c} for c in configs]
-        wide = configs if dim == 64 else configs[:1]
-        found += [{**job, "variant": "real p", "config": c} for c in wide]
-        found.append({**job, "variant": "lssa", "config": configs[0]})
-        if width == 2:
-            decode = DECODE_CONFIGS[kernel]
-            found += [{**job, "variant": v, "config": c} for v in POWERS for c in decode]
-            found += [
-                {**job, "dtype": "fp16", "variant": v, "config": c} for v in POWERS for c in wide
-            ]
+        found.append({**first, "variant": "softmax"})
+        if width == 4:
+            continue
+        found += [{**job, "config": c} for c in DECODE_CONFIGS[kernel]]
+        if head_dim == 256:
+            continue
+        found += [{**first, "variant": v} for v in VARIANTS if v not in ("p=15", "softmax")]
+        found += [{**first, "dtype": "fp16", "variant": v} for v in ("p=15", "softmax")]
+        if head_dim == 64:
+            found += [{**first, "variant": v} for v in OTHERS]
     return found
 
 
@@ -96,9 +116,12 @@ def _source(kernel, head_dim, dtype, variant, config):
     """What the launcher would compile: contiguous heads, pointers and strides divisible by 16."""
     from triton.compiler import ASTSource
 
-    power, reweight = VARIANTS[variant]
-    constants = {"P": power, "REWEIGHT": reweight, "SAVE": True, "d": head_dim}
-    constants |= {"BLOCK_D": head_dim, "BLOCK_M": config[0], "BLOCK_N": config[1]}
+    form = (VARIANTS | OTHERS)[variant]
+    constants = {"FORM": form, "SAVE": True, "d": head_dim, "d_v": head_dim, "repeats": 1}
+    constants |= {"BLOCK_D": head_dim, "BLOCK_V": head_dim}
+    constants |= {"BLOCK_M": config[0], "BLOCK_N": config[1]}
+    if not form.spans:
+        constants |= {"FIRST": None, "LAST": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     aligned = [["tt.divisibility", 16]]
@@ -107,11 +130,14 @@ def _source(kernel, head_dim, dtype, variant, config):
             signature[name] = "constexpr"
         elif name in SCALARS:
             signature[name] = "fp32"
+        elif name in ("first_stride", "last_stride"):
+            signature[name] = "i32"
         elif name.endswith("_stride"):
             signature[name] = ("i32",) * 3
             attributes |= {(index, place): aligned for place in range(3)}
         elif name.isupper():
-            signature[name] = "*fp32" if name in FLOAT_STATE else f"*{dtype}"
+            kind = "fp32" if name in FLOAT_STATE else "i32" if name in INTEGERS else dtype
+            signature[name] = f"*{kind}"
             attributes[index,] = aligned
         else:
             signature[name] = "i32"
@@ -135,7 +161,7 @@ def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
     return int(registers[1]), max(int(spills[1]), int(spills[2]))
 
 
-COLUMNS = "{:8} {:>3} {:>4} {:5} {:7} {:>9} {:>6} {:>7} {:>10} {:>8} {:>7}"
+COLUMNS = "{:8} {:>3} {:>4} {:5} {:18} {:>9} {:>6} {:>7} {:>10} {:>8} {:>7}"
 
 
 def _print(row: dict) -> None:
@@ -154,9 +180,9 @@ def main(args: Namespace) -> None:
         raise UserError("triton is not installed; pip install triton")
 
     if args.head_dim and args.head_dim not in HEAD_DIMS:
-        raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64 or 128")
+        raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64, 128 or 256")
 
-    head = ("kernel", "sm", "D", "type", "power", "tile", "warps", "stages")
+    head = ("kernel", "sm", "D", "type", "variant", "tile", "warps", "stages")
     print(COLUMNS.format(*head, "registers", "spilled", "shared"))
     todo = [
         {**job, "architecture": architecture}
