@@ -1,9 +1,10 @@
 """The Triton kernels compiled without a GPU: `python benchmark.py compile`.
 
 For A100 (sm_80) and H100 (sm_90), with what ptxas says of each: registers per thread, bytes
-spilled, shared memory. Every configuration that `lssar/triton_op.py` may choose is compiled, at
-head dim 64 in bf16 and fp16, with p = 15 and with a real p (which is also the adaptive one); the
-first of each also for LSSA, and at head dim 128 for all of these.
+spilled, shared memory. Every configuration that `lssar/triton_op.py` may choose is compiled for
+LSSAR with p = 15, the first of each also for softmax. Up to head dim 128 the first is compiled for
+LSSA, with spans, with a real p (which is also the adaptive one) and in fp16 too; at 64 for every
+other kind of mechanism.
 """
 
 import importlib.metadata
@@ -14,28 +15,37 @@ import re
 import subprocess
 import tempfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measure import check_writable
 from lssar.errors import UserError
+from lssar.fused import PHI
+from lssar.triton_form import Form
 from lssar.triton_op import CONFIGS, DECODE_CONFIGS, kernel_function
 from support.files import write_json
 
 ARCHITECTURES = (80, 90)
-HEAD_DIMS = (64, 128)
-# Per variant: P of the kernel (0: real or adaptive), and whether rows are re-weighted at all.
-VARIANTS = {"p=15": (15, True), "real p": (0, True), "lssa": (1, False)}
-POWERS = ("p=15", "real p")
-FLOAT_STATE = ("INV_K", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
-SCALARS = ("log_d", "p", "alpha", "train_length")
-FIELDS = ("kernel", "sm", "head_dim", "dtype", "variant", "rows", "keys", "warps", "stages")
-FIELDS += ("registers", "spilled_bytes", "shared_bytes")
-LINE = (
-    "{kernel:8} {sm:>3} {head_dim:>4} {dtype:5} {variant:7} {tile:>9} {warps:>6} {stages:>7} "
-    "{registers:>10} {spilled_bytes:>8} {shared_bytes:>7}"
-)
-HEADER = {"head_dim": "D", "dtype": "type", "variant": "power", "tile": "tile"}
-HEADER |= {"spilled_bytes": "spilled", "shared_bytes": "shared"}
+HEAD_DIMS = (64, 128, 256)
+_COSINE = {"phi": "softplus", "cosine": True}
+VARIANTS = {
+    "p=15": Form(**_COSINE, power=15),
+    "lssa": Form(**_COSINE),
+    "softmax": Form("exp"),
+}
+VARIANTS |= {f"{name}, spans": replace(form, spans=True) for name, form in VARIANTS.items()}
+VARIANTS["real p"] = Form(**_COSINE, power=0)
+OTHERS = {phi: Form(phi) for phi in PHI if phi != "exp"}
+OTHERS |= {
+    "exp, no norm": Form("exp", l1=False),
+    "sigmoid, bias": Form("sigmoid", log_n=True, l1=False),
+    "softmax, p=15": Form("exp", power=15),
+    "sigmoid, p=15": Form("sigmoid", power=15, log_n=True),
+    "softmax, recentred": Form("exp", recentre=True),
+}
+FLOAT_STATE = ("KEYS", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
+INTEGERS = ("FIRST", "LAST")
+SCALARS = ("scale", "bias", "unit", "p", "alpha", "train_length")
 
 
 def jobs(head_dim: int, first_only: bool) -> list[dict]:
@@ -45,43 +55,73 @@ def jobs(head_dim: int, first_only: bool) -> list[dict]:
         if dim != head_dim or (first_only and width == 4):
             continue
         dtype = "bf16" if width == 2 else "fp32"
-        some = configs if dim == 64 else configs[:1]
-        chosen = [("p=15", dtype, configs), ("real p", dtype, some), ("lssa", dtype, configs[:1])]
-        if width == 2:
-            chosen += [(power, dtype, DECODE_CONFIGS[kernel]) for power in POWERS]
-            chosen += [(power, "fp16", some) for power in POWERS]
+        job = {"kernel": kernel, "head_dim": dim, "dtype": dtype, "variant": "p=15"}
+        first = {**job, "config": configs[0]}
         if first_only:
-            chosen = [("p=15", dtype, configs[:1])]
-        job = {"kernel": kernel, "head_dim": dim}
-        for variant, dtype, these in chosen:
-            found += [job | {"dtype": dtype, "variant": variant, "config": c} for c in these]
+            found += [first, {**first, "variant": "softmax"}]
+            continue
+        found += [{**job, "config": c} for c in configs]
+        found.append({**first, "variant": "softmax"})
+        if width == 4:
+            continue
+        found += [{**job, "config": c} for c in DECODE_CONFIGS[kernel]]
+        if head_dim == 256:
+            continue
+        found += [{**first, "variant": v} for v in VARIANTS if v not in ("p=15", "softmax")]
+        found += [{**first, "dtype": "fp16", "variant": v} for v in ("p=15", "softmax")]
+        if head_dim == 64:
+            found += [{**first, "variant": v} for v in OTHERS]
     return found
 
 
 def resources(
-    *, kernel: str, head_dim: int, dtype: str, variant: str, config: tuple, architecture: int
+    kernel: str,
+    head_dim: int,
+    dtype: str,
+    variant: str,
+    config: tuple[int, int, int, int],
+    architecture: int,
 ) -> dict:
     """Compile one kernel to a cubin; its registers, spilled bytes and shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     rows, keys, warps, stages = config
-    source = _source(kernel_function(kernel), head_dim, dtype, variant, rows, keys)
+    source = _source(kernel_function(kernel), head_dim, dtype, variant, config)
     target = GPUTarget("cuda", architecture, 32)
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=target, options=options)
-    measured = *_ptxas(compiled.asm["ptx"], architecture), compiled.metadata.shared
-    values = kernel, architecture, head_dim, dtype, variant, *config, *measured
-    return dict(zip(FIELDS, values, strict=True))
+    registers, spilled = _ptxas(compiled.asm["ptx"], architecture)
+    return {
+        "kernel": kernel,
+        "sm": architecture,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "variant": variant,
+        "rows": rows,
+        "keys": keys,
+        "warps": warps,
+        "stages": stages,
+        "registers": registers,
+        "spilled_bytes": spilled,
+        "shared_bytes": compiled.metadata.shared,
+    }
 
 
-def _source(kernel, head_dim: int, dtype: str, variant: str, rows: int, keys: int):
+def _resources(job: dict) -> dict:
+    return resources(**job)
+
+
+def _source(kernel, head_dim, dtype, variant, config):
     """What the launcher would compile: contiguous heads, pointers and strides divisible by 16."""
     from triton.compiler import ASTSource
 
-    power, reweight = VARIANTS[variant]
-    constants = {"P": power, "REWEIGHT": reweight, "SAVE": True, "d": head_dim}
-    constants |= {"BLOCK_D": head_dim, "BLOCK_M": rows, "BLOCK_N": keys}
+    form = (VARIANTS | OTHERS)[variant]
+    constants = {"FORM": form, "SAVE": True, "d": head_dim, "d_v": head_dim, "repeats": 1}
+    constants |= {"BLOCK_D": head_dim, "BLOCK_V": head_dim}
+    constants |= {"BLOCK_M": config[0], "BLOCK_N": config[1]}
+    if not form.spans:
+        constants |= {"FIRST": None, "LAST": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     aligned = [["tt.divisibility", 16]]
@@ -90,11 +130,14 @@ def _source(kernel, head_dim: int, dtype: str, variant: str, rows: int, keys: in
             signature[name] = "constexpr"
         elif name in SCALARS:
             signature[name] = "fp32"
+        elif name in ("first_stride", "last_stride"):
+            signature[name] = "i32"
         elif name.endswith("_stride"):
             signature[name] = ("i32",) * 3
             attributes |= {(index, place): aligned for place in range(3)}
         elif name.isupper():
-            signature[name] = "*fp32" if name in FLOAT_STATE else f"*{dtype}"
+            kind = "fp32" if name in FLOAT_STATE else "i32" if name in INTEGERS else dtype
+            signature[name] = f"*{kind}"
             attributes[index,] = aligned
         else:
             signature[name] = "i32"
@@ -104,7 +147,6 @@ def _source(kernel, head_dim: int, dtype: str, variant: str, rows: int, keys: in
 
 
 def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
-    """Registers per thread and bytes spilled."""
     import triton
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -119,30 +161,49 @@ def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
     return int(registers[1]), max(int(spills[1]), int(spills[2]))
 
 
-def main(options: Namespace) -> None:
+COLUMNS = "{:8} {:>3} {:>4} {:5} {:18} {:>9} {:>6} {:>7} {:>10} {:>8} {:>7}"
+
+
+def _print(row: dict) -> None:
+    tile = f"{row['rows']}x{row['keys']}"
+    columns = ("kernel", "sm", "head_dim", "dtype", "variant")
+    counts = ("warps", "stages", "registers", "spilled_bytes", "shared_bytes")
+    print(COLUMNS.format(*(row[c] for c in columns), tile, *(row[c] for c in counts)), flush=True)
+
+
+def main(args: Namespace) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError("TRITON_INTERPRET=1 is set: nothing would be compiled; unset it")
-    if options.out:
-        check_writable(options.out)
+    if args.out:
+        check_writable(args.out)
     if importlib.util.find_spec("triton") is None:
         raise UserError("triton is not installed; pip install triton")
-    if options.head_dim not in (None, *HEAD_DIMS):
-        raise UserError(f"--head-dim {options.head_dim}: no configuration of it; give 64 or 128")
-    head_dims = (options.head_dim,) if options.head_dim else HEAD_DIMS
-    found = [job for head_dim in head_dims for job in jobs(head_dim, options.first)]
-    todo = [job | {"architecture": sm} for sm in ARCHITECTURES for job in found]
-    print(LINE.format(**dict(zip(FIELDS, FIELDS, strict=True)) | HEADER))
+
+    if args.head_dim and args.head_dim not in HEAD_DIMS:
+        raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64, 128 or 256")
+
+    head = ("kernel", "sm", "D", "type", "variant", "tile", "warps", "stages")
+    print(COLUMNS.format(*head, "registers", "spilled", "shared"))
+    todo = [
+        {**job, "architecture": architecture}
+        for architecture in ARCHITECTURES
+        for head_dim in ((args.head_dim,) if args.head_dim else HEAD_DIMS)
+        for job in jobs(head_dim, args.first)
+    ]
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
         os.environ["TRITON_CACHE_DIR"] = cache
-        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-            for pending in [pool.apply_async(resources, kwds=job) for job in todo]:
-                rows.append(row := pending.get())
-                print(LINE.format(**row, tile=f"{row['rows']}x{row['keys']}"), flush=True)
-    if options.out:
-        table = {"status": "compiled with ptxas, not run on hardware"}
-        table["command"] = "python benchmark.py compile --out results/triton_resources.json"
-        table |= {"triton": importlib.metadata.version("triton"), "kernels": rows}
-        write_json(options.out, table)
-        print(f"written: {options.out}")
+        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+            for row in pool.imap(_resources, todo):
+                rows.append(row)
+                _print(row)
+    if args.out:
+        table = {
+            "status": "compiled with ptxas, not run on hardware",
+            "command": "python benchmark.py compile --out results/triton_resources.json",
+            "triton": importlib.metadata.version("triton"),
+            "kernels": rows,
+        }
+        write_json(args.out, table)
+        print(f"written: {args.out}")

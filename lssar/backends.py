@@ -256,10 +256,10 @@ def _cpu_most_keys(head_dim: int) -> int:
     return cpu.most_keys(head_dim)
 
 
-def _cpu_combination(m: Mechanism) -> str | None:
-    from lssar import cpu
+def _unfused(m: Mechanism) -> str | None:
+    from lssar import fused
 
-    return cpu.unfused(m)
+    return fused.unfused(m)
 
 
 @_constant
@@ -269,10 +269,12 @@ def _cpu_missing() -> str | None:
     return _with_notice("CPU", cpu.unavailable())
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: None, span: Span) -> Tensor:
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+) -> Tensor:
     from lssar import triton_op
 
-    return triton_op.lssar(q, k, v, p=m.p, alpha=m.alpha, train_length=m.train_length)
+    return triton_op.attend(q, k, v, m, params, span)
 
 
 @_constant
@@ -293,12 +295,14 @@ def _with_notice(device: str, reason: str | None) -> str | None:
 _SOFTMAX = {"scale": ("1/sqrt(d)", "s log N / sqrt(d)"), "length": PARTS["length"]}
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ON_THE_GPU = Computes(
-    {"scale": ("log d log N",), "phi": ("softplus",), "length": PARTS["length"]},
+    PARTS | {"numerics": ("safe",)},
     sharpened=(False, True),
+    spans=True,
+    grouped=True,
     devices=("cuda",),
     dtypes=_FUSED_TYPES,
-    largest_head_dim=128,
-    other_value_dim=False,
+    largest_head_dim=256,
+    combination=_unfused,
 )
 _ON_THE_CPU = Computes(
     PARTS | {"numerics": ("safe",)},
@@ -309,7 +313,7 @@ _ON_THE_CPU = Computes(
     dtypes=_FUSED_TYPES,
     largest_head_dim=256,
     most_keys=_cpu_most_keys,
-    combination=_cpu_combination,
+    combination=_unfused,
     mixed_types=True,
 )
 

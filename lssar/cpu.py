@@ -21,14 +21,15 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from lssar import fused
 from lssar.cache import private_folder
-from lssar.mechanisms import SIGNED, Mechanism
+from lssar.fused import Settings, readable, room_like
+from lssar.mechanisms import Mechanism
 from lssar.reference import FLAT
 from lssar.spans import Span
 
@@ -46,9 +47,6 @@ VARIANTS = (
 MAX_HEAD_DIM = 256
 MAX_SCORE = 125.9  # |s| <= log(d) log2(N) of a cosine, and 2^-|s| must be a normal float32
 ROW_STATISTICS = 8  # STATS in cpu_call.h
-PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
-CAN_SHARPEN = ("exp", "sigmoid", "softplus")
-COSINE, L1, LOG_N, RECENTRE, RECENTRE_L1 = 1, 2, 4, 8, 16  # Flags in cpu_call.h
 
 
 class Unavailable(RuntimeError):
@@ -199,24 +197,7 @@ def _view(x: Tensor) -> tuple[int, ...]:
     return (x.data_ptr(), *x.stride()[:3]) if x.ndim == 4 else _NO_VIEW
 
 
-class _Settings(NamedTuple):
-    """What a call asks besides its tensors, in the order of the operators' arguments."""
-
-    window: int  # 0: none
-    phi: int
-    flags: int
-    p: float  # 0: not sharpened
-    alpha: float
-    bias: float
-    train_length: int
-
-    @property
-    def guided(self) -> bool:
-        """Whether a backward pass needs more than the output and the row statistics."""
-        return self.p != 0 or bool(self.flags & RECENTRE)
-
-
-def _call(function, q, k, v, first, settings: _Settings, views) -> None:
+def _call(function, q, k, v, first, settings: Settings, views) -> None:
     (b, h, lq, d), (_, groups, lk, _) = q.shape, k.shape
     if not (q.numel() and v.numel()):
         return
@@ -232,48 +213,34 @@ def _call(function, q, k, v, first, settings: _Settings, views) -> None:
         raise MemoryError(f"the attention kernel found no scratch memory for {lk} keys")
 
 
-def _readable(x: Tensor) -> Tensor:
-    """The kernel takes any strides but the last, which is one."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _like(x: Tensor, width: int | None = None) -> Tensor:
-    """Room for a result in the layout of x, so that merging the heads again needs no copy."""
-    if width is not None and width != x.shape[3]:
-        batch, heads, length, _ = x.shape
-        return x.new_empty(batch, length, heads, width).transpose(1, 2)
-    room = torch.empty_like(x)
-    return room if room.stride(-1) == 1 else x.new_empty(x.shape)
-
-
 def _fake_forward(q, k, v, first, *settings_and_save):
     """The output, and what a backward pass needs of the rows: statistics, and a guide."""
     *settings, save = settings_and_save
-    out, nothing = _like(q, v.shape[3]), q.new_empty(0)
+    out, nothing = room_like(q, v.shape[3]), q.new_empty(0)
     stats = q.new_empty((*q.shape[:3], ROW_STATISTICS)) if save else nothing
-    guide = _like(q, v.shape[3]) if save and _Settings(*settings).guided else nothing.clone()
+    guide = room_like(q, v.shape[3]) if save and Settings(*settings).guided else nothing.clone()
     return out, stats, guide
 
 
 def _fake_backward(dout, q, k, v, *_):
-    return _like(q), _like(k), _like(v)
+    return room_like(q), room_like(k), room_like(v)
 
 
 def _forward(q, k, v, first, *settings_and_save):
     out, stats, guide = _fake_forward(q, k, v, first, *settings_and_save)
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = readable(q), readable(k), readable(v)
     views = [*(_view(x) for x in (q, k, v, out, stats, guide)), *[_NO_VIEW] * 4]
-    _call(_kernel().lssar_forward, q, k, v, first, _Settings(*settings_and_save[:-1]), views)
+    _call(_kernel().lssar_forward, q, k, v, first, Settings(*settings_and_save[:-1]), views)
     return out, stats, guide
 
 
 def _backward(dout, q, k, v, first, out, stats, guide, *settings):
     grads = _fake_backward(dout, q, k, v)
-    q, k, v, *rest = (_readable(x) for x in (q, k, v, out, stats, guide, dout))
+    q, k, v, *rest = (readable(x) for x in (q, k, v, out, stats, guide, dout))
     views = [_view(x) for x in (q, k, v, *rest, *grads)]
     if not (q.numel() and v.numel()):
         return tuple(g.zero_() for g in grads)
-    _call(_kernel().lssar_backward, q, k, v, first, _Settings(*settings), views)
+    _call(_kernel().lssar_backward, q, k, v, first, Settings(*settings), views)
     return grads
 
 
@@ -284,7 +251,7 @@ def _setup_context(ctx, inputs, output):
 
 def _autograd(ctx, dout, *_):
     grads = torch.ops.lssar.cpu_backward_v3(dout, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, *[None] * (len(_Settings._fields) + 1)
+    return *grads, None, *[None] * (len(Settings._fields) + 1)
 
 
 def _no_second_derivative(ctx, *_):
@@ -292,14 +259,13 @@ def _no_second_derivative(ctx, *_):
 
 
 def _register(library: torch.library.Library) -> None:
-    settings = "int window, int phi, int flags, float p, float alpha, float bias, int train_length"
     library.define(
-        f"cpu_forward_v3(Tensor q, Tensor k, Tensor v, Tensor? first, {settings}, bool save)"
+        f"cpu_forward_v3(Tensor q, Tensor k, Tensor v, Tensor? first, {fused.SETTINGS}, bool save)"
         " -> (Tensor out, Tensor stats, Tensor guide)"
     )
     library.define(
         "cpu_backward_v3(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? first, Tensor out,"
-        f" Tensor stats, Tensor guide, {settings}) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f" Tensor stats, Tensor guide, {fused.SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
     )
     forward, backward = "lssar::cpu_forward_v3", "lssar::cpu_backward_v3"
     library.impl("cpu_forward_v3", _forward, "CPU")
@@ -332,10 +298,10 @@ class _Direct(torch.autograd.Function):
         # With create_graph the operator is recorded, and refuses when it is differentiated.
         run = torch.ops.lssar.cpu_backward_v3 if torch.is_grad_enabled() else _backward
         grads = run(dout, *ctx.saved_tensors, *ctx.settings)
-        return *grads, None, *[None] * (len(_Settings._fields) + 1)
+        return *grads, None, *[None] * (len(Settings._fields) + 1)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: _Settings) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settings) -> Tensor:
     """Whoever traces or intercepts operators gets the operator; an ordinary call goes straight."""
     plain = type(q) is type(k) is type(v) is Tensor
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -351,51 +317,9 @@ def most_keys(head_dim: int) -> int:
     return int(2 ** (MAX_SCORE / math.log(max(head_dim, 2))))
 
 
-def unfused(m: Mechanism) -> str | None:
-    """Why the kernel does not compute this combination of parts, though it knows each of them."""
-    if m.sharpened and m.phi not in CAN_SHARPEN:
-        return f"it does not re-weight phi = {m.phi!r}"
-    if m.post.startswith("recentre") and (m.norm != "l1" or m.phi in SIGNED):
-        return f"it does not re-centre phi = {m.phi!r}, norm = {m.norm!r}"
-    return None
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
-    """Any mechanism that `unfused` lets through; half-precision input is computed in float32.
-
-    What is a factor of a query or of an output row is multiplied outside of the kernel.
-    """
-    dtype = v.dtype
-    q, k, v = q.float(), k.float(), v.float()
-    divisor: Tensor | float | None = m.train_length if m.norm == "L" else None
-    if params is not None:
-        count = span.counts(q.shape[2], k.shape[2], q.device).unsqueeze(-1)  # against (B, H, Lq, d)
-        scale = params.view(-1, 1, 1)
-        if m.scale == "s log N / sqrt(d)":
-            q = q * (scale * count.log())
-        if m.norm == "gamma sqrt(N/2)":
-            divisor = scale * (count / 2).sqrt()
-    flags = {
-        COSINE: m.scale == "log d log N",
-        L1: m.norm == "l1",
-        LOG_N: m.bias == "-log N",
-        RECENTRE: m.post.startswith("recentre"),
-        RECENTRE_L1: m.post == "recentre, l1",
-    }
-    settings = _Settings(
-        window=span.window or 0,
-        phi=PHI.index(m.phi),
-        flags=sum(flag for flag, on in flags.items() if on),
-        p=0.0 if m.p is None else float(m.p),
-        alpha=float(m.alpha) if m.sharpened else 0.0,
-        bias=-math.log(m.train_length) if m.bias == "-log L" else 0.0,
-        train_length=m.train_length,
-    )
-    out = _run(q, k, v, span.first, settings)
-    if m.phi == "softplus" and m.norm != "l1":
-        out = out * math.log(2)  # the kernel's is over ln 2
-    if divisor is not None:
-        out = out / divisor
-    return (-out if m.post == "negate" else out).to(dtype)
+    """Any mechanism that `unfused` lets through; half-precision input is computed in float32."""
+    q, k, v, dtype = q.float(), k.float(), v.float(), v.dtype
+    return fused.attend(_run, q, k, v, m, params, span).to(dtype)

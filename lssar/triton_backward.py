@@ -1,7 +1,8 @@
-"""The backward of fused LSSAR and LSSA in Triton: dq, then dk and dv. Names as in `triton_forward`.
+"""The backward of fused attention in Triton: dq, then dk and dv. Names as in `triton_forward`.
 
-    D = dOut . out                      E = p O_i / N_i H dOut . (G - out)
-    ds_j = (p r_j / (l M) (dOut . v_j - D) - E) sigmoid(s_j)            for every j <= i
+    D = dOut . out                      E = DENSE dOut . GUIDE
+    ds_j = (p r_j / (l M) (dOut . v_j - D) - E) phi'(s_j)       sharpened, for every key it sees
+    ds_j = ((dOut . v_j - sgn(w_j) D) / (l M) - E) phi'(s_j)        else; D = 0 without the norm
 
 In fp16 ds would underflow or overflow: dq_kernel divides a row of it by a bound of its size, and
 dkv_kernel all rows of a head by the largest such bound (RANGE: of the head's v and k for the one,
@@ -14,22 +15,28 @@ import triton.language as tl
 from lssar.triton_math import (
     COEF,
     DENSE,
-    INV_L,
     INV_M,
     MEAN,
     NORM_EPS,
     PRECISION,
     SCALE,
+    SHIFT,
+    WEIGHT,
+    activate,
     adaptive,
+    count_of,
     dot,
+    first_keys,
     head_of,
+    is_seen,
+    key_range,
     length,
     load_rows,
     load_vector,
     power,
     scores,
-    sigmoid,
-    softplus,
+    sign,
+    slope_bound,
     store_rows,
     through_norm,
     weight_unit,
@@ -50,189 +57,269 @@ def _row_dots(a, b):
 
 
 @triton.jit
+def _weights(f, mean, inv_m, exponent, seen, FORM: tl.constexpr):
+    """z, and r of sharpened rows, from the activations; what is not `seen` is zero."""
+    z = f
+    if FORM.centred:
+        z = f - mean
+    if FORM.sharp:
+        z = tl.maximum(z, 0.0) * inv_m
+    if seen is not None:
+        z = tl.where(seen, z, 0.0)
+    r = power(z, exponent, FORM.power - 1) if FORM.sharp else z
+    return z, r
+
+
+@triton.jit
+def _score_gradient(dw, z, r, slope, coef, delta, dense, seen, FORM: tl.constexpr):
+    """ds, where rows and keys broadcast: the tiles are [rows, keys] for dq, else [keys, rows]."""
+    if FORM.sharp:
+        ds = coef * r * (dw - delta)
+    elif FORM.signed and FORM.l1:
+        ds = coef * (dw - sign(z) * delta)
+    elif FORM.l1:
+        ds = coef * (dw - delta)
+    else:
+        ds = coef * dw
+    if FORM.centred:
+        ds -= dense
+    ds = ds * slope
+    if seen is not None:
+        ds = tl.where(seen, ds, 0.0)
+    return ds
+
+
+@triton.jit
 def _dq_pass(
-    q, do, row_scale, mean, inv_m, exponent, coef, delta, dense, acc, position, lo, hi,
-    K, V, INV_K, k_stride, v_stride, k_length,
-    P: tl.constexpr, REWEIGHT: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
+    first, position, start, lo, hi, K, V, KEYS, k_stride, v_stride,
+    FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc += sum over the keys lo..hi of ds_j k_j / |k_j|."""
-    for start in tl.range(lo, hi, BLOCK_N):
-        v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
-        s = scores(q, k, row_scale, inv_k)
-        f, e = softplus(s)
-        slope = sigmoid(s, e) * inv_k[None, :]
-        z = tl.maximum(f - mean[:, None], 0.0) * inv_m[:, None]
-        r = power(z, exponent[:, None], P - 1)
-        ds = coef[:, None] * r * (dw - delta[:, None])
-        if REWEIGHT:
-            ds -= dense[:, None]
-        ds = ds * slope
+    """acc += sum over the keys from `start` to hi of ds_j k_j (on the cosine, of k_j / |k_j|)."""
+    for begin in tl.range(start, hi, BLOCK_N):
+        inside, seen = None, None
+        keys = begin + tl.arange(0, BLOCK_N)
         if MASKED:
-            ds = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None], ds, 0.0)
+            inside = is_seen(keys, lo, hi - 1)
+            seen = is_seen(keys[None, :], first, position)
+        v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
+        dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+        inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+        f, slope = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+        if FORM.cosine:
+            slope *= inv_k[None, :]  # type: ignore[index]
+        z, r = _weights(f, mean[:, None], inv_m[:, None], exponent[:, None], seen, FORM)
+        ds = _score_gradient(
+            dw, z, r, slope, coef[:, None], delta[:, None], dense[:, None], seen, FORM
+        )
         acc = dot(ds, k, acc)
     return acc
 
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, INV_K, EXACT, GUIDE, STATS, DO, DQ, DELTA, RANGE,
-    q_stride, k_stride, v_stride, out_stride, do_stride, dq_stride,
-    heads, q_length, k_length, plane, length_class, p, alpha, train_length,
-    P: tl.constexpr, REWEIGHT: tl.constexpr, d: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, KEYS, FIRST, EXACT, GUIDE, STATS, DO, DQ, DELTA, RANGE,
+    q_stride, k_stride, v_stride, out_stride, do_stride, dq_stride, first_stride,
+    heads, repeats, q_length, k_length, plane, length_class, p, alpha, train_length,
+    FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of rows; leaves D and E of those rows in DELTA for `dkv_kernel`."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
+    shared = pair // repeats
     Q = head_of(Q, q_stride, pair, heads)
-    K = head_of(K, k_stride, pair, heads)
-    V = head_of(V, v_stride, pair, heads)
+    K = head_of(K, k_stride, shared, heads // repeats)
+    V = head_of(V, v_stride, shared, heads // repeats)
     DO = head_of(DO, do_stride, pair, heads)
-    EXACT = head_of(EXACT, out_stride, pair, heads)
-    INV_K += pair.to(tl.int64) * k_length
+    KEYS += shared.to(tl.int64) * k_length
     STATS += pair.to(tl.int64) * q_length
-    row_scale = load_vector(STATS + plane * SCALE, first_row, q_length, BLOCK_M)
-    mean = load_vector(STATS + plane * MEAN, first_row, q_length, BLOCK_M)
-    inv_m = load_vector(STATS + plane * INV_M, first_row, q_length, BLOCK_M)
-    coef = load_vector(STATS + plane * COEF, first_row, q_length, BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
-    position = k_length - q_length + rows
-    exponent = adaptive((position + 1).to(tl.float32), p, alpha, train_length) - 1.0
-
-    do = load_rows(DO, first_row, do_stride, q_length, d, BLOCK_M, BLOCK_D)
-    out = load_rows(EXACT, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
-    delta = _row_dots(do, out.to(do.dtype))
-    if do.dtype != tl.float32:
-        delta += tl.sum(do.to(tl.float32) * (out - out.to(do.dtype).to(tl.float32)), 1)
-    deltas = DELTA + pair.to(tl.int64) * q_length + rows
     inside = rows < q_length
-    tl.store(deltas, delta, mask=inside)
-    dense = tl.zeros([BLOCK_M], tl.float32)
-    if REWEIGHT:
+    position = k_length - q_length + rows
+    first, first_column = None, None
+    seeing = inside
+    if FORM.spans:
+        FIRST += (pair // heads).to(tl.int64) * first_stride
+        first = first_keys(FIRST, first_row, q_length, BLOCK_M)
+        first_column = first[:, None]
+        seeing = first <= position
+    row_scale = load_vector(STATS + plane * SCALE, first_row, inside, BLOCK_M)
+    inv_m = load_vector(STATS + plane * INV_M, first_row, inside, BLOCK_M)
+    coef = load_vector(STATS + plane * COEF, first_row, inside, BLOCK_M)
+    shift = load_vector(STATS + plane * SHIFT, first_row, inside, BLOCK_M) if FORM.shifted else None
+    mean, dense, delta = tl.zeros_like(coef), tl.zeros_like(coef), tl.zeros_like(coef)
+    exponent = adaptive(count_of(first, position), p, alpha, train_length) - 1.0
+
+    do = load_rows(DO, first_row, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+    deltas = DELTA + pair.to(tl.int64) * q_length + rows
+    if FORM.l1:
+        EXACT = head_of(EXACT, out_stride, pair, heads)
+        out = load_rows(EXACT, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+        delta = _row_dots(do, out.to(do.dtype))
+        if do.dtype != tl.float32:
+            delta += tl.sum(do.to(tl.float32) * (out - out.to(do.dtype).to(tl.float32)), 1)
+        tl.store(deltas, delta, mask=inside)
+    if FORM.centred:
+        mean = load_vector(STATS + plane * MEAN, first_row, inside, BLOCK_M)
         GUIDE = head_of(GUIDE, out_stride, pair, heads)
-        guide = load_rows(GUIDE, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
+        guide = load_rows(GUIDE, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
         dense = tl.sum(do.to(tl.float32) * guide, 1)
-        dense *= load_vector(STATS + plane * DENSE, first_row, q_length, BLOCK_M)
+        dense *= load_vector(STATS + plane * DENSE, first_row, inside, BLOCK_M)
         tl.store(deltas + plane, dense, mask=inside)
 
-    q = load_rows(Q, first_row, q_stride, q_length, d, BLOCK_M, BLOCK_D)
+    q = load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
     if q.dtype == tl.float16:
-        bound = coef * tl.maximum(length(do) * tl.load(RANGE + pair), TINY) + tl.abs(dense)
-        bound *= tl.minimum(mean + 1.0 / inv_m, 1.0)  # sigmoid(s) is below softplus(s)
-        unit = tl.maximum(bound * tl.load(RANGE + tl.num_programs(1) + pair), TINY) / ROOM
+        bound = coef * tl.maximum(length(do) * tl.load(RANGE + 2 * shared), TINY) + tl.abs(dense)
+        bound *= slope_bound(mean + 1.0 / tl.maximum(inv_m, TINY), FORM.phi)
+        unit = tl.maximum(bound * tl.load(RANGE + 2 * shared + 1), TINY) / ROOM
         norm = tl.maximum(length(q), NORM_EPS)
         tl.store(deltas + 2 * plane, bound * row_scale * norm, mask=inside)
         tl.store(deltas + 3 * plane, norm, mask=inside)
         coef /= unit
         dense /= unit
+    lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
-    last = tl.minimum(k_length, k_length - q_length + first_row + BLOCK_M)
+    masked = lo // BLOCK_N * BLOCK_N if FORM.spans else full
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if not FORM.spans:
+        acc = _dq_pass(
+            q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
+            first_column, position[:, None], 0, lo, full, K, V, KEYS, k_stride, v_stride,
+            FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, False,
+        )  # fmt: skip
     acc = _dq_pass(
-        q, do, row_scale, mean, inv_m, exponent, coef, delta, dense, acc, position, 0, full,
-        K, V, INV_K, k_stride, v_stride, k_length, P, REWEIGHT, d, BLOCK_D, BLOCK_N, False,
+        q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
+        first_column, position[:, None], masked, lo, hi, K, V, KEYS, k_stride, v_stride,
+        FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, True,
     )  # fmt: skip
-    acc = _dq_pass(
-        q, do, row_scale, mean, inv_m, exponent, coef, delta, dense, acc, position, full, last,
-        K, V, INV_K, k_stride, v_stride, k_length, P, REWEIGHT, d, BLOCK_D, BLOCK_N, True,
-    )  # fmt: skip
-    dq = through_norm(q, acc * (row_scale * unit)[:, None])
+    dq = acc * (row_scale * unit)[:, None]
+    if FORM.cosine:
+        dq = through_norm(q, dq)
     DQ = head_of(DQ, dq_stride, pair, heads)
-    store_rows(DQ, dq, first_row, dq_stride, q_length, d, BLOCK_M, BLOCK_D)
+    store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def _dkv_pass(
-    k, v, inv_k, first_key, inv_unit, dk, dv, lo, hi,
-    Q, DO, STATS, DELTA, q_stride, do_stride, q_length, past, plane, p, alpha, train_length,
-    P: tl.constexpr, REWEIGHT: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    k, v, inv_k, keys, inv_unit, dk, dv, lo, hi,
+    Q, DO, FIRST, STATS, DELTA, q_stride, do_stride, q_length, past, plane, p, alpha, train_length,
+    FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dv += w' dOut and dk += (ds SCALE)' q over the rows lo..hi; tiles are [keys, rows]."""
     for start in tl.range(lo, hi, BLOCK_M):
         # Rows past the end read zeros, which make their weights and gradients zero.
-        q = load_rows(Q, start, q_stride, q_length, d, BLOCK_M, BLOCK_D)
-        row_scale = load_vector(STATS + plane * SCALE, start, q_length, BLOCK_M)
-        mean = load_vector(STATS + plane * MEAN, start, q_length, BLOCK_M)
-        inv_m = load_vector(STATS + plane * INV_M, start, q_length, BLOCK_M)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * row_scale[None, :] * inv_k[:, None]
-        f, e = softplus(s)
-        slope = sigmoid(s, e)
-        z = tl.maximum(f - mean[None, :], 0.0) * inv_m[None, :]
-        position = past + start + tl.arange(0, BLOCK_M)
+        rows = start + tl.arange(0, BLOCK_M)
+        position = past + rows
+        inside = rows < q_length
+        first, seen, seeing = None, None, inside
+        if FORM.spans:
+            first = first_keys(FIRST, start, q_length, BLOCK_M)
+            seeing = first <= position
+            first = first[None, :]
         if MASKED:
-            seen = first_key + tl.arange(0, BLOCK_N)[:, None] <= position[None, :]
-            z = tl.where(seen, z, 0.0)
-        exponent = adaptive((position + 1).to(tl.float32), p, alpha, train_length) - 1.0
-        r = power(z, exponent[None, :], P - 1)
-        do = load_rows(DO, start, do_stride, q_length, d, BLOCK_M, BLOCK_D)
-        inv_l = load_vector(STATS + plane * INV_L, start, q_length, BLOCK_M)
-        inv_l *= weight_unit(q.dtype)
-        w = r * z * inv_l[None, :]
+            seen = is_seen(keys[:, None], first, position[None, :])
+        q = load_rows(Q, start, q_stride, seeing, d, BLOCK_M, BLOCK_D)
+        row_scale = load_vector(STATS + plane * SCALE, start, inside, BLOCK_M)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * row_scale[None, :]
+        if FORM.cosine:
+            s *= inv_k[:, None]
+        if FORM.shifted:
+            s += load_vector(STATS + plane * SHIFT, start, inside, BLOCK_M)[None, :]
+        f, slope = activate(s, FORM.phi)
+        mean, inv_m, exponent, delta, dense = None, None, None, None, None
+        if FORM.centred:
+            mean = load_vector(STATS + plane * MEAN, start, inside, BLOCK_M)[None, :]
+        if FORM.sharp:
+            inv_m = load_vector(STATS + plane * INV_M, start, inside, BLOCK_M)[None, :]
+            count = count_of(first, position[None, :])
+            exponent = adaptive(count, p, alpha, train_length) - 1.0
+        z, r = _weights(f, mean, inv_m, exponent, seen, FORM)
+        do = load_rows(DO, start, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+        weight = load_vector(STATS + plane * WEIGHT, start, inside, BLOCK_M)
+        weight *= weight_unit(q.dtype)
+        w = (r * z if FORM.sharp else z) * weight[None, :]
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
         dw = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         row_scale *= inv_unit
-        coef = load_vector(STATS + plane * COEF, start, q_length, BLOCK_M) * row_scale
-        delta = load_vector(DELTA, start, q_length, BLOCK_M)
-        ds = coef[None, :] * r * (dw - delta[None, :])
-        if REWEIGHT:
-            dense = load_vector(DELTA + plane, start, q_length, BLOCK_M) * row_scale
-            ds -= dense[None, :]
-        ds = ds * slope
-        if MASKED:
-            ds = tl.where(seen, ds, 0.0)
+        coef = load_vector(STATS + plane * COEF, start, inside, BLOCK_M) * row_scale
+        if FORM.l1:
+            delta = load_vector(DELTA, start, inside, BLOCK_M)[None, :]
+        if FORM.centred:
+            dense = load_vector(DELTA + plane, start, inside, BLOCK_M) * row_scale
+            dense = dense[None, :]
+        ds = _score_gradient(dw, z, r, slope, coef[None, :], delta, dense, seen, FORM)
         dk = dot(ds, q, dk)
     return dk, dv
 
 
 @triton.jit
 def dkv_kernel(
-    Q, K, V, INV_K, STATS, DO, DK, DV, DELTA, RANGE,
-    q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride,
-    heads, q_length, k_length, plane, length_class, p, alpha, train_length,
-    P: tl.constexpr, REWEIGHT: tl.constexpr, d: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, KEYS, FIRST, LAST, STATS, DO, DK, DV, DELTA, RANGE,
+    q_stride, k_stride, v_stride, do_stride, dk_stride, dv_stride, first_stride, last_stride,
+    heads, repeats, q_length, k_length, plane, length_class, p, alpha, train_length,
+    FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys, over the rows that see it."""
-    first_key = tl.program_id(0) * BLOCK_N
-    pair = tl.program_id(1)
-    Q = head_of(Q, q_stride, pair, heads)
-    K = head_of(K, k_stride, pair, heads)
-    V = head_of(V, v_stride, pair, heads)
-    DO = head_of(DO, do_stride, pair, heads)
-    STATS += pair.to(tl.int64) * q_length
-    DELTA += pair.to(tl.int64) * q_length
-    k = load_rows(K, first_key, k_stride, k_length, d, BLOCK_N, BLOCK_D)
-    v = load_rows(V, first_key, v_stride, k_length, d, BLOCK_N, BLOCK_D)
-    inv_k = load_vector(INV_K + pair.to(tl.int64) * k_length, first_key, k_length, BLOCK_N)
+    """dk and dv of one block of keys, over the rows that see it, of every head of q that shares it.
 
-    # No row before `first` sees a key of the block; every row from `full` on sees all of them.
+    LAST is the last row that may see each key."""
+    first_key = tl.program_id(0) * BLOCK_N
+    shared = tl.program_id(1)
+    groups = heads // repeats
     past = k_length - q_length
+    keys = first_key + tl.arange(0, BLOCK_N)
+    inside = keys < k_length
+    wanted = inside
+    # No row before `first` sees a key of the block; every row from `full` on sees all of them.
     first = tl.maximum(first_key - past, 0) // BLOCK_M * BLOCK_M
     full = tl.cdiv(tl.maximum(first_key + BLOCK_N - 1 - past, 0), BLOCK_M) * BLOCK_M
     full = tl.minimum(full, tl.cdiv(q_length, BLOCK_M) * BLOCK_M)
+    if FORM.spans:
+        batch = (shared // groups).to(tl.int64)
+        FIRST += batch * first_stride
+        last = tl.load(LAST + batch * last_stride + keys, mask=inside, other=-1)
+        wanted = last >= tl.maximum(keys - past, 0)  # what no row sees may be anything
+        full = tl.max(last, 0) + 1
+    K = head_of(K, k_stride, shared, groups)
+    V = head_of(V, v_stride, shared, groups)
+    k = load_rows(K, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
+    v = load_rows(V, first_key, v_stride, wanted, d_v, BLOCK_N, BLOCK_V)
+    inv_k = None
+    if FORM.cosine:
+        inv_k = load_vector(KEYS + shared.to(tl.int64) * k_length, first_key, wanted, BLOCK_N)
+
     unit = 1.0
     if k.dtype == tl.float16:
-        unit = tl.load(RANGE + pair) / tl.load(RANGE + tl.num_programs(1) + pair) / ROOM
+        unit = tl.load(RANGE + 2 * shared) / tl.load(RANGE + 2 * shared + 1) / ROOM
+        unit = tl.maximum(unit, TINY)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk, dv = _dkv_pass(
-        k, v, inv_k, first_key, 1.0 / unit, dk, dv, first, full,
-        Q, DO, STATS, DELTA, q_stride, do_stride, q_length, past, plane, p, alpha, train_length,
-        P, REWEIGHT, d, BLOCK_D, BLOCK_M, BLOCK_N, True,
-    )  # fmt: skip
-    dk, dv = _dkv_pass(
-        k, v, inv_k, first_key, 1.0 / unit, dk, dv, full, q_length,
-        Q, DO, STATS, DELTA, q_stride, do_stride, q_length, past, plane, p, alpha, train_length,
-        P, REWEIGHT, d, BLOCK_D, BLOCK_M, BLOCK_N, False,
-    )  # fmt: skip
-    dk = through_norm(k, dk * (unit * inv_k)[:, None])
-    DK = head_of(DK, dk_stride, pair, heads)
-    store_rows(DK, dk, first_key, dk_stride, k_length, d, BLOCK_N, BLOCK_D)
-    DV = head_of(DV, dv_stride, pair, heads)
-    store_rows(DV, dv / weight_unit(k.dtype), first_key, dv_stride, k_length, d, BLOCK_N, BLOCK_D)
+    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    for member in tl.range(0, repeats):
+        pair = shared * repeats + member
+        rows = pair.to(tl.int64) * q_length
+        dk, dv = _dkv_pass(
+            k, v, inv_k, keys, 1.0 / unit, dk, dv, first, full,
+            head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
+            STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
+            p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, True,
+        )  # fmt: skip
+        if not FORM.spans:
+            dk, dv = _dkv_pass(
+                k, v, inv_k, keys, 1.0 / unit, dk, dv, full, q_length,
+                head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
+                STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
+                p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, False,
+            )  # fmt: skip
+    dk *= unit
+    if FORM.cosine:
+        dk = through_norm(k, dk * inv_k[:, None])  # type: ignore[index]
+    DK = head_of(DK, dk_stride, shared, groups)
+    store_rows(DK, dk, first_key, dk_stride, inside, d, BLOCK_N, BLOCK_D)
+    DV = head_of(DV, dv_stride, shared, groups)
+    dv /= weight_unit(k.dtype)
+    store_rows(DV, dv, first_key, dv_stride, inside, d_v, BLOCK_N, BLOCK_V)

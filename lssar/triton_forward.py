@@ -1,22 +1,36 @@
-"""Exact fused LSSAR and LSSA in Triton: the forward kernel, launched by `lssar/triton_op.py`.
+"""Exact fused attention in Triton, every mechanism: the forward kernel of `lssar/triton_op.py`.
 
-    s = log d log N_i cos(q_i, k_j)     f = softplus(s)         mu = O_i mean_j f,  O_i = [N_i > 3]
-    M = max_j f - mu                    z = relu(f - mu) / M    w = z^p / l,  l = sum_j z^p
-    out = w V                           r = z^(p-1)             H = sum_j r / (l M)
-                                                                G = sum_j r v_j / sum_j r
+Row i sees the keys first_i .. i, N_i of them. With f = phi(scale q.k + shift) on those keys,
 
-LSSA is the same with O = 0, p = 1 and M = 1 (fp16: max f). A row with no key above its mean keeps
-its stage-one weights (mu = 0, O = 0, M = max f, and 1 for p in the gradient): uniform, with finite
-gradients.
+    w = f / l,  l = sum_j |f|           (l = 1 without the norm)
+    out = w V
 
-q and k stay in their own type; their norms multiply the fp32 score; `inv_k` is 1/|k_j|. For the
-backward (`triton_backward.py`) a row's statistics are saved as SCALE = log d log2 N_i / |q_i|,
-MEAN = mu, INV_M = 1/M, INV_L = 1/l, COEF = p/(l M) and DENSE = p O/N H, six planes of one fp32
-tensor; GUIDE = G - out is fp32 too, and so is EXACT, the output before it is rounded to 16 bits.
-The backward subtracts nearly equal numbers: D and dOut . v in a peaked row, all gradients of keys
-alike. With a rounded out and G, dq and dk in fp16 lost 3.5 times what eager loses on random input.
+Sharpened rows, whose weights do not change when f is scaled:
 
-P is p where it is an integer and the same for all rows, else 0: p_i comes from p and alpha.
+    mu = O_i mean_j f,  O_i = [N_i > 3]         M = max_j f - mu
+    z = relu(f - mu) / M                        w = z^p / l,  l = sum_j z^p
+    r = z^(p-1)                                 G = sum_j r v_j,  H = sum_j r
+
+A row with no key above its mean keeps its stage-one weights (mu = 0, O = 0, M = max f, and 1 for p
+in the gradient): uniform, with finite gradients. Rows that are re-centred and normalised again are
+
+    w = (f - mu) / l,  l = sum_j |f - mu|       G = sum_j v_j,  H = sum_j sgn(f - mu)
+
+exp is relative to the row's largest score: exact under the norm, and without overflow. Rows with mu
+take two passes over their keys, all others one; fp16 takes a first one for M = max |f| too, as f
+may be beyond its range.
+
+q and k stay in their own type; what multiplies them (log d log N / |q| |k|) multiplies the fp32
+score; KEYS is 1/|k_j| on the cosine, else the longest |k| so far, which bounds a row's scores. For
+the backward (`triton_backward.py`) a row's statistics are saved as SCALE and SHIFT of its scores,
+MEAN = mu, INV_M = 1/M, WEIGHT, what makes z^p or f a weight, COEF = p/(l M) and DENSE = O/N COEF,
+planes of one fp32 tensor; GUIDE = G - H out is fp32 too, and so is EXACT, the output before it is
+rounded to 16 bits. The backward subtracts nearly equal numbers: D and dOut . v in a peaked row, all
+gradients of keys alike. With a rounded out and G, dq and dk in fp16 lost 3.5 times what eager loses
+on random input.
+
+FORM (`triton_form.py`) is what a kernel is compiled for. Its power is p where it is an integer and
+the same for all rows, 0 where p_i comes from p and alpha, and None without sharpening.
 
 Blocks of zero weights are not skipped. About 65 % of the weights are zero, but no block of 64x64,
 64x32 or 32x32 is, at random or with the q and k of a trained nano model up to 2,048 tokens
@@ -30,175 +44,283 @@ from lssar import reference
 from lssar.triton_math import (
     COEF,
     DENSE,
-    INV_L,
     INV_M,
     LN_2,
     MEAN,
     NORM_EPS,
     SCALE,
+    SHIFT,
+    WEIGHT,
+    activate,
     adaptive,
     add,
+    count_of,
     dot,
+    first_keys,
     head_of,
+    is_seen,
+    key_range,
     length,
     load_rows,
     load_vector,
     power,
     scores,
-    softplus,
+    sign,
     store_rows,
-    weight_unit,
 )
 
 PROBE = tl.constexpr(16)  # keys that set the pivot of the row sum; the smallest tile of tl.dot
+LOWEST = tl.constexpr(-1e30)  # below any score, and finite: its difference to itself is zero
 # What the reference calls flat: (4 + largest score) times this, of the maximum.
 FLAT = tl.constexpr(reference.FLAT * 2.0**-23)
 
 
 @triton.jit
 def _mean_pass(
-    q, row_scale, pivot, total, top, position, lo, hi, K, INV_K, k_stride, k_length,
-    d: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    q, row_scale, shift, pivot, total, top, first, position, start, lo, hi, K, KEYS, k_stride,
+    FORM: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of f - pivot and maxima of f over the keys lo..hi, a column of the tile at a time: the
-    reduction along a row is left to the caller, and every partial sum is short."""
-    for start in tl.range(lo, hi, BLOCK_N):
-        k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
-        f, _ = softplus(scores(q, k, row_scale, inv_k))
-        above = f - pivot[:, None]
+    """Sums of f - pivot and maxima of |f| over the keys from `start` to hi, a column of the tile at
+    a time: the reduction along a row is left to the caller, and every partial sum is short.
+
+    Of exp, top is the largest score of each column, and f relative to it."""
+    for begin in tl.range(start, hi, BLOCK_N):
+        inside = None
+        keys = begin + tl.arange(0, BLOCK_N)
         if MASKED:
-            seen = start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None]
-            above = tl.where(seen, above, 0.0)
-            f = tl.where(seen, f, 0.0)
-        total += above
-        top = tl.maximum(top, f)
-    return total, top
+            inside = is_seen(keys, lo, hi - 1)
+        k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+        inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+        s = scores(q, k, row_scale, inv_k, shift)
+        if MASKED:
+            seen = is_seen(keys[None, :], first, position)
+        if FORM.phi == "exp":
+            if MASKED:
+                s = tl.where(seen, s, float("-inf"))
+            e = tl.exp2(-tl.abs(s - top))
+            total = tl.where(s > top, total * e + 1.0, total + e)
+            top = tl.maximum(top, s)
+        else:
+            f, _ = activate(s, FORM.phi)
+            if FORM.spans:  # the first tile in which a row sees something sets its pivot
+                least = tl.min(tl.where(seen, f, float("inf")), 1)
+                pivot = tl.where(pivot == float("inf"), least, pivot)
+            above = f - pivot[:, None]
+            if MASKED:
+                above = tl.where(seen, above, 0.0)
+                f = tl.where(seen, f, 0.0)
+            total += above
+            top = tl.maximum(top, tl.abs(f) if FORM.signed else f)
+    return pivot, total, top
 
 
 @triton.jit
 def _value_pass(
-    q, row_scale, mean, inv_m, exponent, unit, l, carry, h, acc, guide, position, lo, hi,
-    K, V, INV_K, k_stride, v_stride, k_length,
-    P: tl.constexpr, GUIDED: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
+    first, position, start, lo, hi, K, V, KEYS, k_stride, v_stride,
+    FORM: tl.constexpr, GUIDED: tl.constexpr, SCALED: tl.constexpr, d: tl.constexpr,
+    d_v: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the keys lo..hi, in `unit`: l of z^p, h of r, acc of z^p v, guide of r v."""
-    for start in tl.range(lo, hi, BLOCK_N):
-        k = load_rows(K, start, k_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
-        inv_k = load_vector(INV_K, start, k_length, BLOCK_N, MASKED)
-        f, _ = softplus(scores(q, k, row_scale, inv_k))
-        z = tl.maximum(f - mean[:, None], 0.0) * inv_m[:, None]
+    """Sums over the keys from `start` to hi, in `unit`: l of |w|, acc of w v, h and guide of H, G.
+
+    Without a mean pass, top is the largest score so far of exp, and the sums relative to it."""
+    for begin in tl.range(start, hi, BLOCK_N):
+        inside = None
+        keys = begin + tl.arange(0, BLOCK_N)
         if MASKED:
-            z = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= position[:, None], z, 0.0)
-        r = power(z, exponent[:, None], P - 1)
-        r *= unit
-        z = r * z
-        l, carry = add(l, carry, tl.sum(z, 1))
-        v = load_rows(V, start, v_stride, k_length, d, BLOCK_N, BLOCK_D, MASKED)
+            inside = is_seen(keys, lo, hi - 1)
+        k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+        inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+        s = scores(q, k, row_scale, inv_k, shift)
+        if MASKED:
+            seen = is_seen(keys[None, :], first, position)
+        if FORM.online:
+            if MASKED:
+                s = tl.where(seen, s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, 1))
+            less = tl.exp2(top - new)
+            top = new
+            l *= less
+            carry *= less
+            acc *= less[:, None]
+            s -= new[:, None]
+        z, _ = activate(s, FORM.phi)
+        if FORM.centred:
+            z -= mean[:, None]
+        if FORM.sharp:
+            z = tl.maximum(z, 0.0)
+        if SCALED:
+            z *= inv_m[:, None]
+        if MASKED:
+            z = tl.where(seen, z, 0.0)
+        if FORM.sharp:
+            r = power(z, exponent[:, None], FORM.power - 1)
+            r *= unit
+            z = r * z
+        else:
+            z *= unit
+        if FORM.l1:
+            l, carry = add(l, carry, tl.sum(tl.abs(z) if FORM.signed else z, 1))
+        v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
         acc = dot(z, v, acc)
         if GUIDED:
-            h += tl.sum(r, 1)
+            if FORM.sharp:
+                h += tl.sum(r, 1)
+            else:
+                h += tl.sum(sign(z), 1) * unit
+                r = tl.zeros_like(z) + unit
+                if MASKED:
+                    r = tl.where(seen, r, 0.0)
             guide = dot(r, v, guide)
-    return l, carry, h, acc, guide
+    return l, carry, h, top, acc, guide
 
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, INV_K, OUT, EXACT, GUIDE, STATS, q_stride, k_stride, v_stride, out_stride,
-    heads, q_length, k_length, plane, length_class, log_d, p, alpha, train_length,
-    P: tl.constexpr, REWEIGHT: tl.constexpr, SAVE: tl.constexpr, d: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q, K, V, KEYS, FIRST, OUT, EXACT, GUIDE, STATS,
+    q_stride, k_stride, v_stride, out_stride, first_stride,
+    heads, repeats, q_length, k_length, plane, length_class,
+    scale, bias, unit, p, alpha, train_length,
+    FORM: tl.constexpr, SAVE: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows: a pass over its keys for mean and maximum, a second one for the values."""
+    """One block of rows of one head of q; `repeats` of these share a head of k and v."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest start first
     pair = tl.program_id(1)
+    shared = pair // repeats
     Q = head_of(Q, q_stride, pair, heads)
-    K = head_of(K, k_stride, pair, heads)
-    V = head_of(V, v_stride, pair, heads)
-    INV_K += pair.to(tl.int64) * k_length
+    K = head_of(K, k_stride, shared, heads // repeats)
+    V = head_of(V, v_stride, shared, heads // repeats)
+    KEYS += shared.to(tl.int64) * k_length
 
     rows = first_row + tl.arange(0, BLOCK_M)
+    inside = rows < q_length
     position = k_length - q_length + rows
-    count = (position + 1).to(tl.float32)
-    q = load_rows(Q, first_row, q_stride, q_length, d, BLOCK_M, BLOCK_D)
-    row_scale = log_d * tl.log2(count) / tl.maximum(length(q), NORM_EPS)
-
-    # Every row of the block sees all keys before `full`; none sees a key from `last` on.
-    full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
-    last = tl.minimum(k_length, k_length - q_length + first_row + BLOCK_M)
+    first, first_column = None, None
+    seeing = inside
+    if FORM.spans:
+        FIRST += (pair // heads).to(tl.int64) * first_stride
+        first = first_keys(FIRST, first_row, q_length, BLOCK_M)
+        first_column = first[:, None]
+        seeing = first <= position
+    count = count_of(first, position)
+    q = load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
     zeros = tl.zeros([BLOCK_M], tl.float32)
+    row_scale = zeros + scale
+    if FORM.cosine:
+        row_scale = scale * tl.log2(count) / tl.maximum(length(q), NORM_EPS)
+    shift = None
+    if FORM.biased:
+        shift = bias * tl.log2(count) if FORM.log_n else zeros + bias
+
+    # Every row of the block sees all keys before `full`, unless there are spans.
+    lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
+    full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
+    masked = lo // BLOCK_N * BLOCK_N if FORM.spans else full
     mean, inv_m = zeros, zeros + 1.0
-    # LSSA has no need of its maximum but in fp16, where a row of far negative scores would vanish.
-    if REWEIGHT or Q.dtype.element_ty == tl.float16:
+    SCALED: tl.constexpr = FORM.centred or (Q.dtype.element_ty == tl.float16 and not FORM.online)
+    if SCALED:
         # Summing f above the smallest of the first keys keeps every digit of a near-uniform row,
         # and gives identical keys a mean equal to their f.
-        k = load_rows(K, 0, k_stride, k_length, d, PROBE, BLOCK_D)
-        inv_k = load_vector(INV_K, 0, k_length, PROBE)
-        f, _ = softplus(scores(q, k, row_scale, inv_k))
-        f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
-        pivot = tl.min(f, 1)
+        pivot = zeros + float("inf")
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        total, top = _mean_pass(
-            q, row_scale, pivot, total, total, position, 0, full,
-            K, INV_K, k_stride, k_length, d, BLOCK_D, BLOCK_N, False,
+        top = total
+        if FORM.phi == "exp":
+            top = total + LOWEST
+        if not FORM.spans:
+            if FORM.phi != "exp":
+                probed = tl.arange(0, PROBE) < k_length
+                k = load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
+                inv_k = load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
+                f, _ = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+                f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
+                pivot = tl.min(f, 1)
+            pivot, total, top = _mean_pass(
+                q, row_scale, shift, pivot, total, top, first_column, position[:, None], 0, 0, full,
+                K, KEYS, k_stride, FORM, d, BLOCK_D, BLOCK_N, False,
+            )  # fmt: skip
+        pivot, total, top = _mean_pass(
+            q, row_scale, shift, pivot, total, top, first_column, position[:, None], masked, lo, hi,
+            K, KEYS, k_stride, FORM, d, BLOCK_D, BLOCK_N, True,
         )  # fmt: skip
-        total, top = _mean_pass(
-            q, row_scale, pivot, total, top, position, full, last,
-            K, INV_K, k_stride, k_length, d, BLOCK_D, BLOCK_N, True,
-        )  # fmt: skip
-        top = tl.max(top, 1)
-        if REWEIGHT:
-            mean = tl.where(count > 3, pivot + tl.sum(total, 1) / count, 0.0)
+        if FORM.phi == "exp":
+            highest = tl.max(top, 1)
+            total = tl.sum(total * tl.exp2(top - highest[:, None]), 1)
+            shift = tl.where(highest > LOWEST, -highest, 0.0)
+            pivot, top = zeros, zeros + 1.0
+        else:
+            total, top = tl.sum(total, 1), tl.max(top, 1)
+        if FORM.centred:
+            mean = tl.where((count > 3) & seeing, pivot + total / count, 0.0)
+            saturated = total <= 1.0
+        if FORM.recentre:  # of zeros alone, -1/N is left
+            mean = tl.where((count > 3) & (top == 0), 1.0, mean)
+            top = tl.where(top == 0, 1.0, top)
+        if FORM.sharp:
             largest = row_scale * tl.maximum(length(q), NORM_EPS)  # score, in units of ln 2
+            if not FORM.cosine:
+                largest *= load_vector(KEYS, k_length - q_length + first_row, inside, BLOCK_M)
             mean = tl.where(top - mean <= top * FLAT * (4.0 + LN_2 * largest), 0.0, mean)
-        inv_m = 1.0 / (top - mean)
+            top -= mean
+        inv_m = tl.where(top > 0, 1.0 / top, 0.0)
 
     exponent = adaptive(count, p, alpha, train_length) - 1.0
-    unit = weight_unit(K.dtype.element_ty)
-    if K.dtype.element_ty != tl.float16:
-        # Sums of weights below one: with values near the largest float32 they stay finite. One
-        # unit for all rows, as one per row would spill registers.
-        keys = tl.cast(k_length, tl.float32)
-        unit = tl.exp2(-tl.ceil(tl.log2(keys * (1.0 + log_d * tl.log2(keys)))))
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    l, carry, h, acc, guide = _value_pass(
-        q, row_scale, mean, inv_m, exponent, unit, zeros, zeros, zeros, acc, acc, position, 0, full,
-        K, V, INV_K, k_stride, v_stride, k_length,
-        P, SAVE and REWEIGHT, d, BLOCK_D, BLOCK_N, False,
-    )  # fmt: skip
-    l, carry, h, acc, guide = _value_pass(
-        q, row_scale, mean, inv_m, exponent, unit, l, carry, h, acc, guide, position, full, last,
-        K, V, INV_K, k_stride, v_stride, k_length,
-        P, SAVE and REWEIGHT, d, BLOCK_D, BLOCK_N, True,
+    GUIDED: tl.constexpr = SAVE and FORM.centred
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    l, carry, h, top, guide = zeros, zeros, zeros, zeros + LOWEST, acc
+    if not FORM.spans:
+        l, carry, h, top, acc, guide = _value_pass(
+            q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
+            first_column, position[:, None], 0, 0, full, K, V, KEYS, k_stride, v_stride,
+            FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, False,
+        )  # fmt: skip
+    l, carry, h, top, acc, guide = _value_pass(
+        q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
+        first_column, position[:, None], masked, lo, hi, K, V, KEYS, k_stride, v_stride,
+        FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, True,
     )  # fmt: skip
 
-    out = acc / l[:, None]
+    out = acc
+    inv_l = zeros + 1.0
+    if FORM.l1:
+        divisor = tl.where(l > 0, l, 1.0)  # a row without weights gives zeros
+        out = acc / divisor[:, None]
+        inv_l = tl.where(l > 0, unit / divisor, 0.0)
     OUT = head_of(OUT, out_stride, pair, heads)
-    store_rows(OUT, out, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
-    inv_l = unit / l
+    store_rows(OUT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
     if SAVE:
         stats = STATS + pair.to(tl.int64) * q_length + rows
-        inside = rows < q_length
         coef = inv_l * inv_m
-        if REWEIGHT:
-            # The mean is zero in the first three rows and in flat ones; only the latter have p = 1.
-            exponent = adaptive(count, p, alpha, train_length)
-            tl.store(
-                stats + plane * DENSE,
-                tl.where(mean > 0, exponent / count, 0.0) * coef * h / unit,
-                mask=inside,
-            )
-            coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
+        tl.store(stats + plane * WEIGHT, inv_l if FORM.sharp else coef, mask=inside)
+        if FORM.online:
+            shift = tl.where(top > LOWEST, -top, 0.0)
+        # The gradient of a weight that is one is zero, and rounding must not say otherwise: times a
+        # long key, or over a small l, it would be large.
+        if FORM.l1:
+            alone = count <= 1
+            if FORM.phi == "exp":
+                alone = alone | (saturated if FORM.recentre else l <= unit)
+            coef = tl.where(alone, 0.0, coef)
+        if FORM.centred:
+            share = tl.where(count > 3, 1.0 / count, 0.0)
+            if FORM.sharp:
+                # The mean is zero in the first three rows and in flat ones; these have p = 1.
+                exponent = adaptive(count, p, alpha, train_length)
+                coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
+                share = tl.where(mean > 0, share, 0.0)
+            tl.store(stats + plane * DENSE, share * coef / unit, mask=inside)
+            tl.store(stats + plane * MEAN, mean, mask=inside)
         tl.store(stats + plane * SCALE, row_scale, mask=inside)
-        tl.store(stats + plane * MEAN, mean, mask=inside)
+        if FORM.shifted:
+            tl.store(stats + plane * SHIFT, shift, mask=inside)
         tl.store(stats + plane * INV_M, inv_m, mask=inside)
-        tl.store(stats + plane * INV_L, inv_l, mask=inside)
         tl.store(stats + plane * COEF, coef, mask=inside)
         if OUT.dtype.element_ty != tl.float32:
             EXACT = head_of(EXACT, out_stride, pair, heads)
-            store_rows(EXACT, out, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
-        if REWEIGHT:
+            store_rows(EXACT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
+        if GUIDED:
             GUIDE = head_of(GUIDE, out_stride, pair, heads)
-            guide = guide / h[:, None] - out
-            store_rows(GUIDE, guide, first_row, out_stride, q_length, d, BLOCK_M, BLOCK_D)
+            guide = guide - h[:, None] * out
+            store_rows(GUIDE, guide, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)

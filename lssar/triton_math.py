@@ -1,48 +1,106 @@
-"""What the Triton kernels share: tiles, scores, softplus, powers, norms.
+"""What the Triton kernels share: tiles, scores, activations, powers, norms.
 
-Everything is in units of ln 2: a score arrives multiplied by log2(e) and softplus leaves divided by
-ln 2. The weights do not change when a row of softplus values is scaled.
+exp, sigmoid and softplus are in units of ln 2: a score arrives multiplied by log2(e) and softplus
+leaves divided by ln 2. Rows that are normalised do not change when they are scaled.
 """
 
 import triton
 import triton.language as tl
 
 # Planes of the row statistics that the forward saves; `triton_forward.py` says what they are.
-SCALE, MEAN, INV_M, INV_L, COEF, DENSE = (tl.constexpr(i) for i in range(6))
+SCALE, SHIFT, MEAN, INV_M, WEIGHT, COEF, DENSE = (tl.constexpr(i) for i in range(7))
 NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
 LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(2**30)  # the first key of a row that sees nothing
 # fp32 tiles as three products of their tf32 halves: full precision, still on tensor cores. Plain
 # fp32 unrolls into scalar code that takes minutes to compile and spills.
 PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def scores(q, k, row_scale, inv_k):
-    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    return dots * row_scale[:, None] * inv_k[None, :]
+def scores(q, k, scale, inv_k, shift):
+    """[rows, keys]; inv_k and shift may be None."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale[:, None]
+    if inv_k is not None:
+        s = s * inv_k[None, :]
+    if shift is not None:
+        s = s + shift[:, None]
+    return s
+
+
+# --- activations ---------------------------------------------------------------------------------
 
 
 @triton.jit
-def softplus(s):
-    """log2(1 + 2^s) and 2^-|s|. The polynomial is log2(1 + e)/e on [0, 1] to 3e-8, relative:
-    tl.log2 is a long software sequence, and log2 of a rounded 1 + e loses every small e."""
-    e = tl.exp2(-tl.abs(s))
-    c = 0.007549174163298813
-    c = c * e - 0.04256702740847336
-    c = c * e + 0.11285613206977503
-    c = c * e - 0.19711891285474994
-    c = c * e + 0.27564138246992853
-    c = c * e - 0.3584084639145884
-    c = c * e + 0.48069295610661705
-    c = c * e - 0.7213402079462791
-    c = c * e + 1.4426949974346832
-    return tl.maximum(s, 0.0) + c * e, e
+def activate(t, PHI: tl.constexpr):
+    """phi(t) and its slope; whichever is not used costs nothing once compiled."""
+    if PHI == "exp":
+        f = tl.exp2(t)
+        slope = f * LN_2
+    elif PHI == "sigmoid":
+        e = tl.exp2(-tl.abs(t))
+        y = 1.0 / (1.0 + e)
+        f = tl.where(t < 0, e * y, y)
+        slope = e * y * y * LN_2
+    elif PHI == "softplus":
+        # The polynomial is log2(1 + e)/e on [0, 1] to 3e-8, relative: tl.log2 is a long software
+        # sequence, and log2 of a rounded 1 + e loses every small e.
+        e = tl.exp2(-tl.abs(t))
+        c = 0.007549174163298813
+        c = c * e - 0.04256702740847336
+        c = c * e + 0.11285613206977503
+        c = c * e - 0.19711891285474994
+        c = c * e + 0.27564138246992853
+        c = c * e - 0.3584084639145884
+        c = c * e + 0.48069295610661705
+        c = c * e - 0.7213402079462791
+        c = c * e + 1.4426949974346832
+        f = tl.maximum(t, 0.0) + c * e
+        slope = tl.where(t >= 0, 1.0, e) / (1.0 + e)
+    elif PHI == "relu":
+        f = tl.maximum(t, 0.0)
+        slope = tl.where(t > 0, 1.0, 0.0)
+    elif PHI == "relu2":
+        y = tl.maximum(t, 0.0)
+        f = y * y
+        slope = y + y
+    elif PHI == "relu6":
+        f = tl.minimum(tl.maximum(t, 0.0), 6.0)
+        slope = tl.where((t > 0) & (t < 6.0), 1.0, 0.0)
+    elif PHI == "gelu":
+        y = 0.5 + 0.5 * tl.erf(t * 0.7071067811865476)
+        f = t * y
+        slope = y + t * tl.exp2(t * t * (-0.5 * LOG2_E)) * 0.3989422804014327
+    elif PHI == "mish":  # with w = e^t, tanh(softplus(t)) = (w^2 + 2 w) / (w^2 + 2 w + 2)
+        e = tl.exp2(-tl.abs(t) * LOG2_E)
+        up = tl.where(t < 0, e * e + e + e, 1.0 + e + e)
+        rest = tl.where(t < 0, 2.0, e * e + e * e)
+        tanh = up / (up + rest)
+        f = t * tanh
+        sigmoid = tl.where(t < 0, e, 1.0) / (1.0 + e)
+        slope = tanh + t * (rest / (up + rest)) * (1.0 + tanh) * sigmoid
+    else:  # identity
+        f = t
+        slope = tl.full(t.shape, 1.0, tl.float32)
+    return f, slope
 
 
 @triton.jit
-def sigmoid(s, e):
-    """The slope of softplus, from the e it returned."""
-    return tl.where(s >= 0, 1.0, e) / (1.0 + e)
+def slope_bound(top, PHI: tl.constexpr):
+    """No slope of a row is much larger, `top` being the largest |phi|."""
+    if PHI == "relu2":
+        bound = 2.0 * tl.sqrt(top)
+    elif PHI == "exp" or PHI == "sigmoid" or PHI == "softplus":
+        bound = tl.minimum(top, 1.0)
+    else:
+        bound = tl.full(top.shape, 1.0, tl.float32)
+    return bound
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
 @triton.jit
@@ -87,6 +145,47 @@ def add(total, carry, x):
     return new, (new - total) - x
 
 
+# --- spans ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def first_keys(FIRST, start, q_length, BLOCK: tl.constexpr):
+    """The first key that each row from `start` on sees."""
+    rows = start + tl.arange(0, BLOCK)
+    return tl.load(FIRST + rows, mask=rows < q_length, other=NEVER)
+
+
+@triton.jit
+def count_of(first, position):
+    """N_i of the rows, 1 where a row sees nothing; `first` None: all keys up to its own."""
+    count = position + 1 if first is None else tl.maximum(position + 1 - first, 1)
+    return count.to(tl.float32)
+
+
+@triton.jit
+def is_seen(key, first, position):
+    """Which keys which rows see; `first` None: all up to their own."""
+    seen = key <= position
+    if first is not None:
+        seen = seen & (key >= first)
+    return seen
+
+
+@triton.jit
+def key_range(first, position, k_length, first_row, q_length, BLOCK_M: tl.constexpr):
+    """lo, hi: no row of the block sees a key before the one or from the other on."""
+    past = k_length - q_length
+    lo = past * 0
+    hi = tl.minimum(k_length, past + first_row + BLOCK_M)
+    if first is not None:
+        lo = tl.min(tl.where(first <= position, first, NEVER), 0)
+        hi = tl.minimum(hi, tl.max(tl.where(first <= position, position, -1), 0) + 1)
+    return lo, hi
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+
 @triton.jit
 def head_of(X, stride, pair, heads):
     """Where one head of X begins; in 64 bits, as a tensor may have more than 2^31 elements."""
@@ -95,23 +194,20 @@ def head_of(X, stride, pair, heads):
 
 
 @triton.jit
-def tile(X, start, stride, length, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers [BLOCK, BLOCK_D] to the rows of one head from `start`, and which of them exist."""
-    rows = tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_D)
+def tile(X, start, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [BLOCK, BLOCK_D] to the rows of one head from `start`."""
     base = X + tl.cast(start, tl.int64) * stride[2]
-    pointers = base + (rows[:, None] * stride[2] + columns[None, :])
-    return pointers, (start + rows < length)[:, None] & (columns < d)[None, :]
+    return base + (tl.arange(0, BLOCK)[:, None] * stride[2] + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit
 def load_rows(
-    X, start, stride, length, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr = True,
-):  # fmt: skip
-    """That tile, zeros where nothing exists; without MASKED every row does."""
-    pointers, mask = tile(X, start, stride, length, d, BLOCK, BLOCK_D)
-    if MASKED:
+    X, start, stride, inside, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """That tile, zeros in the rows that are not `inside`; None: they all are."""
+    pointers = tile(X, start, stride, BLOCK, BLOCK_D)
+    if inside is not None:
+        mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
         x = tl.load(pointers, mask=mask, other=0.0)
     elif d < BLOCK_D:
         x = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < d)[None, :], other=0.0)
@@ -121,22 +217,23 @@ def load_rows(
 
 
 @triton.jit
-def load_vector(X, start, length, BLOCK: tl.constexpr, MASKED: tl.constexpr = True):
-    """X[start : start + BLOCK], zeros past `length`."""
-    places = start + tl.arange(0, BLOCK)
-    if MASKED:  # noqa: SIM108 - decided while compiling
-        x = tl.load(X + places, mask=places < length, other=0.0)
+def load_vector(X, start, inside, BLOCK: tl.constexpr):
+    """X[start : start + BLOCK], zeros where not `inside`; None: everywhere."""
+    places = X + start + tl.arange(0, BLOCK)
+    if inside is not None:  # noqa: SIM108 - decided while compiling
+        x = tl.load(places, mask=inside, other=0.0)
     else:
-        x = tl.load(X + places)
+        x = tl.load(places)
     return x
 
 
 @triton.jit
 def store_rows(
-    X, x, start, stride, length, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write the rows of a tile that exist, in the type of X."""
-    pointers, mask = tile(X, start, stride, length, d, BLOCK, BLOCK_D)
+    X, x, start, stride, inside, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Write the rows of a tile that are `inside`, in the type of X."""
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
+    pointers = tile(X, start, stride, BLOCK, BLOCK_D)
     tl.store(pointers, narrow(x, X.dtype.element_ty), mask=mask)
 
 

@@ -1,4 +1,4 @@
-"""`lssar(q, k, v, p=15.0)`: exact fused LSSAR and LSSA on a GPU, differentiable, in linear memory.
+"""Exact fused attention on a GPU: every mechanism, differentiable, in linear memory.
 
 Forward and backward are one torch.library operator each, so torch.compile, checkpointing and DDP
 see single nodes. The kernels are in `triton_forward.py` and `triton_backward.py`; nothing here
@@ -15,29 +15,39 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from lssar import fused
 from lssar.cache import ensure_writable
-from lssar.errors import UserError
+from lssar.fused import COSINE, RECENTRE, RECENTRE_L1, Settings, readable, room_like
+from lssar.mechanisms import Mechanism
+from lssar.reference import UNSHIFTED_ROWS
+from lssar.spans import Span
+from lssar.triton_form import Form, form_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 128
-MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
-ROW_STATISTICS = 6  # planes of the saved row statistics; named in triton_math
+MAX_HEAD_DIM = 256
+ROW_STATISTICS = 7  # planes of the saved row statistics; named in triton_math
 
 # (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
 # an element. `python benchmark.py compile` lists the resources of each.
 CONFIGS = {
     ("forward", 64, 2): [(128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)],
-    ("forward", 128, 2): [(64, 32, 8, 2), (64, 64, 8, 2)],
+    ("forward", 128, 2): [(32, 32, 4, 2), (64, 16, 8, 2)],
+    ("forward", 256, 2): [(32, 32, 8, 2), (16, 32, 4, 2)],
     ("forward", 64, 4): [(32, 32, 8, 2), (16, 32, 4, 2)],
     ("forward", 128, 4): [(16, 32, 4, 2)],
+    ("forward", 256, 4): [(16, 16, 8, 1)],
     ("dq", 64, 2): [(64, 32, 4, 3), (128, 32, 8, 3)],
-    ("dq", 128, 2): [(64, 32, 8, 2), (64, 32, 4, 2)],
+    ("dq", 128, 2): [(32, 32, 4, 2), (64, 32, 8, 2)],
+    ("dq", 256, 2): [(32, 32, 8, 2)],
     ("dq", 64, 4): [(32, 32, 4, 2)],
     ("dq", 128, 4): [(16, 32, 4, 2)],
+    ("dq", 256, 4): [(16, 16, 8, 1)],
     ("dkv", 64, 2): [(64, 32, 4, 2), (32, 64, 8, 3), (32, 32, 4, 3)],
     ("dkv", 128, 2): [(64, 32, 8, 2), (32, 32, 4, 2)],
+    ("dkv", 256, 2): [(16, 32, 8, 2)],
     ("dkv", 64, 4): [(32, 32, 8, 2)],
     ("dkv", 128, 4): [(32, 16, 4, 2)],
+    ("dkv", 256, 4): [(16, 16, 8, 1)],
 }
 # A few query rows at the end of a long cache: the smallest row block that tl.dot has.
 DECODE_ROWS = 16
@@ -79,158 +89,232 @@ def _broken() -> str | None:
     return None
 
 
-def lssar(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    p: float | None,
-    alpha: float = 0.0,
-    train_length: int = 1024,
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
-    """Attention of q (B, H, Lq, d) to k, v (B, H, Lk, d), the last query at the last key.
-
-    p None is LSSA; with alpha, p grows with the row beyond train_length: the paper's adaptive p_i.
-    """
+    """Any mechanism that `fused.unfused` lets through."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _check(q, k, v, p)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    dtype = q.dtype
+    if _needs_float32(m, dtype):
+        q, k, v = q.float(), k.float(), v.float()
+    with torch.autocast(q.device.type, enabled=False):
+        return fused.attend(_run, q, k, v, m, params, span).to(dtype)
+
+
+def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
+    """Whether 16 bits are too few: for what is multiplied or subtracted outside of the kernel, and
+    in fp16 for weights without a bound."""
+    outside = m.scale == "s log N / sqrt(d)" or m.norm in ("L", "gamma sqrt(N/2)")
+    outside = outside or m.post == "recentre" or (m.phi == "softplus" and m.norm == "none")
+    return outside or (dtype == torch.float16 and m.norm != "l1")
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settings) -> Tensor:
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return _forward(q, k, v, p, alpha, train_length, save)[0]
+    out = _forward(q, k, v, first, *settings, save)[0]
+    if settings.flags & RECENTRE and not settings.flags & RECENTRE_L1:
+        out = out - _mean_value(v, first, settings.window, q)
+    return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, p: float | None) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"q, k, v must share a type, got {q.dtype}, {k.dtype}, {v.dtype}")
-    rest = (*q.shape[:2], k.shape[2], q.shape[3])
-    if k.shape != rest or v.shape != rest:
-        raise UserError(
-            f"q {q.shape}, k {k.shape}, v {v.shape}: B, H, d must match, and Lk of k, v"
-        )
-    if k.shape[2] < q.shape[2]:
-        raise UserError(f"{q.shape[2]} queries but only {k.shape[2]} keys")
-    if p is not None and not p >= 1:
-        raise UserError(f"p must be at least 1, got {p}")
+def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tensor:
+    """What re-centring takes off the output: the mean of the values that each row sees."""
+    span = Span(first, window or None)
+    queries, keys = q.shape[2], v.shape[2]
+    counts = span.counts(queries, keys, q.device).unsqueeze(-1)  # (1 or B, 1, Lq, 1)
+    end = torch.arange(keys - queries + 1, keys + 1, device=q.device)
+    first = span.firsts(queries, keys, q.device)
+    if first is not None:
+        unseen = torch.arange(keys, device=q.device) < first.amin(1, keepdim=True)
+        v = v.masked_fill(unseen[:, None, :, None], 0)  # it may be anything, NaN too
+    sums = torch.nn.functional.pad(v.double().cumsum(2), (0, 0, 1, 0))
+    total = sums[:, :, end]
+    if first is not None:
+        start = torch.minimum(first, end)[:, None, :, None].expand_as(total)
+        total = total - sums.gather(2, start)
+    mean = total * ((counts > UNSHIFTED_ROWS) / counts)
+    return mean.to(q.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-@torch.library.custom_op("lssa::triton_forward", mutates_args=())
+# --- the operators -------------------------------------------------------------------------------
+
+# torch.compile's cache on disk knows an operator by its name: the name changes with what is saved.
+
+
+@torch.library.custom_op("lssa::triton_forward_v2", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    p: float | None,
+    first: Tensor | None,
+    window: int,
+    phi: int,
+    flags: int,
+    p: float,
     alpha: float,
+    bias: float,
     train_length: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, and for the backward: it unrounded, G, row statistics, 1/|k|."""
-    out, exact, guide, stats, inv_k = _forward_outputs(q, k, v, p, alpha, train_length, save)
-    torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=inv_k)
-    inv_k.clamp_(min=1e-12).reciprocal_()
+    """The output, and for the backward: it unrounded, the guide, row and key statistics."""
+    s = Settings(window, phi, flags, p, alpha, bias, train_length)
+    out, exact, guide, stats, keys = _forward_outputs(q, k, v, first, *s, save)
+    q, k, v = readable(q), readable(k), readable(v)
+    if keys.numel():
+        torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=keys)
+        if flags & COSINE:
+            keys.clamp_(min=1e-12).reciprocal_()
+        else:
+            keys.copy_(keys.nan_to_num(nan=0.0).cummax(-1).values)
     if out.numel():
-        d, rows = q.shape[-1], q.shape[2]
-        tensors = [q, k, v, inv_k, out, exact, guide, stats]
-        strides = [x.stride()[:3] for x in (q, k, v, out)]
-        _launch(
-            "forward", q, rows, k.shape[2], tensors, strides, [math.log(d)],
-            p, alpha, train_length, SAVE=save,
-        )  # fmt: skip
-    return out, exact, guide, stats, inv_k
+        first, first_stride, *_ = _spans(first, window, q, k)
+        form = form_of(s, k.shape[2], first is not None)
+        d, base_2 = q.shape[3], 1.0 if form.phi in ("exp", "sigmoid", "softplus") else math.log(2)
+        scale = math.log(d) * base_2 if form.cosine else base_2 / math.sqrt(d) / math.log(2)
+        bias = -base_2 if form.log_n else bias * base_2 / math.log(2)
+        tensors = [q, k, v, keys, first, out, exact, guide, stats]
+        strides = [*(x.stride()[:3] for x in (q, k, v, out)), first_stride]
+        numbers = [scale, bias, _sum_unit(form, q, k)]
+        _launch("forward", form, q, k, v, q.shape[2], tensors, strides, numbers, s, SAVE=save)
+    return out, exact, guide, stats, keys
+
+
+def _sum_unit(form: Form, q: Tensor, k: Tensor) -> float:
+    """What weights are multiplied by while they are summed: sums are below one then, and with
+    values near the largest float32 stay finite. In fp16 small weights would be subnormal."""
+    if q.dtype == torch.float16:
+        return 2.0**14
+    keys = k.shape[2]
+    largest = 1 + math.log(q.shape[3]) * math.log2(keys)
+    return 2.0 ** -math.ceil(math.log2(keys * largest)) if form.l1 else 1.0
 
 
 @_forward.register_fake
-def _forward_outputs(q, k, v, p, alpha, train_length, save):
-    batch, heads, rows, _ = q.shape
+def _forward_outputs(q, k, v, first, *settings_and_save):
+    *settings, save = settings_and_save
+    s = Settings(*settings)
 
-    def like_q(needed: bool) -> Tensor:
-        empty = torch.empty_like if needed else torch.Tensor.new_empty
-        return empty(q, *(() if needed else (0,)), dtype=torch.float32)
+    def room(needed: bool) -> Tensor:
+        dtype = torch.float32
+        return room_like(q, v.shape[3], dtype) if needed else q.new_empty(0, dtype=dtype)
 
-    exact, guide = like_q(save and q.dtype != torch.float32), like_q(save and p is not None)
-    # Zeros: LSSA leaves what belongs to the sharpening unwritten, and an output must be determined.
-    stats = q.new_zeros((save * ROW_STATISTICS, batch, heads, rows), dtype=torch.float32)
-    inv_k = q.new_empty((batch, heads, k.shape[2]), dtype=torch.float32)
-    return torch.empty_like(q), exact, guide, stats, inv_k
+    # Zeros: a mechanism leaves what it does not need unwritten, and an output must be determined.
+    stats = q.new_zeros((save * ROW_STATISTICS, *q.shape[:3]), dtype=torch.float32)
+    key_norms = bool(s.flags & COSINE) or s.p != 0
+    keys = q.new_empty(k.shape[:3] if key_norms else (0,), dtype=torch.float32)
+    guided = s.p != 0 or bool(s.flags & RECENTRE_L1)
+    exact, guide = room(save and q.dtype != torch.float32), room(save and guided)
+    return room_like(q, v.shape[3]), exact, guide, stats, keys
 
 
-@torch.library.custom_op("lssa::triton_backward", mutates_args=())
+@torch.library.custom_op("lssa::triton_backward_v2", mutates_args=())
 def _backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    first: Tensor | None,
     exact: Tensor,
     guide: Tensor,
     stats: Tensor,
-    inv_k: Tensor,
-    p: float | None,
+    keys: Tensor,
+    window: int,
+    phi: int,
+    flags: int,
+    p: float,
     alpha: float,
+    bias: float,
     train_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from the one of the output, which is `exact` in fp32."""
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    s = Settings(window, phi, flags, p, alpha, bias, train_length)
+    dq, dk, dv = room_like(q), room_like(k), room_like(v)
     if not exact.numel():
-        return dq, dk.zero_(), dv.zero_()
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q, k, v, grad = (readable(x) for x in (q, k, v, grad))
+    first, first_stride, last, last_stride = _spans(first, window, q, k)
+    form = form_of(s, k.shape[2], first is not None)
     half = q.dtype == torch.float16  # its few exponents: scores' gradients are kept near one
     delta = stats.new_empty((4 if half else 2, *stats.shape[1:]))  # D and E of every row
-    sizes = torch.stack([_largest(v), inv_k.amin(-1)]) if half else delta
-    rest = (p, alpha, train_length)
-    tensors = [q, k, v, inv_k, exact, guide, stats, grad, dq, delta, sizes]
-    strides = [x.stride()[:3] for x in (q, k, v, exact, grad, dq)]
-    _launch("dq", q, q.shape[2], k.shape[2], tensors, strides, [], *rest)
-    sizes = delta[2:].amax(-1) if half else delta
-    tensors = [q, k, v, inv_k, stats, grad, dk, dv, delta, sizes]
-    strides = [x.stride()[:3] for x in (q, k, v, grad, dk, dv)]
-    _launch("dkv", q, k.shape[2], k.shape[2], tensors, strides, [], *rest)
+    sizes = _sizes(v, keys, last, q.shape[2], form) if half else delta
+    tensors = [q, k, v, keys, first, exact, guide, stats, grad, dq, delta, sizes]
+    strides = [*(x.stride()[:3] for x in (q, k, v, exact, grad, dq)), first_stride]
+    _launch("dq", form, q, k, v, q.shape[2], tensors, strides, [], s)
+    if half:
+        sizes = delta[2:].view(2, *k.shape[:2], -1).amax(-1).movedim(0, -1).contiguous()
+    tensors = [q, k, v, keys, first, last, stats, grad, dk, dv, delta, sizes]
+    strides = [*(x.stride()[:3] for x in (q, k, v, grad, dk, dv)), first_stride, last_stride]
+    _launch("dkv", form, q, k, v, k.shape[2], tensors, strides, [], s)
     return dq, dk, dv
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest element of each head, in absolute value."""
-    return torch.linalg.vector_norm(x, torch.inf, dim=(2, 3), dtype=torch.float32)
+def _sizes(v: Tensor, keys: Tensor, last: Tensor | None, queries: int, form: Form) -> Tensor:
+    """The largest |v| and the smallest 1/|k| of each head, (B, G, 2), of the keys that are seen."""
+    largest = torch.linalg.vector_norm(v, torch.inf, dim=3, dtype=torch.float32)
+    smallest = keys if form.cosine else torch.ones_like(largest)
+    if last is not None:
+        rows = torch.arange(v.shape[2], device=v.device) - (v.shape[2] - queries)
+        seen = (last >= rows.clamp(min=0))[:, None]
+        largest = torch.where(seen, largest, 0.0)
+        smallest = torch.where(seen, smallest, torch.inf)
+    return torch.stack([largest.amax(-1), smallest.amin(-1)], -1)
 
 
 @_backward.register_fake
 def _(grad, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return room_like(q), room_like(k), room_like(v)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, p, alpha, train_length, save = inputs
+    q, k, v, first, *ctx.settings, save = inputs
     out, exact, *rest = output
     ctx.set_materialize_grads(False)
-    ctx.settings = (p, alpha, train_length)
     saved = (out if q.dtype == torch.float32 else exact, *rest) if save else ()
-    ctx.save_for_backward(q, k, v, *saved)
+    ctx.save_for_backward(q, k, v, first, *saved)
 
 
 def _autograd(ctx, grad, *_):
-    if grad is None:
-        return (None,) * 7
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+    grads = (None, None, None)
+    if grad is not None:
+        grads = _backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, *[None] * (len(Settings._fields) + 1)
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _launch(name, q, blocked, k_length, tensors, strides, extra, p, alpha, train_length, **flags):
-    """Run a kernel with one program a head and block of `blocked` rows (dkv: keys)."""
-    batch, heads, rows, d = q.shape
-    block_d = padded(d)
-    side = "BLOCK_N" if name == "dkv" else "BLOCK_M"
-    kernel, fixed = _kernel(name, block_d, q.element_size(), rows <= DECODE_ROWS)
-    adaptive = alpha != 0 and k_length > train_length
-    integer = p is not None and not adaptive and p == int(p) and p <= MAX_INTEGER_P
-    power = 1.0 if p is None else p
+def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):
+    """The first key that each row sees and the last row that sees each key, with their strides
+    over the batch; None where every row sees all keys up to its own."""
+    if first is None and not window:
+        return None, 0, None, 0
+    queries, keys = q.shape[2], k.shape[2]
+    rows = torch.arange(queries, device=q.device)
+    if window:
+        oldest = (rows + (keys - queries - window + 1)).clamp(min=0)[None]
+        first = oldest if first is None else torch.maximum(first, oldest)
+    assert first is not None  # as there is a window, or the first keys were given
+    last = first.new_full((len(first), keys + 1), -1)
+    last = last.scatter_reduce(1, first, rows.expand_as(first), "amax").cummax(1).values
+    several = len(first) > 1
+    first, last = first.to(torch.int32).contiguous(), last[:, :keys].to(torch.int32).contiguous()
+    return first, several * queries, last, several * keys
+
+
+def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings, **flags):
+    """Run a kernel with one program per head and block of `blocked` rows (dkv: keys)."""
+    (batch, heads, rows, d), (groups, keys), d_v = q.shape, k.shape[1:3], v.shape[3]
+    block_d, block_v = padded(d), padded(d_v)
+    side, programs = ("BLOCK_N", groups) if name == "dkv" else ("BLOCK_M", heads)
+    wide = max(block_d, block_v)
+    kernel, fixed = _kernel(name, wide, q.element_size(), rows <= DECODE_ROWS)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        kernel[lambda meta: (-(-blocked // meta[side]), batch * heads)](
-            *tensors, *strides, heads, rows, k_length, batch * heads * rows, k_length.bit_length(),
-            *extra, power, alpha, float(train_length),
-            P=int(power) if integer or p is None else 0, REWEIGHT=p is not None, d=d,
-            BLOCK_D=block_d, **flags, **fixed,
+        kernel[lambda meta: (-(-blocked // meta[side]), batch * programs)](
+            *tensors, *strides, heads, heads // groups, rows, keys, batch * heads * rows,
+            keys.bit_length(), *numbers, s.p, s.alpha, float(s.train_length),
+            FORM=form, d=d, d_v=d_v, BLOCK_D=block_d, BLOCK_V=block_v, **flags, **fixed,
         )  # fmt: skip
 
 
@@ -266,9 +350,9 @@ def _kernel(name: str, block_d: int, width: int, decode: bool):
 
         triton_interpreter.install()
         return kernel, INTERPRETED
-    configs = DECODE_CONFIGS[name] if decode else CONFIGS[name, 64 if block_d <= 64 else 128, width]
+    configs = DECODE_CONFIGS[name] if decode else CONFIGS[name, max(block_d, 64), width]
     choices = [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
         for m, n, warps, stages in configs
     ]
-    return triton.autotune(choices, key=["length_class", "heads", "P"])(kernel), {}
+    return triton.autotune(choices, key=["length_class", "heads", "FORM"])(kernel), {}

@@ -122,11 +122,9 @@ def test_values_of_another_type_are_taken_too(name, odd):
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_gpu_kernel_refuses_other_widths_and_types_in_one_line(monkeypatch):
+def test_the_gpu_kernel_refuses_other_types_in_one_line(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, v = random_qkv(4, 4, 8, dtype=torch.float32)
-    with pytest.raises(UserError, match=r"as wide as the keys \(8\), not 5$"):
-        attend(q, k, v[..., :5], "lssar", backend="triton")
     with pytest.raises(UserError, match=r"of one type$"):
         attend(q, k, v.half(), "lssa", backend="triton")
 

@@ -104,8 +104,8 @@ def test_autocast_trains_through_the_kernel():
 @pytest.mark.parametrize("first", [None, torch.tensor([[0, 0, 0, 3, 3, 3, 3, 6, 7]])])
 def test_operators_pass_opcheck(p, first):
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
-    flags = cpu.L1 | (cpu.COSINE if p else cpu.RECENTRE)
-    settings = (5, cpu.PHI.index("softplus" if p else "exp"), flags, p, 0.1, 0.0, 4)
+    flags = cpu.fused.L1 | (cpu.fused.COSINE if p else cpu.fused.RECENTRE)
+    settings = (5, cpu.fused.PHI.index("softplus" if p else "exp"), flags, p, 0.1, 0.0, 4)
     forward, backward = torch.ops.lssar.cpu_forward_v3, torch.ops.lssar.cpu_backward_v3
     torch.library.opcheck(forward, (q, k, v, first, *settings, True))
     q, k, v = (x.detach() for x in (q, k, v))

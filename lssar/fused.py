@@ -1,0 +1,105 @@
+"""What the fused kernels of the CPU and the GPU share: how a mechanism is put to a kernel."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lssar.mechanisms import SIGNED, Mechanism
+from lssar.spans import Span
+
+PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
+CAN_SHARPEN = ("exp", "sigmoid", "softplus")
+COSINE, L1, LOG_N, RECENTRE, RECENTRE_L1 = 1, 2, 4, 8, 16  # Flags in cpu_call.h
+
+
+class Settings(NamedTuple):
+    """What a call asks besides its tensors, in the order of the operators' arguments."""
+
+    window: int  # 0: none
+    phi: int
+    flags: int
+    p: float  # 0: not sharpened
+    alpha: float
+    bias: float
+    train_length: int
+
+    @property
+    def guided(self) -> bool:
+        """Whether a backward pass needs more than the output and the row statistics."""
+        return self.p != 0 or bool(self.flags & RECENTRE)
+
+
+SETTINGS = ", ".join(
+    f"{kind.__name__} {name}" for name, kind in Settings.__annotations__.items()
+)  # as operators declare them
+
+
+def unfused(m: Mechanism) -> str | None:
+    """Why no kernel computes this combination of parts, though it knows each of them."""
+    if m.sharpened and m.phi not in CAN_SHARPEN:
+        return f"it does not re-weight phi = {m.phi!r}"
+    if m.post.startswith("recentre") and (m.norm != "l1" or m.phi in SIGNED):
+        return f"it does not re-centre phi = {m.phi!r}, norm = {m.norm!r}"
+    return None
+
+
+def attend(
+    run: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    m: Mechanism,
+    params: Tensor | None,
+    span: Span,
+) -> Tensor:
+    """Any mechanism that `unfused` lets through, by the kernel `run(q, k, v, first, settings)`.
+
+    What is a factor of a query or of an output row is multiplied outside of the kernel.
+    """
+    divisor: Tensor | float | None = m.train_length if m.norm == "L" else None
+    if params is not None:
+        count = span.counts(q.shape[2], k.shape[2], q.device).unsqueeze(-1)  # against (B, H, Lq, d)
+        scale = params.view(-1, 1, 1)
+        if m.scale == "s log N / sqrt(d)":
+            q = q * (scale * count.log())
+        if m.norm == "gamma sqrt(N/2)":
+            divisor = scale * (count / 2).sqrt()
+    flags = {
+        COSINE: m.scale == "log d log N",
+        L1: m.norm == "l1",
+        LOG_N: m.bias == "-log N",
+        RECENTRE: m.post.startswith("recentre"),
+        RECENTRE_L1: m.post == "recentre, l1",
+    }
+    settings = Settings(
+        window=span.window or 0,
+        phi=PHI.index(m.phi),
+        flags=sum(flag for flag, on in flags.items() if on),
+        p=0.0 if m.p is None else float(m.p),
+        alpha=float(m.alpha) if m.sharpened else 0.0,
+        bias=-math.log(m.train_length) if m.bias == "-log L" else 0.0,
+        train_length=m.train_length,
+    )
+    out = run(q, k, v, span.first, settings)
+    if m.phi == "softplus" and m.norm != "l1":
+        out = out * math.log(2)  # the kernel's is over ln 2
+    if divisor is not None:
+        out = out / divisor
+    return -out if m.post == "negate" else out
+
+
+def readable(x: Tensor) -> Tensor:
+    """A kernel takes any strides but the last, which is one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def room_like(x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for a result in the layout of x, so that merging the heads again needs no copy."""
+    if width is not None and width != x.shape[3]:
+        batch, heads, length, _ = x.shape
+        return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
+    room = torch.empty_like(x, dtype=dtype)
+    return room if room.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
