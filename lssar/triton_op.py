@@ -30,16 +30,16 @@ ROW_STATISTICS = 7  # planes of the saved row statistics; named in triton_math
 # (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
 # an element. `python benchmark.py compile` lists the resources of each.
 CONFIGS = {
-    ("forward", 64, 2): [(128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)],
+    ("forward", 64, 2): [(128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
     ("forward", 128, 2): [(32, 32, 4, 2), (64, 16, 8, 2)],
     ("forward", 256, 2): [(32, 32, 8, 2), (16, 32, 4, 2)],
     ("forward", 64, 4): [(32, 32, 8, 2), (16, 32, 4, 2)],
     ("forward", 128, 4): [(16, 32, 4, 2)],
     ("forward", 256, 4): [(16, 16, 8, 1)],
-    ("dq", 64, 2): [(64, 32, 4, 3), (128, 32, 8, 3)],
+    ("dq", 64, 2): [(128, 32, 8, 3), (64, 32, 4, 3)],
     ("dq", 128, 2): [(32, 32, 4, 2), (64, 32, 8, 2)],
     ("dq", 256, 2): [(32, 32, 8, 2)],
-    ("dq", 64, 4): [(32, 32, 4, 2)],
+    ("dq", 64, 4): [(32, 32, 8, 2)],
     ("dq", 128, 4): [(16, 32, 4, 2)],
     ("dq", 256, 4): [(16, 16, 8, 1)],
     ("dkv", 64, 2): [(64, 32, 4, 2), (32, 64, 8, 3), (32, 32, 4, 3)],

@@ -105,9 +105,7 @@ def test_recorded_resources_cover_every_shipped_configuration():
 def test_configurations_of_head_dim_64_do_not_spill():
     rows = [r for r in json.loads(RESOURCES.read_text())["kernels"] if r["head_dim"] == 64]
     assert len(rows) > 50
-    main = {name for name in triton_compile.VARIANTS if name != "real p"}
-    half = [r for r in rows if r["variant"] in main and r["dtype"] != "fp32"]
-    assert not [row for row in half if row["spilled_bytes"]]
+    assert not [row for row in rows if row["spilled_bytes"] and row["variant"] != "mish"]
     assert all(row["spilled_bytes"] <= 16 for row in rows)
     # 163 KiB is what an A100 gives a block; an H100 gives more.
     assert all(row["shared_bytes"] <= 163 * 1024 for row in rows)
