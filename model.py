@@ -184,14 +184,16 @@ class GPT(nn.Module):
             cache.length += length
         return self.norm(x)
 
-    def _first(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
+    def _first(self, tokens: Tensor, cache: KVCache | None) -> Tensor | None:
         """The place where each token's document starts, (B, L)."""
         starts = tokens == self.config.end_of_text
         if cache is None:
             return document_starts(starts)
         if cache.mask is not None:
             if starts[:, cache.length == 0 :].any():
-                raise UserError("a padded batch of several documents a row; pass them one by one")
+                raise UserError(
+                    "a padded batch holds several documents per row; pass them one by one"
+                )
             return None
         first = torch.where(starts.cummax(1).values, cache.length + document_starts(starts), 0)
         first = first if cache.document is None else torch.maximum(first, cache.document)

@@ -9,7 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,6 @@ class Computes:
     largest_head_dim: int | None = None
     most_keys: Callable[[int], int] | None = None  # of a head dimension, on the cosine
     combination: Callable[[Mechanism], str | None] | None = None  # why its parts do not go together
-    other_value_dim: bool = True
     mixed_types: bool = False
 
     def refuses(self, m: Mechanism, call: Call) -> str | None:
@@ -130,8 +129,6 @@ class Computes:
             return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
         if self.combination and (reason := self.combination(m)):
             return reason
-        if call.value_dim not in (None, call.head_dim) and not self.other_value_dim:
-            return f"it takes values as wide as the keys ({call.head_dim}), not {call.value_dim}"
         return "it takes q, k and v of one type" if call.mixed and not self.mixed_types else None
 
 
@@ -293,29 +290,18 @@ def _with_notice(device: str, reason: str | None) -> str | None:
 
 
 _SOFTMAX = {"scale": ("1/sqrt(d)", "s log N / sqrt(d)"), "length": PARTS["length"]}
-_FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ON_THE_GPU = Computes(
+# Both fused kernels know every part; `fused.unfused` says which of them do not go together.
+_FUSED = Computes(
     PARTS | {"numerics": ("safe",)},
     sharpened=(False, True),
     spans=True,
     grouped=True,
-    devices=("cuda",),
-    dtypes=_FUSED_TYPES,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
     largest_head_dim=256,
     combination=_unfused,
 )
-_ON_THE_CPU = Computes(
-    PARTS | {"numerics": ("safe",)},
-    sharpened=(False, True),
-    spans=True,
-    grouped=True,
-    devices=("cpu",),
-    dtypes=_FUSED_TYPES,
-    largest_head_dim=256,
-    most_keys=_cpu_most_keys,
-    combination=_unfused,
-    mixed_types=True,
-)
+_ON_THE_GPU = replace(_FUSED, devices=("cuda",))
+_ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=_cpu_most_keys, mixed_types=True)
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {

@@ -106,6 +106,8 @@ def attend_padded(
 
     if mask is None:
         return attend(q, k, v, mechanism, **options)
+    if options.pop("first", None) is not None:
+        raise UserError("attend_padded makes first from its mask; give one of the two")
     queries, keys = q.shape[2], mask.shape[1]
     k, v = k[:, :, :keys], v[:, :, :keys]
     if mask.all():

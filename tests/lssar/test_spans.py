@@ -183,3 +183,9 @@ def test_heads_that_do_not_divide_are_refused():
     q, k = torch.randn(1, 4, 6, 4), torch.randn(1, 3, 6, 4)
     with pytest.raises(UserError, match="heads of q that the heads of k and v divide"):
         attend(q, k, k, "lssar")
+
+
+def test_a_mask_and_a_span_together_are_refused():
+    q, k, v = inputs(3, WIDTH)
+    with pytest.raises(UserError, match="makes first from its mask; give one of the two"):
+        attend_padded(q, k, v, "lssar", torch.tensor(LEFT, dtype=bool), first=window(4, WIDTH))
