@@ -12,6 +12,7 @@ import math
 import statistics
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -136,12 +137,8 @@ def choose(study: Study) -> list[Case]:
     """What exists here and fits, PyTorch's softmax first."""
     options, chosen = study.options, []
     backends = options.backends or [*BACKENDS, PAPER]
-    for kind, names, known in (
-        ("--mechanisms", options.mechanisms, MECHANISMS),
-        ("--backends", backends, [*BACKENDS, PAPER]),
-    ):
-        if unknown := next((n for n in names if n not in known), None):
-            raise UserError(f"{kind}: unknown {unknown!r}; {did_you_mean(unknown, known)}")
+    refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
+    refuse_unknown("--backends", backends, [*BACKENDS, PAPER])
     pairs = [("softmax", "sdpa"), *((m, b) for m in options.mechanisms for b in backends)]
     for length in options.lengths:
         for name, backend in dict.fromkeys(pairs):
@@ -155,6 +152,11 @@ def choose(study: Study) -> list[Case]:
                 chosen.append(case)
     study.left_out = list(dict.fromkeys(study.left_out))  # some reasons hold at every length
     return chosen
+
+
+def refuse_unknown(option: str, names: list[str], known: Iterable[str]) -> None:
+    if unknown := next((n for n in names if n not in known), None):
+        raise UserError(f"{option}: unknown {unknown!r}; {did_you_mean(unknown, known)}")
 
 
 def sparsity(study: Study) -> None:
@@ -171,6 +173,7 @@ def sparsity(study: Study) -> None:
 def spans(study: Study) -> None:
     """What windows, packed documents, shared heads and decoding cost."""
     options = study.options
+    refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
     for length in options.lengths:
         one_row = Case(MECHANISMS["softmax"], "sdpa", length, options.threads, seen=ONE_ROW)
         cases = [replace(one_row, seen=FULL), one_row]

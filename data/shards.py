@@ -126,6 +126,8 @@ def open_split(directory: str | Path, split: str, *, vocab_size: int | None = No
     tokeniser that cannot be the model's.
     """
     directory = Path(directory)
+    if not directory.exists():
+        raise UserError(f"{directory} does not exist; make it with data/prepare.py")
     shards, manifest = list_shards(directory)
     tokeniser, limit = None, vocab_size
     if manifest:
