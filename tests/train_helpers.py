@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 import train
@@ -77,3 +78,13 @@ def losses(run: Path) -> list[tuple]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     measured = [json.loads(line) for line in lines]
     return [(m["step"], m.get("loss"), m.get("val_loss")) for m in measured]
+
+
+def assert_close_run(run, other, tolerance):
+    """The same measurements at the same steps, equal to a relative tolerance."""
+    mine, theirs = losses(run), losses(other)
+    assert [m[0] for m in mine] == [m[0] for m in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        assert [x for x in a if x is not None] == pytest.approx(
+            [x for x in b if x is not None], rel=tolerance
+        )

@@ -24,11 +24,6 @@ CONSTANT = ("--train.schedule=constant", "--train.warmup=2")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def six_steps(corpus, tmp_path_factory):
     """A finished run of six steps at a constant rate, to be copied."""
     runs = tmp_path_factory.mktemp("six")

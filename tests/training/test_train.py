@@ -5,19 +5,16 @@ import math
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from train_helpers import (
-    ROOT,
     arguments,
+    assert_close_run,
     command,
     environment,
     losses,
-    make_corpus,
     run_process,
     train_here,
     weights,
@@ -27,24 +24,11 @@ import eval_extrapolation
 import export_hf
 import generate
 from lssar.errors import UserError
-from train import EXIT_DIVERGED, EXIT_PREEMPTED, Run, learning_rate
+from train import EXIT_DIVERGED, EXIT_PREEMPTED, Run
 from training.checkpoint import Store, load_model, save_model
 from training.config import load_config
 from training.distributed import World
 from training.run_log import RunLog
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def whole_run(corpus, tmp_path_factory):
-    """A run that nothing interrupted."""
-    runs = tmp_path_factory.mktemp("whole")
-    assert train_here(*arguments(corpus, runs)) == 0
-    return runs / "nano-lssar"
 
 
 def test_a_checkpoint_says_with_which_seed_it_was_trained(corpus, tmp_path):
@@ -59,16 +43,6 @@ def assert_same_run(run, whole_run):
     assert mine.keys() == reference.keys()
     for name in reference:
         assert torch.equal(mine[name], reference[name]), name
-
-
-def assert_close_run(run, other, tolerance):
-    """The same measurements at the same steps, equal to a relative tolerance."""
-    mine, theirs = losses(run), losses(other)
-    assert [m[0] for m in mine] == [m[0] for m in theirs]
-    for a, b in zip(mine, theirs, strict=True):
-        assert [x for x in a if x is not None] == pytest.approx(
-            [x for x in b if x is not None], rel=tolerance
-        )
 
 
 def test_masked_documents_are_part_of_the_model(corpus, whole_run, tmp_path, capfd):
@@ -364,114 +338,3 @@ def test_fine_tuning_starts_from_another_runs_weights(corpus, whole_run, tmp_pat
     assert load_model(tmp_path / "nano-lssar")[0].config.interpolation == 2.0
     with pytest.raises(UserError, match="another architecture"):
         train_here(*given, "--model.width=64", "--log.name=other")
-
-
-def without_isa_limit() -> dict[str, str]:
-    """The environment of a user, without what tests/conftest.py sets."""
-    return {k: v for k, v in environment().items() if k != "ONEDNN_MAX_CPU_ISA"}
-
-
-announces_amx = pytest.mark.skipif(
-    not Path("/proc/cpuinfo").exists() or "amx_tile" not in Path("/proc/cpuinfo").read_text(),
-    reason="the processor does not announce AMX",
-)
-
-
-@announces_amx
-def test_bf16_does_not_die_of_amx_that_is_announced_but_missing(corpus, whole_run, tmp_path):
-    """It ended with `Illegal instruction` on virtual machines that pass on the flag alone."""
-    given = arguments(corpus, tmp_path, "--train.precision=bf16")
-    done = subprocess.run(
-        command(*given), capture_output=True, text=True, timeout=300, env=without_isa_limit()
-    )
-    assert done.returncode == 0, done.stderr
-    assert_close_run(tmp_path / "nano-lssar", whole_run, tolerance=0.05)
-    assert done.stderr.count("bf16 without AMX") <= 1  # none where AMX is real
-
-
-@announces_amx
-def test_bf16_that_can_no_longer_be_made_safe_is_one_line():
-    """After its first product, oneDNN does not look at the environment again."""
-    program = (
-        "import torch\n"
-        "from training.distributed import autocast\n"
-        "x = torch.ones(64, 64)\n"
-        "x @ x\n"
-        "with autocast(torch.device('cpu'), 'bf16'):\n"
-        "    print((x @ x).dtype)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT, capture_output=True, text=True, env=without_isa_limit(),
-    )  # fmt: skip
-    if done.returncode:
-        assert "UserError: bf16 fails on this processor; set ONEDNN_MAX_CPU_ISA=" in done.stderr
-    else:  # AMX is real
-        assert done.stdout == "torch.bfloat16\n"
-
-
-def test_bf16_trains_to_about_the_same_losses(corpus, whole_run, tmp_path):
-    assert train_here(*arguments(corpus, tmp_path, "--train.precision=bf16")) == 0
-    assert_close_run(tmp_path / "nano-lssar", whole_run, 0.03)
-
-
-def test_wandb_without_a_key_is_offline_and_asks_nothing(corpus, tmp_path):
-    given = arguments(corpus, tmp_path, "--train.steps=5", "--log.wandb=true")
-    result = subprocess.run(
-        command(*given),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-        env=environment() | {"HOME": str(tmp_path), "WANDB_API_KEY": ""},
-    )
-    assert result.returncode == 0, result.stderr
-    assert list((tmp_path / "nano-lssar").rglob("offline-run-*"))
-
-
-def test_learning_rate_warms_up_and_ends_at_zero():
-    config = load_config(ROOT / "configs/gpt2-124m-lssar.toml")
-    assert learning_rate(config, 0) == pytest.approx(6e-4 / 700)
-    assert learning_rate(config, 699) == pytest.approx(6e-4)
-    middle = (700 + 18865) // 2
-    assert learning_rate(config, middle) == pytest.approx(3e-4, rel=1e-3)
-    assert learning_rate(config, 18865) == pytest.approx(0)
-    fine_tune = load_config(ROOT / "configs/gpt2-124m-lssar-pi-4k.toml")
-    assert learning_rate(fine_tune, 1999) == 6e-5
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
-def test_every_config_has_a_dry_run(path, capsys):
-    alone = "nano" in path.stem or path.stem.endswith(("-magnitude", "-vector"))
-    processes = "1" if alone else "8"
-    assert train_here(str(path), "--dry-run", "--world-size", processes) == 0
-    shown = capsys.readouterr().out
-    for word in ("parameters", "tokens per step", "GiB per process", "A100-hours", "data"):
-        assert word in shown
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--train.lr=fast"], "train.lr"),
-        (["--data.directory=/nowhere"], "/nowhere"),
-        (["--train.micro_batch=3"], "micro_batch"),
-        (["--attention.name=lsar"], "did you mean 'lssar'"),
-        (["--train.init_from=/nowhere"], "/nowhere"),
-        (["--resum"], "--section.key=value"),
-        (["--dry-run", "--world-size", "0"], "--world-size: '0' must be at least 1"),
-        (["--model.layers=1000000000"], "at most 1000"),
-        (["--model.width=96000000"], "GiB of main memory"),
-        pytest.param(
-            *(["--device", "cuda"], "no GPU found"),
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-        (["--log.directory=/proc/none"], "/proc/none"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_2(corpus, tmp_path, more, message):
-    result = run_process(*arguments(corpus, tmp_path, *more))
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

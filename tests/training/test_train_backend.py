@@ -4,14 +4,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from train_helpers import arguments, make_corpus, run_process, train_here
+from train_helpers import arguments, run_process, train_here
 
 from lssar.backends import BACKENDS
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def said_backend(text):
