@@ -16,13 +16,12 @@
 // A row whose keys are all alike (M below the rounding of f: LSSAR_FLAT, which the build takes from
 // reference.py) is the case p = 1, mu = 0.
 //
-// Forward, a block of rows has its scores in one strip that stays in the cache, so a row's weights
-// can take several passes; backward, tiles of keys. Of sharpened rows only the entries that count
-// (r >= 2^-24 / N) are weighed and multiplied, where they are few; ds stays dense through E. Keys
-// that no row of a block sees are not looked at. Blocks never depend on the number of threads: out
-// and dq have the same bits for any number, dk and dv for the same number of chunks per head.
+// Both directions take a block of rows against tiles of keys. Of sharpened rows only the entries that
+// count (r >= 2^-24 / N) are weighed and multiplied, where they are few; ds stays dense through E.
+// Keys that no row of a block sees are not looked at. Blocks never depend on the number of threads:
+// out and dq have the same bits for any number, dk and dv for the same number of chunks per head.
 #include "cpu_backward.h"
-#include "cpu_forward.h"
+#include "cpu_sharpen.h"
 
 extern "C" int lssar_forward(const Call* call, const Numbers* numbers) {
   const Call& c = *call;

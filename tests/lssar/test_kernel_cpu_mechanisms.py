@@ -73,6 +73,14 @@ def test_rows_of_several_tiles(name):
     assert_as_accurate_as_eager(m, tensors, dout, None)
 
 
+@pytest.mark.parametrize("name", [name for name, m in MECHANISMS.items() if m.sharpened])
+def test_flat_rows_of_several_tiles_beside_others(name):
+    m = MECHANISMS[name]
+    tensors, dout = draw(1, 2, 1, 150, 2300, 64, 64, m)
+    tensors[0][:, :, ::2] = 0  # all scores alike: stage one, where every entry counts
+    assert_as_accurate_as_eager(m, tensors, dout, None)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-3, 30.0])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_queries_of_any_size(name, size):
