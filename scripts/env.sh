@@ -32,8 +32,11 @@ is_ready() { # is_ready FILE...
 }
 
 need_writable() { # need_writable ./FOLDER
-  [ -w "$1" ] || stop "$PWD${1#.} is not writable for $(id -un 2>/dev/null || id -u), and the environment" \
-    "has to be installed there; use a checkout of your own"
+  local user
+  [ -w "$1" ] && return
+  user=$(id -un 2>/dev/null) || user=$(id -u) # a user without a name has it printed by both
+  stop "$PWD${1#.} is not writable for $user, and the environment has to be installed there;" \
+    "use a checkout of your own"
 }
 
 # The lock is on a descriptor that this shell shares with Python, as flock(1) is not everywhere.

@@ -61,7 +61,7 @@ def start(folder, user=0, backend="cpu", **environment):
 
 def result(process):
     """What it said on stderr, once its result was right."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, "right\n"), err
     return err
 
