@@ -1,6 +1,8 @@
 """Commands: their arguments, their exit codes, and what to record of them."""
 
 import argparse
+import contextlib
+import errno
 import functools
 import math
 import os
@@ -8,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lssar.errors import UserError
@@ -58,19 +60,32 @@ def _exit_code(main: Callable[[list[str]], int | None]) -> int:
     try:
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return main(sys.argv[1:]) or 0
+        with as_user_errors():
+            return main(sys.argv[1:]) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
-            raise
-        reason = (str(error).splitlines() or ["out of memory"])[0]
-        print(f"error: this does not fit into memory; ask for less ({reason})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def as_user_errors() -> Iterator[None]:
+    """What any command may be asked and no machine can do, as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UserError(
+            f"{str(error.filename)[:40]}... is too long for the name of a file"
+        ) from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
+            raise
+        reason = (str(error).splitlines() or ["out of memory"])[0]
+        raise UserError(f"this does not fit into memory; ask for less ({reason})") from None
 
 
 def whole(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:

@@ -182,6 +182,26 @@ def test_an_impossible_number_is_one_line(line, command, part):
     assert part in line(*command)
 
 
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (generate.main, LONG),
+        (eval_extrapolation.main, "m", "--data", LONG, "--out", "x.json", "--lengths", "8"),
+        (passkey.main, "m", "--lengths", "400", "--out", f"{LONG}.json"),
+        (attention_maps.main, LONG, "--out", "x.json"),
+        (report.main, LONG),
+    ],
+    ids=["checkpoint", "shards", "results", "map", "report"],
+)
+def test_a_name_that_no_file_can_have_is_one_line(line, command):
+    said = line(*command)
+    assert "too long for the name of a file" in said
+    assert len(said) < 120
+
+
 @pytest.mark.parametrize(
     "ask",
     [lambda: np.empty((2**31, 2**22)), lambda: torch.empty(2**62), lambda: torch.empty(2**50)],

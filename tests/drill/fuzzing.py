@@ -27,6 +27,7 @@ from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
 from lssar.errors import UserError
 from model import GPT
+from support.command import as_user_errors
 from training.checkpoint import load_model, read_trainer
 from training.config import load_config
 
@@ -78,7 +79,12 @@ def fuzz(times: int, strategy: st.SearchStrategy, feed: Callable) -> Told:
     def one(value):
         quiet = io.StringIO()
         try:
-            with bounded(), contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
+            with (
+                contextlib.redirect_stderr(quiet),
+                contextlib.redirect_stdout(quiet),
+                bounded(),
+                as_user_errors(),
+            ):
                 feed(value)
             counts["taken"] += 1
         except UserError as error:
