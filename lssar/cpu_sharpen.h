@@ -53,12 +53,12 @@ struct SharpRows {
   double total[ROWS] = {};        // sum f so far
   double l[ROWS], h[ROWS];        // sums of z r and of r
   int n[ROWS] = {};               // entries in the list
-  // An entry is left out where r = z^(p-1) < 2^-24 / N: as the largest z is 1, what is dropped is
-  // below 2^-24 of the row's sum of r, and of z r.
+  // An entry is left out where r = z^(p-1) < 2^-20 / N: as the largest z is 1, what is dropped is
+  // below 2^-20 of the row's sum of r, and as z < 1/4 there (p = 15), below 2^-22 of that of z r.
   explicit SharpRows(const Block& block) {
     std::fill(top, top + ROWS, -INFINITY);
     for (int r = 0; r < ROWS; r += W) {
-      vf exponent = (log2v(load(block.count + r)) + all(24.f)) / (load(block.p + r) - all(1.f));
+      vf exponent = (log2v(load(block.count + r)) + all(20.f)) / (load(block.p + r) - all(1.f));
       store(least + r, exp2v(maximum(-exponent, all(-120.f))));
     }
   }

@@ -17,7 +17,7 @@
 // reference.py) is the case p = 1, mu = 0.
 //
 // Both directions take a block of rows against tiles of keys. Of sharpened rows only the entries that
-// count (r >= 2^-24 / N) are weighed and multiplied, where they are few; ds stays dense through E.
+// count (r >= 2^-20 / N) are weighed and multiplied, where they are few; ds stays dense through E.
 // Keys that no row of a block sees are not looked at. Blocks never depend on the number of threads:
 // out and dq have the same bits for any number, dk and dv for the same number of chunks per head.
 #include "cpu_backward.h"
