@@ -89,7 +89,7 @@ def test_accuracy_with_wide_heads(name, d, d_v):
 @pytest.mark.parametrize("kind", SPANS)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_exhaustive_product_of_mechanisms_spans_and_types(name, kind, dtype):
-    check_mechanism(name, kind, dtype, 80, 130, d=33, d_v=65, heads=4, groups=2)
+    check_mechanism(name, kind, dtype, 40, 70, d=33, d_v=65, groups=1)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
