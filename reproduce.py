@@ -18,8 +18,7 @@ Exit codes: 0 all done, 1 something failed (the last lines say what), 2 a mistak
 from argparse import Namespace
 
 from lssar.errors import UserError, did_you_mean
-from paper.experiments import Table, all_tables
-from paper.runs import SCALES
+from paper.experiments import SCALES, Table, all_tables
 from support.command import Parser, answer_early, process_count, run, seed_number
 
 

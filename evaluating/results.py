@@ -170,7 +170,7 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
             continue
         for r in results.records:
             run = results.runs[r.run]
-            name, seed = run["run"], run.get("seed")
+            name, seed = run["run"], run.get("seed") if isinstance(run.get("seed"), int) else None
             place = (path, r.quantity, name, r.variant, r.task, r.length)
             newest[place] = Measured(r, run, name, seed, results.kind, path)
     return list(newest.values()), problems

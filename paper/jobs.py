@@ -7,7 +7,6 @@ finished jobs are skipped and interrupted ones continue, because every command h
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -66,10 +65,7 @@ class Pool(StopSignal):
     def __init__(self, logs: Path, parallel: int):
         self.logs, self.threads = logs, max(1, (os.cpu_count() or 1) // parallel)
         self.running: dict[subprocess.Popen, tuple[Job, Path, float]] = {}
-
-    def __enter__(self) -> "Pool":
-        make_folder(self.logs)
-        return super().__enter__()
+        make_folder(logs)
 
     def __exit__(self, *_) -> None:
         try:
@@ -112,15 +108,3 @@ class Pool(StopSignal):
             last = next(filter(str.strip, printed), "it printed nothing").strip()
             code = process.returncode
             yield job, f"failed with exit code {code}: {last} (all of it in {log})"
-
-
-def python(script: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, script, *arguments)
-
-
-def torchrun(processes: int, script: str, *arguments: str) -> tuple[str, ...]:
-    """Plain Python for one process: the same without the launcher."""
-    if processes == 1:
-        return python(script, *arguments)
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    return (sys.executable, *launcher, script, *arguments)

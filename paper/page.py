@@ -11,7 +11,6 @@ import struct
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,13 +18,12 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from lssar.errors import UserError
-from paper.claims import Judged, findings, judge_all
+from paper.claims import findings, judge_all
 from paper.evidence import RUNS, Evidence, read_runs
-from paper.experiments import Table
-from paper.runs import SCALES
+from paper.experiments import SCALES, Table
 from paper.statistic import EXPLANATION, signed
 from paper.table_figures import draw
-from paper.tables import Built, build
+from paper.tables import build
 from support import plots
 from support.files import read_text, unseal
 
@@ -36,37 +34,6 @@ GOOD, BAD, OPEN = "good", "bad", "open"
 KINDS = dict.fromkeys(("holds", "reproduced", "same direction"), GOOD)
 KINDS |= dict.fromkeys(("does not hold", "differs", "opposite direction"), BAD) | {"open": OPEN}
 MARKS = {GOOD: "✓", BAD: "✗"}
-
-
-@dataclass(frozen=True)
-class View:
-    """A table as the page shows it."""
-
-    built: Built
-    svg: str | None  # its figure, below the site
-    size: tuple[int, int] | None
-    pictures: list[tuple[Path, tuple[int, int]]]
-
-    @property
-    def verdicts(self) -> list[str]:
-        entries = (entry for line in self.built.lines for entry in line.entries)
-        return [entry.agreement.verdict for entry in entries if entry.agreement]
-
-
-@dataclass(frozen=True)
-class Scale:
-    name: str
-    findings: list[str]
-    claims: list[Judged]
-    controls: list[Judged]
-    tables: dict[str, View]
-    runs: dict[str, dict]
-
-    @property
-    def verdicts(self) -> list[str]:
-        """Of all cells; the headline table is part of another, with more seeds."""
-        others = (view for name, view in self.tables.items() if name != "headline")
-        return [verdict for view in others for verdict in view.verdicts]
 
 
 class Page:
@@ -80,18 +47,23 @@ class Page:
         self.scales = [self._scale(name, folder) for name, folder in folders.items()]
         self.others = self._others(folders.values())
 
-    def _scale(self, name: str, folder: Path) -> Scale:
+    def _scale(self, name: str, folder: Path) -> dict:
         evidence = Evidence(name, folder)
         self.problems |= evidence.problems
         tables = {n: self._view(evidence, table) for n, table in evidence.tables.items()}
+        # Of all cells; the headline table is part of another, with more seeds.
+        verdicts = [v for n, view in tables.items() if n != "headline" for v in view["verdicts"]]
+        claims, controls = judge_all(evidence)
         runs, path = {}, folder / RUNS
         try:
             runs = read_runs(path) if path.exists() else {}
         except UserError as error:
             self.problems[path] = str(error)
-        return Scale(name, findings(evidence), *judge_all(evidence), tables, runs)
+        judgements = {"findings": findings(evidence), "claims": claims, "controls": controls}
+        return {"name": name, "tables": tables, "verdicts": verdicts, "runs": runs} | judgements
 
-    def _view(self, evidence: Evidence, table: Table) -> View:
+    def _view(self, evidence: Evidence, table: Table) -> dict:
+        """A table as the page shows it, with its figure and the evaluations' pictures."""
         built = build(evidence, table)
         figure, svg, size = draw(built, evidence), None, None
         if figure is not None:
@@ -100,8 +72,11 @@ class Page:
             (self.out / self.folder).mkdir(parents=True, exist_ok=True)
             plots.save(figure, self.out / svg, (".svg",))
             self.figures.add(svg)
-        pictures = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
-        return View(built, svg, size, self._pictures(pictures))
+        entries = (entry for line in built.lines for entry in line.entries)
+        verdicts = [entry.agreement.verdict for entry in entries if entry.agreement]
+        found = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
+        drawn = {"svg": svg, "size": size, "pictures": self._pictures(found)}
+        return {"built": built, "verdicts": verdicts} | drawn
 
     def _others(self, folders: Collection[Path]) -> dict[Path, list]:
         """Results in no table, such as benchmarks, with the pictures beside them."""

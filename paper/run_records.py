@@ -7,8 +7,8 @@ from pathlib import Path
 
 from data.shards import MANIFEST, describe_set
 from paper.evidence import RUNS, read_runs
+from paper.experiments import all_runs, run_name
 from paper.plan import Workspace
-from paper.runs import all_runs, run_name
 from support.files import read_text, write_json
 from training.config import parse_config
 from training.run_log import read_metrics
@@ -21,8 +21,7 @@ def write_runs(space: Workspace) -> None:
         runs, corpora = read_runs(path), json.loads(read_text(path)).get("corpora", {})
     for key in all_runs(space.scale.name):
         for seed in space.seeds_of(key):
-            record = run_record(space.run_directory(key, seed), seed)
-            if record is not None:
+            if record := run_record(space.run_directory(key, seed), seed):
                 runs[run_name(key, seed)] = record
     for directory in space.scale.corpora:
         if (Path(directory) / MANIFEST).exists():
@@ -42,12 +41,9 @@ def run_record(directory: Path, seed: int) -> dict | None:
     speeds = [m["tokens_per_s"] for m in metrics if "tokens_per_s" in m]
     tokens = config.train.steps * config.train.batch_tokens
     finished = bool(metrics) and metrics[-1]["step"] >= config.train.steps
+    sections = {name: values for name, values in asdict(config).items() if name != "log"}
     return {
-        "config": {
-            section: {key: value for key, value in values.items() if value is not None}
-            for section, values in asdict(config).items()
-            if section != "log"
-        },
+        "config": {s: {k: v for k, v in d.items() if v is not None} for s, d in sections.items()},
         "commit": about["revision"],
         "seed": seed,
         "tokens": tokens,

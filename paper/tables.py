@@ -1,5 +1,6 @@
 """A table of the paper made of what was measured, for the terminal, the figures and the page."""
 
+import itertools
 from dataclasses import dataclass
 
 from paper.evidence import Cell, Evidence
@@ -15,19 +16,17 @@ class Entry:
 
     cell: Cell
     column: Column
-    comparison: Comparison | None  # with the table's baseline; None for the baseline itself
-    paper: float | None
-    paper_gap: float | None  # from the baseline, in the paper
-    agreement: Agreement | None  # with the paper; None where one of them has no number
     decimals: int
+    paper: float | None
+    comparison: Comparison | None = None  # with the table's baseline; None for the baseline itself
+    paper_gap: float | None = None  # from the baseline, in the paper
+    agreement: Agreement | None = None  # with the paper; None where one of them has no number
 
     @property
     def text(self) -> str:
-        if not self.cell.n:
-            return ""
-        if self.cell.mean is None:
+        if self.cell.n and self.cell.mean is None:
             return "none" if self.column.quantity == "constant" else "overflow"
-        return fixed(self.cell.mean, self.decimals)
+        return fixed(self.cell.mean, self.decimals) if self.cell.n else ""
 
     @property
     def spread(self) -> str:
@@ -71,12 +70,12 @@ def build(evidence: Evidence, table: Table) -> Built:
         return any(evidence.cell(table, row, column).n for row in rows for column in columns)
 
     columns = [c for c in table.columns if not c.title or measured(table.rows, [c])]
-    rows = [r for r in table.rows if not r.control or measured([r], table.columns)]
     lines = []
-    for row in rows:
-        entries = [entry(evidence, table, row, column) for column in columns]
-        missing = any(evidence.is_missing(table, row, column) for column in columns)
-        lines.append(Line(row, entries, missing))
+    for row in table.rows:
+        if not row.control or measured([row], table.columns):
+            entries = [entry(evidence, table, row, column) for column in columns]
+            missing = any(evidence.is_missing(table, row, column) for column in columns)
+            lines.append(Line(row, entries, missing))
     paper = evidence.paper[table.label]
     unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
     headings = [(c, heading(evidence, table, c)) for c in columns]
@@ -92,7 +91,7 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
         comparison = evidence.compare(table, row, table.base, column)
         theirs = evidence.printed(table, table.base, column)
         gap = None if None in (paper, theirs) else paper - theirs
-    if paper is not None and cell.mean is not None:
+    if None not in (paper, cell.mean):
         tolerance, columns = (evidence.paper[table.label][key] for key in ("tolerance", "columns"))
         if isinstance(tolerance, list):
             tolerance = tolerance[columns.index(column.paper)]
@@ -101,7 +100,7 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
         elif gap is not None:
             agrees = direction(comparison, gap, tolerance)
     decimals = decimals_of(evidence, table, column)
-    return Entry(cell, column, comparison, paper, gap, agrees, decimals)
+    return Entry(cell, column, decimals, paper, comparison, gap, agrees)
 
 
 def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
@@ -125,13 +124,12 @@ def heading(evidence: Evidence, table: Table, column: Column) -> str:
 
 def equations(evidence: Evidence, table: Table) -> list[str]:
     """The laws that symbolic regression found, in words."""
-    column = next((c for c in table.columns if c.quantity == "constant"), None)
-    found = []
-    for row in table.rows if column else ():
+    columns, found = [c for c in table.columns if c.quantity == "constant"], []
+    for row, column in itertools.product(table.rows, columns):
         for one in evidence.measured(table, row, column).values():
             listed = one.record.details.get("equations")
-            listed = listed if isinstance(listed, list) else []
-            texts = [str(e["equation"]) for e in listed if isinstance(e, dict) and "equation" in e]
+            laws = [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
+            texts = [str(law["equation"]) for law in laws if "equation" in law]
             found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
     return found
 
