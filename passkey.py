@@ -41,7 +41,7 @@ import torch
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, open_checkpoints, variants
+from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
 from lssar.errors import UserError
@@ -165,33 +165,20 @@ def main(argv: list[str]) -> None:
         results.save()  # the settings, before the first answer
         answers = Answers(path)
         with kept_on_interrupt(results.path):
-            for checkpoint in checkpoints:
-                suited = [v for v in chosen if v.suits(checkpoint.config)]
-                cases = [Case(checkpoint, v, n) for v in suited for n in arguments.lengths]
-                fill(results, answers, cases, arguments, device)
+            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, device)
+            for case, model in cases:
+                case.configure(model)
+                begun = time.monotonic()
+                scores = score(ask(model, case, arguments, answers, device))
+                accuracy = scores["correct"] / scores["trials"]
+                scores["seconds"] = round(time.monotonic() - begun, 2)
+                results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
+                print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
     title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
     cells = {key: cell(record) for key, record in report.by_key(results, "accuracy").items()}
     print(report.table_by_length(results, title, cells))
     for figure in figures(results):
         print(f"figure: {figure}")
-
-
-def fill(results: Results, answers: Answers, cases: list[Case], arguments, device) -> None:
-    """Ask one checkpoint for what the results lack."""
-    checkpoint = cases[0].checkpoint
-    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-    model: GPT | None = None
-    for case in cases:
-        if results.find(**case.key):
-            continue
-        model = model or checkpoint.load(device)
-        case.configure(model)
-        begun = time.monotonic()
-        scores = score(ask(model, case, arguments, answers, device))
-        accuracy = scores["correct"] / scores["trials"]
-        scores["seconds"] = round(time.monotonic() - begun, 2)
-        results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
-        print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
 
 
 def cell(record: Record) -> str:
@@ -200,16 +187,15 @@ def cell(record: Record) -> str:
 
 
 def figures(results: Results) -> list[Path]:
+    def interval(record: Record) -> tuple[float, float]:
+        low, high = record.details["wilson_low"], record.details["wilson_high"]
+        return max(0, record.value - low), max(0, high - record.value)
+
     words = {"xlabel": "prompt length (tokens)", "ylabel": "passkey accuracy (%)"}
     figure, axes = report.figure_by_length(results, "accuracy", scale=100, errors=interval, **words)
     axes.set_ylim(0, 100)
     written = plots.save(figure, results.sibling(".png"))
     return written + plots.save(accuracy_by_depth(results), results.sibling("-depth.png"))
-
-
-def interval(record: Record) -> tuple[float, float]:
-    low, high = record.details["wilson_low"], record.details["wilson_high"]
-    return max(0, record.value - low), max(0, high - record.value)
 
 
 def accuracy_by_depth(results: Results):
@@ -225,8 +211,7 @@ def accuracy_by_depth(results: Results):
         shares = np.divide(correct, trials, out=np.full(correct.shape, np.nan), where=trials > 0)
         image = plots.heatmap(axes, 100 * shares, low=0, high=100, numbers=True)
         axes.set_xticks(range(len(found)), [short_number(r.length) for r in found])
-        depths = len(shares)
-        axes.set_yticks([-0.5, depths / 2 - 0.5, depths - 0.5], ["0", "50", "100"])
+        axes.set_yticks([-0.5, len(shares) / 2 - 0.5, len(shares) - 0.5], ["0", "50", "100"])
         axes.set_title(label)
     for axes in grid.flat[len(series) :]:
         axes.set_visible(False)

@@ -105,7 +105,7 @@ class Results:
     def find(self, **fields) -> Record | None:
         return next(iter(self.select(**fields)), None)
 
-    def add(self, *records: Record) -> None:
+    def add(self, *records: Record, save: bool = True) -> None:
         """Add the numbers of one measurement, all or none, in place of those they replace."""
         replaced = {r.key for r in records}
         self.records = [r for r in self.records if r.key not in replaced]
@@ -114,7 +114,8 @@ class Results:
                 details = record.details | self._made_with
                 record = replace(record, **self._stamp, details=details)
             self.records.append(Record(**files.finite(asdict(record))))
-        self.save()
+        if save:
+            self.save()
 
     def save(self) -> None:
         if self._claim is None:  # many processes may read, only one writes
