@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evaluating.results import AS_TRAINED
-from evaluating.task_columns import LAYOUTS, LOWER_IS_BETTER, PER_CENT
+from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
 
 EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
 ALL_FACTORS = (1, 2, 4, 8, 16)
@@ -145,7 +145,7 @@ def load_table(name, columns=(), lengths=(), quantity="loss", gain=False, tasks=
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
     found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
     found += [Column(16, "context_gain")] if gain else []
-    for task, metric, title in (c for _, _, layout in LAYOUTS for c in layout if c[0] in tasks):
+    for task, metric, title in (column for column in COLUMNS if column[0] in tasks):
         paper = metric if task.startswith("lambada") else task
         kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}
         found.append(Column(None, metric, task, title, paper, **kind))
