@@ -141,9 +141,8 @@ def score(results: Results, identity: str, column: Column) -> tuple[float | None
 
 
 def cell(value: float | None, error: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" + ("" if error is None else f" ±{error:.2f}")
+    shown = "" if value is None else f"{value:.2f}"
+    return shown if error is None else f"{shown} ±{error:.2f}"
 
 
 def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:

@@ -71,15 +71,14 @@ def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float
 
 def score(found: list[dict]) -> dict:
     """What an accuracy is made of: its interval, and the answers by depth."""
-    correct, trials = sum(a["right"] for a in found), len(found)
-    low, high = wilson(correct, trials)
+    counts = {"trials": len(found), "correct": sum(a["right"] for a in found)}
+    low, high = wilson(counts["correct"], counts["trials"])
     by_depth = []
     for part in range(DEPTHS):
         here = [a["right"] for a in found if min(int(a["depth"] * DEPTHS), DEPTHS - 1) == part]
         edges = {"from": part / DEPTHS, "to": (part + 1) / DEPTHS}
         by_depth.append(edges | {"trials": len(here), "correct": sum(here)})
-    interval = {"wilson_low": low, "wilson_high": high}
-    return {"trials": trials, "correct": correct, **interval, "by_depth": by_depth}
+    return counts | {"wilson_low": low, "wilson_high": high, "by_depth": by_depth}
 
 
 class Answers:
@@ -118,9 +117,8 @@ class Answers:
 def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device) -> list[str]:
     """Greedy continuations, all at once: prompts of one length need no padding."""
     batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
-    steps = model.stream(batch, ANSWER_TOKENS, temperature=0)
-    new = torch.stack(list(steps), dim=1).cpu()  # (prompts, ANSWER_TOKENS)
-    return [tokeniser.decode(row.tolist()) for row in new]
+    steps = list(model.stream(batch, ANSWER_TOKENS, temperature=0))
+    return [tokeniser.decode(row.tolist()) for row in torch.stack(steps, dim=1).cpu()]
 
 
 def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dict]:
@@ -167,35 +165,34 @@ def main(argv: list[str]) -> None:
         with kept_on_interrupt(results.path):
             cases = unmeasured(results, checkpoints, chosen, arguments.lengths, device)
             for case, model in cases:
-                case.configure(model)
                 begun = time.monotonic()
+                case.configure(model)
                 scores = score(ask(model, case, arguments, answers, device))
                 accuracy = scores["correct"] / scores["trials"]
                 scores["seconds"] = round(time.monotonic() - begun, 2)
                 results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
                 print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
-    title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
-    cells = {key: cell(record) for key, record in report.by_key(results, "accuracy").items()}
+    title, cells = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval", {}
+    for key, record in report.by_key(results, "accuracy").items():
+        low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
+        cells[key] = f"{100 * record.value:.0f} % [{low}, {high}]"
     print(report.table_by_length(results, title, cells))
     for figure in figures(results):
         print(f"figure: {figure}")
 
 
-def cell(record: Record) -> str:
-    low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
-    return f"{100 * record.value:.0f} % [{low}, {high}]"
-
-
 def figures(results: Results) -> list[Path]:
-    def interval(record: Record) -> tuple[float, float]:
-        low, high = record.details["wilson_low"], record.details["wilson_high"]
-        return max(0, record.value - low), max(0, high - record.value)
-
-    words = {"xlabel": "prompt length (tokens)", "ylabel": "passkey accuracy (%)"}
-    figure, axes = report.figure_by_length(results, "accuracy", scale=100, errors=interval, **words)
+    words = ("passkey accuracy (%)", "prompt length (tokens)")
+    figure, axes = report.figure_by_length(results, "accuracy", *words, with_interval)
     axes.set_ylim(0, 100)
     written = plots.save(figure, results.sibling(".png"))
     return written + plots.save(accuracy_by_depth(results), results.sibling("-depth.png"))
+
+
+def with_interval(record: Record) -> tuple[float, float, float]:
+    low, high = record.details["wilson_low"], record.details["wilson_high"]
+    below, above = max(0, record.value - low), max(0, high - record.value)
+    return 100 * record.value, 100 * below, 100 * above
 
 
 def accuracy_by_depth(results: Results):

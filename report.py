@@ -27,13 +27,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.results.is_file():
         print(file_table(args.results))
-        return
-    if not args.results.is_dir():
+    elif not args.results.is_dir():
         raise UserError(f"{args.results} is not there; give the folder of results, or a file of it")
-    if args.out is None:
+    elif args.out is None:
         raise UserError("--out SITE is missing: the folder of the page, for example --out site/")
-    check_out(args.out, args.results)
-    write_site(args.results, args.out)
+    else:
+        check_out(args.out, args.results)
+        write_site(args.results, args.out)
 
 
 def file_table(path: Path) -> str:

@@ -59,8 +59,7 @@ import torch
 from paper.claims import show_claims
 from paper.evidence import Evidence
 from paper.jobs import run_all
-from paper.plan import Workspace, describe, jobs_of
-from paper.run_records import write_runs
+from paper.plan import Workspace, describe, jobs_of, write_runs
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots

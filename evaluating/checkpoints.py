@@ -153,10 +153,8 @@ class Case:
         model.configure(attention=self.config.attention, interpolation=self.config.interpolation)
 
 
-def unmeasured(
-    results: Results, checkpoints: list[Checkpoint], variants, lengths: list[int], device
-) -> Iterator[tuple[Case, GPT]]:
-    """What the results lack, with the model to measure it with; shorter lengths first."""
+def unmeasured(results: Results, checkpoints, variants, lengths, device) -> Iterator[tuple]:
+    """(case, model) of what the results lack; shorter lengths first."""
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
         suited = [v for v in variants if v.suits(checkpoint.config)]

@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 from paper.evidence import Evidence
-from paper.experiments import SWEPT_P, Column, Table, load_toml
+from paper.experiments import SWEPT_P, Table, load_toml
 from paper.statistic import BETTER, OPEN, WORSE, BySeed, Comparison, compare, judge, settles, signed
 from paper.tables import decimals_of, heading
 
@@ -85,20 +85,15 @@ def of_pairs(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
     points = []
     for key, wanted, other_key, at in claim.pairs:
         row, other = table.row(key), table.row(other_key)
-        for column in columns_at(evidence, table, at) if row and other else ():
-            ours, theirs = (evidence.printed(table, r, column) for r in (row, other))
-            paper = None if None in (ours, theirs) else ours - theirs
-            label = f"{row.title} − {other.title}, {heading(evidence, table, column)}"
-            found = evidence.compare(table, row, other, column)
-            points.append(Point(label, wanted, found, decimals_of(evidence, table, column), paper))
+        for column in table.columns if row and other else ():
+            place = column.factor if column.quantity in ("loss", "accuracy") else column.quantity
+            if place in at and (not column.task or evidence.cell(table, table.rows[0], column).n):
+                paper = evidence.printed_gap(table, row, other, column)
+                label = f"{row.title} − {other.title}, {heading(evidence, table, column)}"
+                found = evidence.compare(table, row, other, column)
+                decimals = decimals_of(evidence, table, column)
+                points.append(Point(label, wanted, found, decimals, paper))
     return points
-
-
-def columns_at(evidence: Evidence, table: Table, at: list[float | str]) -> list[Column]:
-    by_length = ("loss", "accuracy")  # quantities that a length tells apart
-    places = {c: c.factor if c.quantity in by_length else c.quantity for c in table.columns}
-    found = [column for column, place in places.items() if place in at]
-    return [c for c in found if not c.task or evidence.cell(table, table.rows[0], c).n]
 
 
 def values_of(evidence: Evidence, table: Table, key: str, factor, quantity="loss") -> BySeed:
@@ -172,9 +167,8 @@ def findings(evidence: Evidence) -> list[str]:
 
 def show_claims(evidence: Evidence) -> str:
     """Every claim with its verdict, and what would settle an open one, for the terminal."""
-    lines = []
-    titles = ("the paper's claims", "our controls")
-    for title, group in zip(titles, judge_all(evidence), strict=True):
+    lines, (claims, controls) = [], judge_all(evidence)
+    for title, group in {"the paper's claims": claims, "our controls": controls}.items():
         lines.append(f"\n{title}")
         for found in group:
             text = textwrap.shorten(found.claim.text, 84, placeholder=" …")

@@ -109,6 +109,10 @@ class Evidence:
             return None
         return found[paper["columns"].index(column.paper)]
 
+    def printed_gap(self, table: Table, row: Row, other: Row, column: Column) -> float | None:
+        ours, theirs = (self.printed(table, r, column) for r in (row, other))
+        return None if None in (ours, theirs) else ours - theirs
+
 
 def mechanism_of(run: dict) -> str:
     try:

@@ -79,15 +79,11 @@ class Pool(StopSignal):
     def start(self, job: Job) -> None:
         print(f"      {job.name} ...", flush=True)
         log = self.logs / f"{job.name.replace(' ', '-')}.log"
+        options = {"env": {"OMP_NUM_THREADS": str(self.threads)} | os.environ}
+        options["start_new_session"] = True  # Ctrl-C reaches it once, through __exit__
         with log.open("a") as output:
-            process = subprocess.Popen(
-                job.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(self.threads)} | os.environ,
-                start_new_session=True,  # Ctrl-C reaches it once, through __exit__
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(job.command, **streams, **options)
         self.running[process] = job, log, time.monotonic()
 
     def finished(self) -> Iterator[tuple[Job, str]]:
@@ -100,11 +96,11 @@ class Pool(StopSignal):
             ended = [process for process in self.running if process.poll() is not None]
         for process in ended:
             job, log, began = self.running.pop(process)
-            if process.returncode == 0 and is_done(job):
+            code, state = process.returncode, "done"
+            if code == 0 and is_done(job):
                 print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
-                yield job, "done"
-                continue
-            printed = reversed(log.read_text(errors="replace").splitlines())
-            last = next(filter(str.strip, printed), "it printed nothing").strip()
-            code = process.returncode
-            yield job, f"failed with exit code {code}: {last} (all of it in {log})"
+            else:
+                printed = reversed(log.read_text(errors="replace").splitlines())
+                last = next(filter(str.strip, printed), "it printed nothing").strip()
+                state = f"failed with exit code {code}: {last} (all of it in {log})"
+            yield job, state

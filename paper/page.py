@@ -9,8 +9,7 @@ import json
 import os
 import struct
 import unicodedata
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,10 +29,6 @@ from support.files import read_text, unseal
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent / "README.md"
 PIXELS = 135  # per inch of a figure, where there is room
-GOOD, BAD, OPEN = "good", "bad", "open"
-KINDS = dict.fromkeys(("holds", "reproduced", "same direction"), GOOD)
-KINDS |= dict.fromkeys(("does not hold", "differs", "opposite direction"), BAD) | {"open": OPEN}
-MARKS = {GOOD: "✓", BAD: "✗"}
 
 
 class Page:
@@ -109,22 +104,12 @@ class Page:
         environment = Environment(loader=FileSystemLoader(HERE), finalize=printable, **options)
         style, script = (Markup(read_text(HERE / f"page.{end}")) for end in ("css", "js"))
         values = {"page": self, "repository": REPOSITORY, "style": style, "script": script}
-        constants = {"KINDS": KINDS, "MARKS": MARKS, "EXPLANATION": EXPLANATION}
-        functions = {"count": count, "hash": source_hash, "plain": plain, "signed": signed}
-        return environment.get_template("page.html").render(values | constants | functions)
+        values |= {"EXPLANATION": EXPLANATION, "hash": source_hash, "signed": signed}
+        return environment.get_template("page.html").render(values)
 
     def link(self, path: Path) -> str:
         """Where a file is as seen from the page; the page holds no copies."""
         return quote(Path(os.path.relpath(path.resolve(), self.out.resolve())).as_posix())
-
-    def name(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
-
-def count(verdicts: Iterable[str]) -> dict[str, int]:
-    """How many there are of each verdict, in the order of KINDS."""
-    found = Counter(verdicts)
-    return {verdict: found[verdict] for verdict in KINDS if found[verdict]}
 
 
 def source_hash(source: str) -> str:
@@ -138,12 +123,6 @@ def printable(value):
         return "" if value is None else value
     shown = value.encode("utf-8", "replace").decode("utf-8")
     return "".join(c if unicodedata.category(c) != "Cc" or c in "\n\t" else "�" for c in shown)
-
-
-def plain(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,}" if abs(value) < 1e15 else f"{value:.4g}"
 
 
 def png_size(path: Path) -> tuple[int, int]:

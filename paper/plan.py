@@ -1,22 +1,27 @@
-"""Which jobs the tables need, in what order, and what they will take."""
+"""Which jobs the tables need, in what order, what they will take, and what their runs were."""
 
 import itertools
+import json
 import shutil
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from data.shards import MANIFEST
+from data.shards import MANIFEST, describe_set
 from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED, read_results
 from paper import experiments
+from paper.evidence import RUNS, read_runs
 from paper.experiments import EXTRAPOLATION, PASSKEY, Run, Scale, Table, all_runs, run_name
 from paper.jobs import Job, is_done
+from support.files import read_text, write_json
 from training.checkpoint import find, read_description
-from training.config import Config, load_config
+from training.config import Config, load_config, parse_config
 from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
+from training.run_log import read_metrics
 
 GIB = 2**30
 
@@ -49,11 +54,9 @@ class Workspace:
     def options(self, run: Run, seed: int) -> list[str]:
         """Of train.py."""
         directory = self.run_directory(run.key, seed)
-        options = [*run.options.split(), f"--log.directory={directory.parent}"]
-        options += [f"--log.name={directory.name}", f"--train.seed={seed}"]
-        if run.init_from:
-            options.append(f"--train.init_from={self.run_directory(run.init_from, seed)}")
-        return options
+        places = [f"--log.directory={directory.parent}", f"--log.name={directory.name}"]
+        start = run.init_from and f"--train.init_from={self.run_directory(run.init_from, seed)}"
+        return [*run.options.split(), *places, f"--train.seed={seed}", *([start] if start else [])]
 
 
 def python(*command: str, processes: int = 1) -> tuple[str, ...]:
@@ -111,11 +114,10 @@ def training_jobs(key: str, seed: int, space: Workspace) -> list[Job]:
     """The corpus, the run whose weights it starts from, and the run itself."""
     run = all_runs(space.scale.name)[key]
     config = space.config(run, seed)
-    before = training_jobs(run.init_from, seed, space) if run.init_from else []
     folder = config.data.directory
     prepare = python("data/prepare.py", *space.scale.corpora[folder]["arguments"], "--out", folder)
     needs = [Job(f"prepare {Path(folder).name}", prepare, (Path(folder) / MANIFEST).exists)]
-    needs += before
+    needs += training_jobs(run.init_from, seed, space) if run.init_from else []
     arguments = (f"configs/{run.config}.toml", *space.options(run, seed), "--resume")
     command = python("train.py", *arguments, processes=space.processes)
     name, done = f"train {run_name(key, seed)}", partial(is_trained, config)
@@ -168,12 +170,8 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
     shards = 2 * sum(tokens for name, tokens in sizes.items() if name in left)
     other = {job.name for job in jobs} - sizes.keys() - training.keys()
     made = f"{len(other)}, of which {len(other & left)} are still to be made"
-    lines = [
-        f"tables      {', '.join(names)}",
-        *training_lines(costs, speed, space.processes),
-        f"evaluations {made}; their time is not counted",
-        disk_line(costs, shards),
-    ]
+    lines = [f"tables      {', '.join(names)}", *training_lines(costs, speed, space.processes)]
+    lines += [f"evaluations {made}; their time is not counted", disk_line(costs, shards)]
     return "\n".join(lines)
 
 
@@ -211,3 +209,44 @@ def config_cost(config: Config, tokens_per_second: float | None) -> Cost:
     hours = e.tokens / tokens_per_second / 3600 if tokens_per_second else e.gpu_hours
     # Weights and AdamW's moments, in the newest checkpoints and the best.
     return e.tokens, hours, 12.0 * e.parameters * (config.checkpoint.keep + 1)
+
+
+def write_runs(space: Workspace) -> None:
+    """Add the runs and corpora that are here to those that results/SCALE/runs.json has."""
+    path, runs, corpora = space.folder / RUNS, {}, {}
+    if path.exists():
+        runs, corpora = read_runs(path), json.loads(read_text(path)).get("corpora", {})
+    for key in all_runs(space.scale.name):
+        for seed in space.seeds_of(key):
+            if record := run_record(space.run_directory(key, seed), seed):
+                runs[run_name(key, seed)] = record
+    for directory in space.scale.corpora:
+        if (Path(directory) / MANIFEST).exists():
+            corpora[directory] = describe_set(directory)
+    write_json(path, {"kind": "runs", "scale": space.scale.name, "corpora": corpora, "runs": runs})
+
+
+def run_record(directory: Path, seed: int) -> dict | None:
+    """What the run's own directory says about it; None for a run that has not begun."""
+    try:
+        about = json.loads(read_text(directory / "run.json"))
+        text = read_text(directory / "config.toml")
+    except (OSError, ValueError):
+        return None
+    metrics, config = read_metrics(directory), parse_config(text, str(directory / "config.toml"))
+    losses = [m["val_loss"] for m in metrics if "val_loss" in m]
+    speeds = [m["tokens_per_s"] for m in metrics if "tokens_per_s" in m]
+    tokens = config.train.steps * config.train.batch_tokens
+    finished = bool(metrics) and metrics[-1]["step"] >= config.train.steps
+    sections = {name: values for name, values in asdict(config).items() if name != "log"}
+    return {
+        "config": {s: {k: v for k, v in d.items() if v is not None} for s, d in sections.items()},
+        "commit": about["revision"],
+        "seed": seed,
+        "tokens": tokens,
+        "seconds": round(tokens / statistics.harmonic_mean(speeds), 1) if speeds else None,
+        "loss": losses[-1] if losses else None,
+        "torch": about["torch"],
+        "device": about["device"],
+        "status": "done" if finished else "unfinished",
+    }

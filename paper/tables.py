@@ -89,8 +89,7 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
     comparison = gap = agrees = None
     if table.base not in (None, row):
         comparison = evidence.compare(table, row, table.base, column)
-        theirs = evidence.printed(table, table.base, column)
-        gap = None if None in (paper, theirs) else paper - theirs
+        gap = evidence.printed_gap(table, row, table.base, column)
     if None not in (paper, cell.mean):
         tolerance, columns = (evidence.paper[table.label][key] for key in ("tolerance", "columns"))
         if isinstance(tolerance, list):

@@ -32,8 +32,7 @@ from paper.experiments import (
     all_tables,
 )
 from paper.jobs import Job, Pool, run_all
-from paper.plan import Workspace, jobs_of
-from paper.run_records import write_runs
+from paper.plan import Workspace, jobs_of, write_runs
 from paper.tables import build, show
 from training.config import load_config
 
@@ -380,7 +379,6 @@ def test_a_table_is_trained_evaluated_and_drawn_although_one_run_fails(
     }
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(paper.plan, "all_runs", lambda scale: runs)
-    monkeypatch.setattr("paper.run_records.all_runs", lambda scale: runs)
     scale = replace(
         SCALES["nano"],
         train_length=32,
