@@ -85,7 +85,6 @@ def main(argv: list[str]) -> None:
 
 
 def fill(results: Results, checkpoints: list[Checkpoint], tasks: list[str], arguments) -> None:
-    """Measure what the results lack."""
     from evaluating.lm_eval_model import CheckpointLM
     from evaluating.tasks import load_task, measure
 
@@ -141,8 +140,9 @@ def score(results: Results, identity: str, column: Column) -> tuple[float | None
 
 
 def cell(value: float | None, error: float | None) -> str:
-    shown = "" if value is None else f"{value:.2f}"
-    return shown if error is None else f"{shown} ±{error:.2f}"
+    if value is None:
+        return ""
+    return f"{value:.2f}" + ("" if error is None else f" ±{error:.2f}")
 
 
 def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:

@@ -173,8 +173,8 @@ def evaluate(arguments, world: World) -> None:
     targets = Targets(open_data(arguments.data, checkpoints), arguments)
     if world.is_main and targets.tokens != arguments.tokens:
         asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
-        most = f"the largest multiple of {targets.segment} that was asked for"
-        print(f"{asked}: {most} and {arguments.data} has")
+        most = f"the largest multiple of {targets.segment} within --tokens"
+        print(f"{asked}: {most} and the size of {arguments.data}")
     with arithmetic(arguments.precision, world.device) as precision:
         settings = targets.settings() | {"precision": precision}
         about = describe_set(arguments.data)

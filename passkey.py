@@ -55,13 +55,12 @@ DEPTHS = 10  # equal parts of the filler, for accuracy by depth
 
 
 def is_right(answer: str, key: int) -> bool:
-    """Whether the first run of digits is the key."""
     digits = re.search(r"[0-9]+", answer)
     return digits is not None and digits.group() == str(key)
 
 
 def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion that is right at 0 and 100 % too."""
+    """95 % interval of a proportion, valid at 0 and 100 % too."""
     share = correct / trials
     centre = share + z**2 / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
@@ -122,7 +121,7 @@ def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device
 
 
 def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dict]:
-    """The answers of one case, asking only what is not on disk."""
+    """The answers of one case, asking only for what is not on disk."""
     tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
     keys = [(*case.key.values(), trial) for trial in range(trials)]
     size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike

@@ -64,16 +64,14 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
     """A short name for each of the `runs` of a results file: the first that tells all apart."""
-    for name in (
-        lambda run: mechanism_label(ModelConfig.from_dict(run["model"]).attention),
-        lambda run: run["run"],
-        lambda run: f"{run['run']} @ {run['step']}",
-        lambda run: run["path"],
-    ):
-        names = {identity: name(run) for identity, run in runs.items()}
+    for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
+        names = {}
+        for identity, run in runs.items():
+            mechanism = mechanism_label(ModelConfig.from_dict(run["model"]).attention)
+            names[identity] = form.format_map(run | {"mechanism": mechanism, "identity": identity})
         if len(set(names.values())) == len(names):
-            return names
-    return {identity: identity for identity in runs}
+            break
+    return names
 
 
 def mechanism_label(m: Mechanism) -> str:

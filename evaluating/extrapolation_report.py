@@ -106,7 +106,7 @@ def with_error(record: Record) -> tuple[float, float, float]:
 
 
 def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH, point=with_error):
-    """Lines, or bars where there is one length; `point` makes a value and two errors of a record."""
+    """Lines, or bars if there is one length; `point` gives a record's value and its two errors."""
     series = list(styled_series(results, quantity))
     lengths = sorted({r.length for r in results.select(quantity=quantity)})
     figure, axes = new_figure(series)

@@ -98,7 +98,6 @@ class Results:
         return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def select(self, **fields) -> list[Record]:
-        """The records whose fields have these values."""
         return [r for r in self.records if all(getattr(r, k) == v for k, v in fields.items())]
 
     def find(self, **fields) -> Record | None:

@@ -1,6 +1,6 @@
 """The task sets of `downstream.py`, where their documents come from, and their scores.
 
-Only the folders of the tasks in question are scanned: all of the harness' own take 16 seconds.
+Only the folders of the chosen tasks are scanned: scanning all of the harness takes 16 seconds.
 Documents come from the hub, or with a data folder from files in the hub's own layout,
 DIR/ai2_arc/ARC-Easy/test*.parquet (or .jsonl), by YAML files that include the harness'.
 """
@@ -80,11 +80,10 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         kind = type(error).__name__
         if name in PLACES and data is None:
-            where = (
-                f"the data set {PLACES[name]['repository']} is not reachable on the hub ({kind})"
-            )
-            local = f"give a local copy with --data-dir DIR, in {local_folder(name, Path('DIR'))}"
-            raise UserError(f"{name}: {where}; {local}") from None
+            repository, folder = PLACES[name]["repository"], local_folder(name, Path("DIR"))
+            reason = f"the data set {repository} is not reachable on the hub ({kind})"
+            remedy = f"give a local copy with --data-dir DIR, in {folder}"
+            raise UserError(f"{name}: {reason}; {remedy}") from None
         reason = next(iter(str(error).splitlines()), "") or kind
         raise UserError(f"{name}: its documents cannot be read: {reason}") from None
 

@@ -45,8 +45,6 @@ class Claim:
 
 @dataclass(frozen=True)
 class Point:
-    """One comparison of a claim."""
-
     label: str
     wanted: str
     found: Comparison
@@ -151,7 +149,6 @@ PAPER_CLAIMS, OUR_CONTROLS = ([Claim(**c) for c in DATA[key]] for key in ("paper
 
 
 def judge_all(evidence: Evidence) -> tuple[list[Judged], list[Judged]]:
-    """The paper's claims and our controls."""
     return tuple([judged(c, evidence) for c in group] for group in (PAPER_CLAIMS, OUR_CONTROLS))
 
 

@@ -1,7 +1,7 @@
-"""What was measured at one scale, asked by table, row and column; comparisons of it, each once.
+"""What was measured at one scale, looked up and compared by table, row and column.
 
-Whoever asks for the same comparison, a table, a claim, a figure or the page, gets the same object,
-so that they cannot disagree.
+A table, a claim, a figure and the page that ask for the same comparison get the same object, so
+they cannot disagree.
 """
 
 import json

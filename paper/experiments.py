@@ -47,8 +47,6 @@ class Scale:
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train."""
-
     key: str
     config: str  # a file in configs/
     options: str = ""  # of train.py

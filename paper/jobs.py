@@ -52,7 +52,7 @@ def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
 
 
 def is_done(job: Job) -> bool:
-    """A half-written or damaged result counts as missing: the job's command will say."""
+    """A half-written or damaged result counts as missing: the job's own command reports it."""
     try:
         return job.done()
     except UserError:
@@ -102,5 +102,5 @@ class Pool(StopSignal):
             else:
                 printed = reversed(log.read_text(errors="replace").splitlines())
                 last = next(filter(str.strip, printed), "it printed nothing").strip()
-                state = f"failed with exit code {code}: {last} (all of it in {log})"
+                state = f"failed with exit code {code}: {last} (full log: {log})"
             yield job, state

@@ -45,17 +45,16 @@ class Page:
     def _scale(self, name: str, folder: Path) -> dict:
         evidence = Evidence(name, folder)
         self.problems |= evidence.problems
+        shown = {"name": name, "findings": findings(evidence), "runs": {}}
+        shown["claims"], shown["controls"] = judge_all(evidence)
         tables = {n: self._view(evidence, table) for n, table in evidence.tables.items()}
-        # Of all cells; the headline table is part of another, with more seeds.
+        # The headline table is part of another, with more seeds.
         verdicts = [v for n, view in tables.items() if n != "headline" for v in view["verdicts"]]
-        claims, controls = judge_all(evidence)
-        runs, path = {}, folder / RUNS
         try:
-            runs = read_runs(path) if path.exists() else {}
+            shown["runs"] = read_runs(folder / RUNS) if (folder / RUNS).exists() else {}
         except UserError as error:
-            self.problems[path] = str(error)
-        judgements = {"findings": findings(evidence), "claims": claims, "controls": controls}
-        return {"name": name, "tables": tables, "verdicts": verdicts, "runs": runs} | judgements
+            self.problems[folder / RUNS] = str(error)
+        return shown | {"tables": tables, "verdicts": verdicts}
 
     def _view(self, evidence: Evidence, table: Table) -> dict:
         """A table as the page shows it, with its figure and the evaluations' pictures."""

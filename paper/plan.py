@@ -38,7 +38,6 @@ class Workspace:
 
     @property
     def folder(self) -> Path:
-        """The results of this scale."""
         return self.results / self.scale.name
 
     def run_directory(self, key: str, seed: int) -> Path:
@@ -130,7 +129,7 @@ def is_trained(config: Config) -> bool:
 
 
 def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> Job:
-    """Passkeys or the loss at the lengths of a run, into a file of its own."""
+    """The passkeys or the losses of one run, written to a file of its own."""
     scale, run = space.scale, all_runs(space.scale.name)[key]
     factors = experiments.PASSKEY_FACTORS if passkey else run.factors
     lengths = [scale.length(factor, passkey) for factor in factors]

@@ -87,7 +87,6 @@ class Comparison:
         return self.verdict + small
 
     def text(self, decimals: int = 3) -> str:
-        """The mean and its interval."""
         shown = "not measured" if self.mean is None else signed(self.mean, decimals)
         if self.interval is None:
             return shown

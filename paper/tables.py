@@ -1,4 +1,4 @@
-"""A table of the paper made of what was measured, for the terminal, the figures and the page."""
+"""A table of the paper built from what was measured, for the terminal, the figures and the page."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from support.text import table as text_table
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: what was measured, what the paper prints, and how they stand to the baseline."""
+    """One cell: what was measured, what the paper prints, and how both compare to the baseline."""
 
     cell: Cell
     column: Column
