@@ -7,6 +7,7 @@ page do, and are judged by `statistic.py` alone.
 import re
 import textwrap
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paper.evidence import Evidence
 from paper.experiments import SWEPT_P, Table, load_toml
@@ -43,8 +44,7 @@ class Claim:
         return found
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     label: str
     wanted: str
     found: Comparison
@@ -60,8 +60,7 @@ class Point:
         return f"{self.label}: {self.found.text(self.decimals)}, {seeds}{paper}"
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     claim: Claim
     verdict: str
     points: list[Point]

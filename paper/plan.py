@@ -52,10 +52,11 @@ class Workspace:
 
     def options(self, run: Run, seed: int) -> list[str]:
         """Of train.py."""
-        directory = self.run_directory(run.key, seed)
-        places = [f"--log.directory={directory.parent}", f"--log.name={directory.name}"]
-        start = run.init_from and f"--train.init_from={self.run_directory(run.init_from, seed)}"
-        return [*run.options.split(), *places, f"--train.seed={seed}", *([start] if start else [])]
+        path = self.run_directory(run.key, seed)
+        changes = {"log.directory": path.parent, "log.name": path.name, "train.seed": seed}
+        if run.init_from:
+            changes["train.init_from"] = self.run_directory(run.init_from, seed)
+        return [*run.options.split(), *(f"--{key}={value}" for key, value in changes.items())]
 
 
 def python(*command: str, processes: int = 1) -> tuple[str, ...]:

@@ -120,14 +120,11 @@ def bars(built: Built, evidence: Evidence):
         cell, compared = line.entries[0].cell, line.entries[0].comparison
         mean = cell.mean if compared is None else compared.mean
         if mean is not None and line.row is not base:
-            found.append((line, mean, compared and compared.half_width))
+            found.append((line, mean, compared and compared.half_width, line.mechanism))
     if not found:
         return None
     figure, axes = plots.figure(width=1.2 * plots.COLUMN, height=0.8 + 0.22 * len(found))
-    for place, (line, mean, spread) in enumerate(found):
-        # Pale: one seed, no interval.
-        draw_bar(axes, place, mean, spread, line.mechanism, 1 if spread is not None else 0.45)
-    name_bars(axes, [line for line, *_ in found])
+    draw_bars(axes, found, alone=0.45)
     axes.invert_yaxis()
     axes.axvline(0, color=plots.INK, linewidth=0.8)
     if base is not None:
@@ -147,24 +144,22 @@ def by_column(built: Built, evidence: Evidence):
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):
-        for place, line in enumerate(lines):
-            cell = line.entries[i].cell
-            if cell.finite:
-                draw_bar(axes, place, cell.mean, cell.sd or None, cell.mechanism or line.row.key)
+        cells = [(line, line.entries[i].cell) for line in lines]
+        draw_bars(axes, [(n, c.mean, c.sd or None, c.mechanism or n.row.key) for n, c in cells])
         axes.set_title(title)
         axes.locator_params(axis="x", nbins=4)
-        name_bars(axes, lines)
     grid[0, 0].invert_yaxis()
     return figure
 
 
-def draw_bar(axes, place: int, mean: float, spread: float | None, mechanism: str, alpha=1.0):
-    axes.barh(place, mean, 0.7, color=plots.style(mechanism)["color"], alpha=alpha)
-    if spread is not None:
-        axes.errorbar(mean, place, xerr=spread, color=plots.INK, elinewidth=0.9)
-
-
-def name_bars(axes, lines: list[Line]) -> None:
-    axes.set_yticks(range(len(lines)), [line.row.title for line in lines])
+def draw_bars(axes, found: list[tuple[Line, float | None, float | None, str]], alone=1.0) -> None:
+    """(row, mean, spread, mechanism) from the top; `alone` is the opacity without a spread."""
+    for place, (_, mean, spread, mechanism) in enumerate(found):
+        if mean is not None:
+            opacity, colour = alone if spread is None else 1, plots.style(mechanism)["color"]
+            axes.barh(place, mean, 0.7, color=colour, alpha=opacity)
+        if spread is not None:
+            axes.errorbar(mean, place, xerr=spread, color=plots.INK, elinewidth=0.9)
+    axes.set_yticks(range(len(found)), [line.row.title for line, *_ in found])
     axes.grid(False, axis="y")
     axes.set_axisbelow(True)

@@ -1,7 +1,7 @@
 """A table of the paper built from what was measured, for the terminal, the figures and the page."""
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paper.evidence import Cell, Evidence
 from paper.experiments import Column, Row, Table
@@ -10,8 +10,7 @@ from support.text import short_number
 from support.text import table as text_table
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One cell: what was measured, what the paper prints, and how both compare to the baseline."""
 
     cell: Cell
@@ -33,8 +32,7 @@ class Entry:
         return "" if self.cell.sd is None else f"±{fixed(self.cell.sd, self.decimals)}"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     row: Row
     entries: list[Entry]
     missing: bool  # some of its seeds, or all
@@ -48,8 +46,7 @@ class Line:
         return next((entry.cell.mechanism for entry in self.entries if entry.cell.n), "")
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     table: Table
     title: str
     unit: str
