@@ -14,7 +14,6 @@ The harness' own command works too, see evaluating/harness/sitecustomize.py.
 
 import importlib.metadata
 import importlib.util
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -44,11 +43,11 @@ from data.shards import describe_set
 from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
 from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
 from evaluating.results import Results
-from evaluating.task_columns import LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
+from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError
+from paper.evidence import paper_numbers
 from support import plots
-from support.files import read_text
 from support.text import table
 from training import distributed
 
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> None:
         raise UserError("downstream.py runs in one process; start it without torchrun")
     ensure_hub_cache()
     # Here, because the harness takes seconds to import and may not be installed.
-    from evaluating.tasks import BOOTSTRAP, chosen_tasks, load_task
+    from evaluating.tasks import BOOTSTRAP, chosen_tasks
 
     tasks = chosen_tasks(arguments.tasks)
     checkpoints = open_checkpoints(arguments.checkpoints)
@@ -78,56 +77,48 @@ def main(argv: list[str]) -> None:
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
     about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
     results = open_results(arguments.out, "downstream", settings, about)
-    with tempfile.TemporaryDirectory() as scratch, kept_on_interrupt(results.path):
-        places = (Path(scratch), arguments.data_dir, arguments.corpus)
-        for task in tasks:  # read every document before computing anything
-            if not all(results.find(**key_of(c, task, arguments)) for c in checkpoints):
-                load_task(task, *places)
-        for checkpoint in checkpoints:
-            fill(results, checkpoint, tasks, places, arguments)
+    with kept_on_interrupt(results.path):
+        fill(results, checkpoints, tasks, arguments)
     print(tables(results))
     for figure in plots.save(bars(results), results.sibling(".png")):
         print(f"figure: {figure}")
 
 
-def key_of(checkpoint: Checkpoint, task: str, arguments) -> dict:
-    """What the records of one task of one checkpoint share; their length is max_length."""
-    name = Path(task).stem if task.endswith(".yaml") else task
-    length = arguments.max_length or checkpoint.task_length
-    return {"run": checkpoint.identity, "task": name, "length": length}
-
-
-def fill(results: Results, checkpoint: Checkpoint, tasks: list[str], places, arguments) -> None:
-    """Measure what the results lack for one checkpoint."""
+def fill(results: Results, checkpoints: list[Checkpoint], tasks: list[str], arguments) -> None:
     from evaluating.lm_eval_model import CheckpointLM
     from evaluating.tasks import load_task, measure
 
-    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
+    missing = []  # (checkpoint, {task: what its records share}); their length is max_length
+    for checkpoint in checkpoints:
+        length = arguments.max_length or checkpoint.task_length
+        shared = {"run": checkpoint.identity, "length": length}
+        keys = {task: shared | {"task": Path(task).name.removesuffix(".yaml")} for task in tasks}
+        missing.append((checkpoint, {t: k for t, k in keys.items() if not results.find(**k)}))
     settings = (arguments.max_length, arguments.batch, arguments.device, arguments.precision)
-    lm: CheckpointLM | None = None
-    for task in tasks:
-        key = key_of(checkpoint, task, arguments)
-        if results.find(**key):
-            continue
-        lm = lm or CheckpointLM(checkpoint, *settings)
-        found = measure(lm, key, load_task(task, *places), arguments.limit)
-        results.add(*found)
-        shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
-        print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as scratch:
+        places = (Path(scratch), arguments.data_dir, arguments.corpus)
+        for task in dict.fromkeys(task for _, keys in missing for task in keys):
+            load_task(task, *places)  # read every document before computing anything
+        for checkpoint, keys in missing:
+            results.runs.setdefault(checkpoint.identity, checkpoint.describe())
+            lm = CheckpointLM(checkpoint, *settings) if keys else None
+            for task, key in keys.items():
+                found = measure(lm, key, load_task(task, *places), arguments.limit)
+                results.add(*found)
+                shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
+                print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
 
 
 def tables(results: Results) -> str:
     """The layouts of tasks.toml, then the metrics that are in none of them."""
     measured = {(r.task, r.quantity) for r in results.records}
-    shown = {column[:2] for _, _, columns in LAYOUTS for column in columns}
-    rest = [(task, metric, f"{task} {metric}") for task, metric in sorted(measured - shown)]
-    parts, layouts = [], list(LAYOUTS)
+    rest = sorted(measured - {column[:2] for column in COLUMNS})
+    parts, layouts, runs = [], list(LAYOUTS), labels(results.runs).items()
     for start in range(0, len(rest), 5):
         title = "" if start else "the other metrics of the same tasks"
-        layouts.append((title, [], rest[start : start + 5]))
+        layouts.append((title, [], [(*c, " ".join(c)) for c in rest[start : start + 5]]))
     for title, in_paper, columns in layouts:
         if columns := [c for c in columns if c[:2] in measured]:
-            runs = labels(results.runs).items()
             rows = [[name, *(cell(*score(results, run, c)) for c in columns)] for run, name in runs]
             rows += [row for label in in_paper for row in paper_rows(label, columns)]
             heading = f"\n{title}\n" if title else "\n"
@@ -156,18 +147,16 @@ def cell(value: float | None, error: float | None) -> str:
 
 def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:
     """The paper's own numbers of one table, for the columns that are shown."""
-    paper = json.loads(read_text(Path(__file__).parent / "paper/paper.json"))[label]
-    keys = paper["columns"]
+    keys, rows = (paper_numbers()[label][key] for key in ("columns", "rows"))
     places = [keys.index(metric if metric in keys else task) for task, metric, _ in columns]
-    rows = paper["rows"].items()
-    return [[f"paper, {name}", *(f"{values[i]:g}" for i in places)] for name, values in rows]
+    return [[f"paper, {name}", *(f"{row[i]:g}" for i in places)] for name, row in rows.items()]
 
 
 def bars(results: Results):
     """Scores to the left, where more is better; perplexities to the right, where less is."""
     # Of each task the columns of the tables, or else its first metric.
     first = {r.task: r.quantity for r in reversed(results.records)}
-    columns = [c for _, _, layout in LAYOUTS for c in layout if c[0] in first]
+    columns = [c for c in COLUMNS if c[0] in first]
     listed = {task for task, _, _ in columns}
     columns += [(t, first[t], t) for t in reversed(first) if t not in listed]
     scores = [c for c in columns if c[1] not in LOWER_IS_BETTER]

@@ -50,11 +50,11 @@ from torch import Tensor
 from data.loader import validation_windows
 from data.shards import TokenSet, describe_set, open_split
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Checkpoint, open_checkpoints, variants
+from evaluating.checkpoints import Case, Checkpoint, Variant, open_checkpoints, unmeasured, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
-from evaluating.results import Record, Results
+from evaluating.results import Record
 from lssar.errors import UserError
-from model import GPT, ModelConfig
+from model import GPT
 from training import distributed
 from training.distributed import World
 
@@ -67,10 +67,9 @@ class Targets:
     def __init__(self, data: TokenSet, arguments):
         """As many segments as asked for and available, or an error with the numbers."""
         asked, segment = arguments.tokens, arguments.segment or arguments.lengths[-1]
-        for length in arguments.lengths:
-            if segment % length:
-                rule = "use lengths that divide the longest, or the --segment"
-                raise UserError(f"--lengths: {length} does not divide {segment}; {rule}")
+        if bad := [length for length in arguments.lengths if segment % length]:
+            rule = "use lengths that divide the longest, or the --segment"
+            raise UserError(f"--lengths: {bad[0]} does not divide {segment}; {rule}")
         available = data.total_tokens - 1  # the last token has no successor to predict
         if available < segment:
             few = f"{data.total_tokens} validation tokens, too few for one window of {segment} + 1"
@@ -174,18 +173,25 @@ def evaluate(arguments, world: World) -> None:
     targets = Targets(open_data(arguments.data, checkpoints), arguments)
     if world.is_main and targets.tokens != arguments.tokens:
         asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
-        most = f"the largest multiple of {targets.segment} that was asked for"
-        print(f"{asked}: {most} and {arguments.data} has")
+        most = f"the largest multiple of {targets.segment} within --tokens"
+        print(f"{asked}: {most} and the size of {arguments.data}")
     with arithmetic(arguments.precision, world.device) as precision:
         settings = targets.settings() | {"precision": precision}
         about = describe_set(arguments.data)
         results = open_results(arguments.out, "extrapolation", settings, about, world.is_main)
         world.barrier()  # everyone has read the file before the first writes to it
         with kept_on_interrupt(results.path):
-            for checkpoint in checkpoints:
-                suited = [v for v in chosen if v.suits(checkpoint.config)]
-                cases = [Case(checkpoint, v, n) for n in arguments.lengths for v in suited]
-                fill(results, cases, targets, world)
+            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, world.device)
+            for case, model in cases:
+                trained = replace(case, variant=Variant())
+                # A variant may change nothing at a length.
+                found = results.select(**trained.key) if case.config == trained.config else []
+                found = found or measure(model, case, targets, world)
+                found = [replace(record, variant=case.variant.name) for record in found]
+                results.add(*found, save=world.is_main)
+                if world.is_main:
+                    shown = report.number(found[0].value, ".4f")
+                    print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
     if world.is_main:
         print(report.tables(results, checkpoints[0].identity))
         for figure in () if arguments.no_figures else report.figures(results):
@@ -206,27 +212,6 @@ def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
         return open_split(directory, "val", vocab_size=size)
     except UserError as error:
         raise UserError(f"{first.path}: {error}") from None
-
-
-def fill(results: Results, cases: list[Case], targets: Targets, world: World) -> None:
-    """Measure what the results lack for one checkpoint."""
-    checkpoint = cases[0].checkpoint
-    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-    model: GPT | None = None
-    done: dict[tuple[int, ModelConfig], list[Record]] = {}
-    for case in cases:
-        setting = case.length, case.config  # a variant may change nothing at a length
-        found = results.select(**case.key)
-        if not found:
-            if setting not in done:
-                model = model or checkpoint.load(world.device)
-                done[setting] = measure(model, case, targets, world)
-            found = [replace(record, variant=case.variant.name) for record in done[setting]]
-            if world.is_main:
-                results.add(*found)
-                shown = report.number(found[0].value, ".4f")
-                print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
-        done.setdefault(setting, found)
 
 
 if __name__ == "__main__":

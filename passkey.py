@@ -41,7 +41,7 @@ import torch
 from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, open_checkpoints, variants
+from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
 from evaluating.results import Record, Results
 from lssar.errors import UserError
@@ -55,13 +55,12 @@ DEPTHS = 10  # equal parts of the filler, for accuracy by depth
 
 
 def is_right(answer: str, key: int) -> bool:
-    """Whether the first run of digits is the key."""
     digits = re.search(r"[0-9]+", answer)
     return digits is not None and digits.group() == str(key)
 
 
 def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion that is right at 0 and 100 % too."""
+    """95 % interval of a proportion, valid at 0 and 100 % too."""
     share = correct / trials
     centre = share + z**2 / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
@@ -71,15 +70,14 @@ def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float
 
 def score(found: list[dict]) -> dict:
     """What an accuracy is made of: its interval, and the answers by depth."""
-    correct, trials = sum(a["right"] for a in found), len(found)
-    low, high = wilson(correct, trials)
+    counts = {"trials": len(found), "correct": sum(a["right"] for a in found)}
+    low, high = wilson(counts["correct"], counts["trials"])
     by_depth = []
     for part in range(DEPTHS):
         here = [a["right"] for a in found if min(int(a["depth"] * DEPTHS), DEPTHS - 1) == part]
         edges = {"from": part / DEPTHS, "to": (part + 1) / DEPTHS}
         by_depth.append(edges | {"trials": len(here), "correct": sum(here)})
-    interval = {"wilson_low": low, "wilson_high": high}
-    return {"trials": trials, "correct": correct, **interval, "by_depth": by_depth}
+    return counts | {"wilson_low": low, "wilson_high": high, "by_depth": by_depth}
 
 
 class Answers:
@@ -118,13 +116,12 @@ class Answers:
 def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device) -> list[str]:
     """Greedy continuations, all at once: prompts of one length need no padding."""
     batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
-    steps = model.stream(batch, ANSWER_TOKENS, temperature=0)
-    new = torch.stack(list(steps), dim=1).cpu()  # (prompts, ANSWER_TOKENS)
-    return [tokeniser.decode(row.tolist()) for row in new]
+    steps = list(model.stream(batch, ANSWER_TOKENS, temperature=0))
+    return [tokeniser.decode(row.tolist()) for row in torch.stack(steps, dim=1).cpu()]
 
 
 def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dict]:
-    """The answers of one case, asking only what is not on disk."""
+    """The answers of one case, asking only for what is not on disk."""
     tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
     keys = [(*case.key.values(), trial) for trial in range(trials)]
     size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike
@@ -165,51 +162,36 @@ def main(argv: list[str]) -> None:
         results.save()  # the settings, before the first answer
         answers = Answers(path)
         with kept_on_interrupt(results.path):
-            for checkpoint in checkpoints:
-                suited = [v for v in chosen if v.suits(checkpoint.config)]
-                cases = [Case(checkpoint, v, n) for v in suited for n in arguments.lengths]
-                fill(results, answers, cases, arguments, device)
-    title = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval"
-    cells = {key: cell(record) for key, record in report.by_key(results, "accuracy").items()}
+            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, device)
+            for case, model in cases:
+                begun = time.monotonic()
+                case.configure(model)
+                scores = score(ask(model, case, arguments, answers, device))
+                accuracy = scores["correct"] / scores["trials"]
+                scores["seconds"] = round(time.monotonic() - begun, 2)
+                results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
+                print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
+    title, cells = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval", {}
+    for key, record in report.by_key(results, "accuracy").items():
+        low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
+        cells[key] = f"{100 * record.value:.0f} % [{low}, {high}]"
     print(report.table_by_length(results, title, cells))
     for figure in figures(results):
         print(f"figure: {figure}")
 
 
-def fill(results: Results, answers: Answers, cases: list[Case], arguments, device) -> None:
-    """Ask one checkpoint for what the results lack."""
-    checkpoint = cases[0].checkpoint
-    results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-    model: GPT | None = None
-    for case in cases:
-        if results.find(**case.key):
-            continue
-        model = model or checkpoint.load(device)
-        case.configure(model)
-        begun = time.monotonic()
-        scores = score(ask(model, case, arguments, answers, device))
-        accuracy = scores["correct"] / scores["trials"]
-        scores["seconds"] = round(time.monotonic() - begun, 2)
-        results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
-        print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
-
-
-def cell(record: Record) -> str:
-    low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
-    return f"{100 * record.value:.0f} % [{low}, {high}]"
-
-
 def figures(results: Results) -> list[Path]:
-    words = {"xlabel": "prompt length (tokens)", "ylabel": "passkey accuracy (%)"}
-    figure, axes = report.figure_by_length(results, "accuracy", scale=100, errors=interval, **words)
+    words = ("passkey accuracy (%)", "prompt length (tokens)")
+    figure, axes = report.figure_by_length(results, "accuracy", *words, with_interval)
     axes.set_ylim(0, 100)
     written = plots.save(figure, results.sibling(".png"))
     return written + plots.save(accuracy_by_depth(results), results.sibling("-depth.png"))
 
 
-def interval(record: Record) -> tuple[float, float]:
+def with_interval(record: Record) -> tuple[float, float, float]:
     low, high = record.details["wilson_low"], record.details["wilson_high"]
-    return max(0, record.value - low), max(0, high - record.value)
+    below, above = max(0, record.value - low), max(0, high - record.value)
+    return 100 * record.value, 100 * below, 100 * above
 
 
 def accuracy_by_depth(results: Results):
@@ -225,8 +207,7 @@ def accuracy_by_depth(results: Results):
         shares = np.divide(correct, trials, out=np.full(correct.shape, np.nan), where=trials > 0)
         image = plots.heatmap(axes, 100 * shares, low=0, high=100, numbers=True)
         axes.set_xticks(range(len(found)), [short_number(r.length) for r in found])
-        depths = len(shares)
-        axes.set_yticks([-0.5, depths / 2 - 0.5, depths - 0.5], ["0", "50", "100"])
+        axes.set_yticks([-0.5, len(shares) / 2 - 0.5, len(shares) - 0.5], ["0", "50", "100"])
         axes.set_title(label)
     for axes in grid.flat[len(series) :]:
         axes.set_visible(False)

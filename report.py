@@ -12,7 +12,7 @@ Given one results file, prints its numbers as a table.
 from pathlib import Path
 
 from lssar.errors import UserError
-from paper.runs import SCALES
+from paper.experiments import SCALES
 from support.command import Parser, run
 
 INDEX = "index.html"
@@ -27,13 +27,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.results.is_file():
         print(file_table(args.results))
-        return
-    if not args.results.is_dir():
+    elif not args.results.is_dir():
         raise UserError(f"{args.results} is not there; give the folder of results, or a file of it")
-    if args.out is None:
+    elif args.out is None:
         raise UserError("--out SITE is missing: the folder of the page, for example --out site/")
-    check_out(args.out, args.results)
-    write_site(args.results, args.out)
+    else:
+        check_out(args.out, args.results)
+        write_site(args.results, args.out)
 
 
 def file_table(path: Path) -> str:
@@ -48,20 +48,16 @@ def file_table(path: Path) -> str:
         return short_table(results)
     parts = []
     for quantity in dict.fromkeys(r.quantity for r in results.records):
-        found = [r for r in results.records if r.quantity == quantity]
-        lengths = sorted({r.length for r in found}, key=lambda n: n or 0)
-        cells = {(r.run, r.variant, r.task, r.length): r.value for r in found}
-        body = []
-        for identity, variant, task in dict.fromkeys((r.run, r.variant, r.task) for r in found):
-            name = ", ".join(filter(None, (results.runs[identity]["run"], variant, task)))
-            values = (cells.get((identity, variant, task, n), "") for n in lengths)
-            body.append([name, *map(show_value, values)])
-        parts.append(table([quantity, *(short_number(n) if n else "" for n in lengths)], body))
+        cells: dict[tuple, dict[int | None, str]] = {}
+        for r in results.select(quantity=quantity):
+            name = ", ".join(filter(None, (results.runs[r.run]["run"], r.variant, r.task)))
+            value = "overflow" if r.value is None else f"{r.value:.4g}"
+            cells.setdefault((r.run, name), {})[r.length] = value
+        lengths = sorted({n for row in cells.values() for n in row}, key=lambda n: n or 0)
+        header = [quantity, *(short_number(n) if n else "" for n in lengths)]
+        rows = [[name, *(row.get(n, "") for n in lengths)] for (_, name), row in cells.items()]
+        parts.append(table(header, rows))
     return "\n\n".join(parts)
-
-
-def show_value(value: float | str | None) -> str:
-    return value if isinstance(value, str) else "overflow" if value is None else f"{value:.4g}"
 
 
 def check_out(out: Path, results: Path) -> None:
@@ -70,16 +66,13 @@ def check_out(out: Path, results: Path) -> None:
         raise UserError(f"--out {out} is inside {results}, where it would be read as a result")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
-    index = out / INDEX
+    index, folder = out / INDEX, out / FIGURES
     ours = index.is_file() and OURS in index.read_text(encoding="utf-8", errors="replace")
-    if out.is_dir() and not (ours or is_unfinished(out)):
+    # An interrupted first run leaves nothing but figures.
+    figures = {path for scale in SCALES for path in folder.glob(f"{scale}-*.svg")}
+    unfinished = {*out.rglob("*")} <= {folder, *figures} and not folder.is_file()
+    if not (ours or unfinished):
         raise UserError(f"--out {out} holds other things than a report; give a new folder")
-
-
-def is_unfinished(out: Path) -> bool:
-    """Whether the folder is empty or has only figures, left by an interrupted first run."""
-    figures = {path for scale in SCALES for path in out.glob(f"{FIGURES}/{scale}-*.svg")}
-    return {*out.rglob("*")} <= {out / FIGURES, *figures} and not (out / FIGURES).is_file()
 
 
 def write_site(results: Path, out: Path) -> None:

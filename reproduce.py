@@ -18,8 +18,7 @@ Exit codes: 0 all done, 1 something failed (the last lines say what), 2 a mistak
 from argparse import Namespace
 
 from lssar.errors import UserError, did_you_mean
-from paper.experiments import Table, all_tables
-from paper.runs import SCALES
+from paper.experiments import SCALES, Table, all_tables
 from support.command import Parser, answer_early, process_count, run, seed_number
 
 
@@ -33,23 +32,19 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--jobs", type=process_count)
     parser.add_argument("--gpus", type=process_count)
     arguments = parser.parse_args(argv)
-    arguments.tables = choose(arguments.tables, arguments.scale)
+    names, tables = arguments.tables, all_tables(arguments.scale)
+    known = ["all", *tables]
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"unknown table {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    # The script of a table also makes the passkey and FineWeb-Edu tables named after it.
+    wanted = {name + suffix for name in names for suffix in ("", "_passkey", "_edu")}
+    arguments.tables = [t for name, t in tables.items() if "all" in names or name in wanted]
     return arguments
 
 
 def seeds(text: str) -> tuple[int, ...]:
     """ "0,1,2" -> (0, 1, 2), each once."""
     return tuple(dict.fromkeys(map(seed_number, text.split(","))))
-
-
-def choose(names: list[str], scale: str) -> list[Table]:
-    """The tables of these names, and those that the same scripts make."""
-    known = all_tables(scale)
-    for name in names:
-        if name != "all" and name not in known:
-            raise UserError(f"unknown table {name!r}; {did_you_mean(name, ['all', *known])}")
-    wanted = {name + suffix for name in names for suffix in ("", "_passkey", "_edu")}
-    return [table for name, table in known.items() if "all" in names or name in wanted]
 
 
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
@@ -60,8 +55,7 @@ import torch
 from paper.claims import show_claims
 from paper.evidence import Evidence
 from paper.jobs import run_all
-from paper.plan import Workspace, describe, jobs_of
-from paper.run_records import write_runs
+from paper.plan import Workspace, describe, jobs_of, write_runs
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots
@@ -70,13 +64,12 @@ from support.files import make_folder
 
 def main(argv: list[str]) -> int | None:
     arguments = parse_arguments(argv)
-    tables = arguments.tables
     nano, gpus = arguments.scale == "nano", torch.cuda.device_count()
     processes = arguments.gpus or (1 if nano else gpus or 8)
     space = Workspace(SCALES[arguments.scale], arguments.seeds, processes)
-    jobs = jobs_of(tables, space)
+    jobs = jobs_of(arguments.tables, space)
     if arguments.plan:
-        print(describe([table.name for table in tables], jobs, space))
+        print(describe([table.name for table in arguments.tables], jobs, space))
         return None
     if not (nano or arguments.tables_only) and gpus < processes:
         options = "--gpus N for fewer, --plan to see what it takes, --scale nano for this machine"
@@ -85,7 +78,7 @@ def main(argv: list[str]) -> int | None:
     if not arguments.tables_only:
         parallel = arguments.jobs or (2 if nano else 1)
         states = run_all(jobs, space.runs / arguments.scale / "logs", parallel)
-    show_all(tables, space)
+    show_all(arguments.tables, space)
     failed = [f"{name}: {state}" for name, state in states.items() if state != "done"]
     for line in failed:
         print(line)
@@ -97,12 +90,10 @@ def show_all(tables: list[Table], space: Workspace) -> None:
     make_folder(space.folder)
     write_runs(space)
     evidence = Evidence(space.scale.name, space.folder)
-    for table in tables:
-        built = build(evidence, table)
+    for built in (build(evidence, table) for table in tables):
         print(show(built))
-        figure = draw(built, evidence)
-        if figure is not None:
-            written = plots.save(figure, space.folder / f"{table.name}.png")
+        if figure := draw(built, evidence):
+            written = plots.save(figure, space.folder / f"{built.table.name}.png")
             print(f"figure: {written[0]}")
     print(show_claims(evidence))
     for path, why in evidence.problems.items():

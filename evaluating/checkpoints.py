@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
-from evaluating.results import AS_TRAINED
+from evaluating.results import AS_TRAINED, Results
 from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
 from model import GPT, ModelConfig
@@ -53,9 +53,8 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
     for given in paths:
         directory = find(given)
         config, info = read_description(directory)
-        digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode())
-        digest.update(sha256_of(directory / WEIGHTS).encode())
-        identity = digest.hexdigest()[:16]
+        content = json.dumps(config.to_dict(), sort_keys=True) + sha256_of(directory / WEIGHTS)
+        identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if identity in checkpoints:
             twin = checkpoints[identity].path
             raise UserError(f"{given} is the same model as {twin}; give it once")
@@ -65,16 +64,14 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
     """A short name for each of the `runs` of a results file: the first that tells all apart."""
-    for name in (
-        lambda run: mechanism_label(ModelConfig.from_dict(run["model"]).attention),
-        lambda run: run["run"],
-        lambda run: f"{run['run']} @ {run['step']}",
-        lambda run: run["path"],
-    ):
-        names = {identity: name(run) for identity, run in runs.items()}
+    for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
+        names = {}
+        for identity, run in runs.items():
+            mechanism = mechanism_label(ModelConfig.from_dict(run["model"]).attention)
+            names[identity] = form.format_map(run | {"mechanism": mechanism, "identity": identity})
         if len(set(names.values())) == len(names):
-            return names
-    return {identity: identity for identity in runs}
+            break
+    return names
 
 
 def mechanism_label(m: Mechanism) -> str:
@@ -138,8 +135,8 @@ class Case:
     @property
     def key(self) -> dict:
         """The fields that its records share."""
-        run = self.checkpoint.identity
-        return {"run": run, "variant": self.variant.name, "length": self.length}
+        names = {"run": self.checkpoint.identity, "variant": self.variant.name}
+        return names | {"length": self.length}
 
     @property
     def label(self) -> str:
@@ -152,3 +149,15 @@ class Case:
 
     def configure(self, model: GPT) -> None:
         model.configure(attention=self.config.attention, interpolation=self.config.interpolation)
+
+
+def unmeasured(results: Results, checkpoints, variants, lengths, device) -> Iterator[tuple]:
+    """(case, model) of what the results lack; shorter lengths first."""
+    for checkpoint in checkpoints:
+        results.runs.setdefault(checkpoint.identity, checkpoint.describe())
+        suited = [v for v in variants if v.suits(checkpoint.config)]
+        cases = [Case(checkpoint, v, n) for n in lengths for v in suited]
+        missing = [case for case in cases if not results.find(**case.key)]
+        model = checkpoint.load(device) if missing else None
+        for case in missing:
+            yield case, model

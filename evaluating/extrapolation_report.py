@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from evaluating.results import AS_TRAINED, Record, Results
 from support import plots
 from support.text import short_number, table
 
-LOSS = "validation loss (nats per token)"
+LOSS, LENGTH = "validation loss (nats per token)", "evaluation length (tokens)"
 Key = tuple[str, str, int]  # run, variant, length
 
 
@@ -32,64 +32,9 @@ def table_by_length(results: Results, title: str, found: dict[Key, str]) -> str:
     return f"\n{title}\n" + table(["", *map(str, lengths)], rows) if rows else ""
 
 
-def styled_series(results: Results, quantity: str) -> Iterator[tuple[str, dict, list[Record]]]:
-    """(label, style, records): one colour per mechanism, one dash per run or variant of it."""
-    names, runs, order = labels(results.runs), list(results.runs), Counter()
-    series = sorted(results.series(quantity), key=lambda s: (runs.index(s[0]), s[1] != AS_TRAINED))
-    for identity, variant, found in series:
-        mechanism = results.runs[identity]["model"]["attention"]["name"]
-        style = plots.style(mechanism, variant, order[mechanism])
-        order[mechanism] += 1
-        yield series_label(names[identity], variant).replace("alpha", "α"), style, found
-
-
-def new_figure(series: list):
-    """One column wide, with room for the legend below."""
-    return plots.figure(height=2.1 + 0.16 * math.ceil(len(series) / 2))
-
-
-def mark_lengths(axes, results: Results, lengths: list[int]) -> None:
-    """One tick per length, and a mark at the training length if all runs share it."""
-    trained = {run["train_length"] for run in results.runs.values()}
-    plots.length_axis(axes, lengths, trained.pop() if len(trained) == 1 else None)
-
-
-def figure_by_length(
-    results: Results,
-    quantity: str,
-    *,
-    xlabel: str = "evaluation length (tokens)",
-    ylabel: str,
-    scale: float = 1,
-    errors: Callable[[Record], tuple[float, float]] = lambda r: (r.error or 0, r.error or 0),
-):
-    """Lines with errors below and above, bars where there is one length; None is left out."""
-    series = list(styled_series(results, quantity))
-    lengths = sorted({r.length for r in results.select(quantity=quantity)})
-    figure, axes = new_figure(series)
-    for place, (label, style, found) in enumerate(series):
-        if not (found := [r for r in found if r.value is not None]):
-            continue
-        values = [scale * r.value for r in found]
-        spread = [[scale * e for e in side] for side in zip(*map(errors, found), strict=True)]
-        if len(lengths) == 1:
-            bar = {"color": style["color"], "error_kw": {"elinewidth": 0.8}}
-            axes.bar([place], values, 0.8, yerr=spread, **bar)
-        else:
-            x = [r.length for r in found]
-            axes.errorbar(x, values, spread, elinewidth=0.7, label=label, clip_on=False, **style)
-    if len(lengths) == 1:
-        figure.set_figheight(3.2)  # the names below the bars need room
-        axes.grid(False, axis="x")
-        axes.set_axisbelow(True)
-        axes.set_xticks(range(len(series)), [s[0] for s in series], rotation=30, ha="right")
-        axes.set_xlabel(f"{xlabel}: {short_number(lengths[0])}")
-    else:
-        mark_lengths(axes, results, lengths)
-        axes.set_xlabel(xlabel)
-        plots.legend_below(figure, axes)
-    axes.set_ylabel(ylabel)
-    return figure, axes
+def number(value: float | None, form: str, error: float | None = None) -> str:
+    shown = "overflow" if value is None or math.isnan(value) else format(value, form)
+    return shown if error is None else f"{shown} ±{error:.4f}"
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
@@ -110,6 +55,25 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
     return differences
 
 
+def tables(results: Results, reference: str) -> str:
+    """Loss, perplexity, context gain and difference from the reference run, by length."""
+    losses, gains = by_key(results, "loss").items(), by_key(results, "context_gain").items()
+    paired = paired_differences(results, reference).items()
+    # exp of more than 709 overflows.
+    finite = {k: r.value if r.value is not None and r.value < 700 else None for k, r in losses}
+    perplexities = {k: v if v is None else math.exp(v) for k, v in finite.items()}
+    title = f"validation loss over {results.settings['tokens']:,} tokens, ± standard error"
+    helps = "context gain: full minus near context on the same tokens (< 0: it helps)"
+    against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
+    parts = (
+        (title, {k: number(r.value, ".4f", r.error) for k, r in losses}),
+        ("perplexity", {k: number(value, ".2f") for k, value in perplexities.items()}),
+        (helps, {k: number(r.value, "+.4f", r.error) for k, r in gains}),
+        (against, {k: number(value, "+.4f", error) for k, (value, error) in paired}),
+    )
+    return "\n".join(filter(None, (table_by_length(results, *part) for part in parts)))
+
+
 def short_table(results: Results) -> str:
     """Loss by length, its rise, and the context gain at the longest: one line per series."""
     names, gains = labels(results.runs), by_key(results, "context_gain")
@@ -120,47 +84,64 @@ def short_table(results: Results) -> str:
         first, last = found[0].value, found[-1].value
         rise = None if None in (first, last) else last - first
         gain = gains.get((identity, variant, found[-1].length))
-        label, shown = series_label(names[identity], variant), [losses.get(n, "") for n in lengths]
         ends = [number(rise, "+.3f"), number(gain.value, "+.3f") if gain else ""]
-        body.append([label, *shown, *ends])
+        label = series_label(names[identity], variant)
+        body.append([label, *(losses.get(n, "") for n in lengths), *ends])
     return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)
 
 
-def tables(results: Results, reference: str) -> str:
-    """Loss, perplexity, context gain and difference from the reference run, by length."""
-    losses, gains = by_key(results, "loss").items(), by_key(results, "context_gain").items()
-    paired = paired_differences(results, reference).items()
-    against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
-    title = f"validation loss over {results.settings['tokens']:,} tokens, ± standard error"
-    helps = "context gain: full minus near context on the same tokens (< 0: it helps)"
-    parts = (
-        (title, {k: number(r.value, ".4f", r.error) for k, r in losses}),
-        ("perplexity", {k: number(perplexity(r.value), ".2f") for k, r in losses}),
-        (helps, {k: number(r.value, "+.4f", r.error) for k, r in gains}),
-        (against, {k: number(value, "+.4f", error) for k, (value, error) in paired}),
-    )
-    return "\n".join(filter(None, (table_by_length(results, *part) for part in parts)))
+def styled_series(results: Results, quantity: str) -> Iterator[tuple[str, dict, list[Record]]]:
+    """(label, style, records): one colour per mechanism, one dash per run or variant of it."""
+    names, runs, order = labels(results.runs), list(results.runs), Counter()
+    series = sorted(results.series(quantity), key=lambda s: (runs.index(s[0]), s[1] != AS_TRAINED))
+    for identity, variant, found in series:
+        mechanism = results.runs[identity]["model"]["attention"]["name"]
+        style = plots.style(mechanism, variant, order[mechanism])
+        order[mechanism] += 1
+        yield series_label(names[identity], variant).replace("alpha", "α"), style, found
 
 
-def perplexity(loss: float | None) -> float | None:
-    return math.exp(loss) if loss is not None and loss < 700 else None
+def with_error(record: Record) -> tuple[float, float, float]:
+    return record.value, record.error or 0, record.error or 0
 
 
-def number(value: float | None, form: str, error: float | None = None) -> str:
-    shown = "overflow" if value is None or math.isnan(value) else format(value, form)
-    return shown if error is None else f"{shown} ±{error:.4f}"
+def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH, point=with_error):
+    """Lines, or bars if there is one length; `point` gives a record's value and its two errors."""
+    series = list(styled_series(results, quantity))
+    lengths = sorted({r.length for r in results.select(quantity=quantity)})
+    figure, axes = new_figure(series)
+    for place, (label, style, found) in enumerate(series):
+        points = [(r.length, *point(r)) for r in found if r.value is not None]
+        if not points:
+            continue
+        x, y, *spread = zip(*points, strict=True)
+        if len(lengths) == 1:
+            bar = {"color": style["color"], "error_kw": {"elinewidth": 0.8}}
+            axes.bar([place], y, 0.8, yerr=spread, **bar)
+        else:
+            axes.errorbar(x, y, spread, elinewidth=0.7, label=label, clip_on=False, **style)
+    if len(lengths) > 1:
+        finish_axes(axes, results, lengths, xlabel, ylabel)
+        return figure, axes
+    figure.set_figheight(3.2)  # the names below the bars need room
+    axes.grid(False, axis="x")
+    axes.set_axisbelow(True)
+    axes.set_xticks(range(len(series)), [s[0] for s in series], rotation=30, ha="right")
+    axes.set(xlabel=f"{xlabel}: {short_number(lengths[0])}", ylabel=ylabel)
+    return figure, axes
 
 
-def figures(results: Results) -> list[Path]:
-    """Loss by length, context gain by length, and loss by position at the longest length."""
-    figure, _ = figure_by_length(results, "loss", ylabel=LOSS)
-    written = plots.save(figure, results.sibling(".png"))
-    if results.find(quantity="context_gain"):
-        ylabel = "context gain (nats): full − near"
-        figure, axes = figure_by_length(results, "context_gain", ylabel=ylabel)
-        axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
-        written += plots.save(figure, results.sibling("-gain.png"))
-    return written + plots.save(loss_by_position(results), results.sibling("-position.png"))
+def new_figure(series: list):
+    """One column wide, with room for the legend below."""
+    return plots.figure(height=2.1 + 0.16 * math.ceil(len(series) / 2))
+
+
+def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: str) -> None:
+    """Lengths across, with a mark at the training length if all runs share it; the legend."""
+    trained = {run["train_length"] for run in results.runs.values()}
+    plots.length_axis(axes, ticks, trained.pop() if len(trained) == 1 else None)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    plots.legend_below(axes.figure, axes)
 
 
 def loss_by_position(results: Results):
@@ -169,13 +150,22 @@ def loss_by_position(results: Results):
     figure, axes = new_figure(series)
     for label, style, found in series:
         buckets = found[-1].details["by_position"]
-        if found[-1].length != longest or any(b["loss"] is None for b in buckets):
-            continue
-        middles = [math.sqrt(b["from"] * b["to"]) for b in buckets]
-        axes.plot(middles, [b["loss"] for b in buckets], label=label, **(style | {"marker": ""}))
+        if found[-1].length == longest and all(b["loss"] is not None for b in buckets):
+            middles = [math.sqrt(b["from"] * b["to"]) for b in buckets]
+            style = style | {"marker": ""}
+            axes.plot(middles, [b["loss"] for b in buckets], label=label, **style)
     ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
-    mark_lengths(axes, results, ticks)
-    axes.set_xlabel(f"position in a window of {short_number(longest)} tokens")
-    axes.set_ylabel(LOSS)
-    plots.legend_below(figure, axes)
+    xlabel = f"position in a window of {short_number(longest)} tokens"
+    finish_axes(axes, results, ticks, xlabel, LOSS)
     return figure
+
+
+def figures(results: Results) -> list[Path]:
+    """Loss by length, context gain by length, and loss by position at the longest length."""
+    figure, _ = figure_by_length(results, "loss", LOSS)
+    written = plots.save(figure, results.sibling(".png"))
+    if results.find(quantity="context_gain"):
+        figure, axes = figure_by_length(results, "context_gain", "context gain (nats): full − near")
+        axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
+        written += plots.save(figure, results.sibling("-gain.png"))
+    return written + plots.save(loss_by_position(results), results.sibling("-position.png"))

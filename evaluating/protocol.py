@@ -61,7 +61,7 @@ def arithmetic(precision: str, device) -> Iterator[str]:
 
 
 def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool = True) -> Results:
-    """Begin or continue a file of what torch computes."""
+    """Begin or continue a results file whose records name torch's version and threads."""
     import torch
 
     made_with = {"torch": torch.__version__, "threads": torch.get_num_threads()}

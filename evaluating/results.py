@@ -11,6 +11,7 @@ measurement, and none is computed again. Records of one file are comparable: to 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lssar.errors import UserError
 from support import files
@@ -53,8 +54,7 @@ class Record:
         files.refuse_wrong_types(vars(self), kinds, f" in a record of {self.quantity!r}")
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A record and what its file says about it."""
 
     record: Record
@@ -79,42 +79,40 @@ class Results:
         self._claim: files.Claim | None = None
         self._opened_as = self._version()
         if self.path.exists():
-            found = read_results(self.path)
-            self._refuse_others(found)
-            self.runs, self.records = found.runs, found.records
+            self._take_over(read_results(self.path))
         files.make_folder(self.path.parent)
 
-    def _refuse_others(self, found: "Results") -> None:
+    def _take_over(self, found: "Results") -> None:
         if found.kind != self.kind:
             held = f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}"
             raise UserError(f"{held}; give another --out")
-        for key in {**self.settings, **found.settings}:
+        for key in self.settings | found.settings:
             old, new = found.settings.get(key), self.settings.get(key)
             if old != new:
                 made = f"{self.path} was made with {key} = {old}, this is {new}"
                 raise UserError(f"{made}: not comparable; give another --out or delete it")
+        self.runs, self.records = found.runs, found.records
 
     def _version(self) -> tuple | None:
         found = self.path.stat() if self.path.exists() else None
         return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def select(self, **fields) -> list[Record]:
-        """The records whose fields have these values."""
         return [r for r in self.records if all(getattr(r, k) == v for k, v in fields.items())]
 
     def find(self, **fields) -> Record | None:
         return next(iter(self.select(**fields)), None)
 
-    def add(self, *records: Record) -> None:
+    def add(self, *records: Record, save: bool = True) -> None:
         """Add the numbers of one measurement, all or none, in place of those they replace."""
         replaced = {r.key for r in records}
         self.records = [r for r in self.records if r.key not in replaced]
         for record in records:
             if not record.command:  # else it was measured before
-                details = record.details | self._made_with
-                record = replace(record, **self._stamp, details=details)
+                record = replace(record, **self._stamp, details=record.details | self._made_with)
             self.records.append(Record(**files.finite(asdict(record))))
-        self.save()
+        if save:
+            self.save()
 
     def save(self) -> None:
         if self._claim is None:  # many processes may read, only one writes
@@ -170,7 +168,7 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
             continue
         for r in results.records:
             run = results.runs[r.run]
-            name, seed = run["run"], run.get("seed")
-            place = (path, r.quantity, name, r.variant, r.task, r.length)
-            newest[place] = Measured(r, run, name, seed, results.kind, path)
+            seed = run["seed"] if isinstance(run.get("seed"), int) else None
+            place = (path, r.quantity, run["run"], r.variant, r.task, r.length)
+            newest[place] = Measured(r, run, run["run"], seed, results.kind, path)
     return list(newest.values()), problems

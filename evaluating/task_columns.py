@@ -8,6 +8,5 @@ Column = tuple[str, str, str]  # task, metric, heading
 TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 PER_CENT, LOWER_IS_BETTER = tuple(TASKS["per_cent"]), tuple(TASKS["lower_is_better"])
 # (title, the paper's tables of it, columns)
-LAYOUTS: list[tuple[str, list[str], list[Column]]] = []
-for layout in TASKS["layouts"]:
-    LAYOUTS.append((layout["title"], layout["paper"], list(map(tuple, layout["columns"]))))
+LAYOUTS = [(t["title"], t["paper"], [*map(tuple, t["columns"])]) for t in TASKS["layouts"]]
+COLUMNS: list[Column] = [column for _, _, columns in LAYOUTS for column in columns]

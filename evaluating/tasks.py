@@ -1,6 +1,6 @@
 """The task sets of `downstream.py`, where their documents come from, and their scores.
 
-Only the folders of the tasks in question are scanned: all of the harness' own take 16 seconds.
+Only the folders of the chosen tasks are scanned: scanning all of the harness takes 16 seconds.
 Documents come from the hub, or with a data folder from files in the hub's own layout,
 DIR/ai2_arc/ARC-Easy/test*.parquet (or .jsonl), by YAML files that include the harness'.
 """
@@ -78,20 +78,20 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if name not in PLACES or data is not None:
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise UserError(f"{name}: its documents cannot be read: {reason}") from None
-        where, kind = PLACES[name]["repository"], type(error).__name__
-        local = f"give a local copy with --data-dir DIR, in {local_folder(name, Path('DIR'))}"
-        reason = f"the data set {where} is not reachable on the hub ({kind})"
-        raise UserError(f"{name}: {reason}; {local}") from None
+        kind = type(error).__name__
+        if name in PLACES and data is None:
+            repository, folder = PLACES[name]["repository"], local_folder(name, Path("DIR"))
+            reason = f"the data set {repository} is not reachable on the hub ({kind})"
+            remedy = f"give a local copy with --data-dir DIR, in {folder}"
+            raise UserError(f"{name}: {reason}; {remedy}") from None
+        reason = next(iter(str(error).splitlines()), "") or kind
+        raise UserError(f"{name}: its documents cannot be read: {reason}") from None
 
 
 def local_folder(name: str, data: Path, configuration: str | None = None) -> Path:
     """The folder of a data set's configuration, or of the whole set where it has none."""
-    place = PLACES[name]
-    configuration = configuration or place.get("configuration", "")
-    return data / place["repository"].split("/")[1] / configuration
+    configuration = configuration or PLACES[name].get("configuration", "")
+    return data / PLACES[name]["repository"].split("/")[1] / configuration
 
 
 def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
@@ -108,11 +108,10 @@ def localise(name: str, harness: Path, target: Path, data: Path) -> Path:
         if not files:
             missing = f"no {split}*.parquet or {split}*.jsonl in {folder}"
             raise UserError(f"{name}: {missing}; put {PLACES[name]['repository']} of the hub there")
-        kind = "parquet" if files[0].endswith(".parquet") else "json"
-        made = {"include": str(original), "dataset_path": kind}
-        made["dataset_kwargs"] = {"data_files": {split: files}}
+        made = dict.fromkeys(("dataset_name", "training_split", "fewshot_split"))
+        made |= {"include": str(original), "dataset_kwargs": {"data_files": {split: files}}}
+        made["dataset_path"] = "parquet" if files[0].endswith(".parquet") else "json"
         made["validation_split"] = split if split == task.get("validation_split") else None
-        made |= dict.fromkeys(("dataset_name", "training_split", "fewshot_split"))
         write_json(target / original.name, made)
     return target
 
@@ -144,22 +143,17 @@ def measure(lm, key: dict, loaded: dict, limit: int | None) -> list[Record]:
     details = {"samples": samples, "max_gen_toks": lm.max_gen_toks}
     details["version"] = found["versions"].get(name)
     details["seconds"] = round(time.monotonic() - begun, 2)
-    scores = {task: _metrics(found["results"][task]) for task in {name, *loaded["tasks"]}}
+    scores: dict[str, dict[str, float]] = {}
+    for task in (name, *loaded["tasks"]):  # "acc,none" and "acc_stderr,none": a metric, a filter
+        numbers = {k: v for k, v in found["results"][task].items() if isinstance(v, int | float)}
+        scores[task] = {k.partition(",")[0]: float(v) for k, v in numbers.items() if "," in k}
     records = []
-    for metric, value in scores[name].items():
-        if metric.endswith("_stderr"):
-            continue
+    for metric in (m for m in scores[name] if not m.endswith("_stderr")):
         parts = {t: scores[t][metric] for t in loaded["tasks"] if t != name and metric in scores[t]}
-        more = {"subtasks": parts} if parts else {}
-        error = scores[name].get(f"{metric}_stderr")
-        records.append(Record(metric, value=value, error=error, details=details | more, **key))
+        more = details | ({"subtasks": parts} if parts else {})
+        value, error = scores[name][metric], scores[name].get(f"{metric}_stderr")
+        records.append(Record(metric, value=value, error=error, details=more, **key))
     return records
-
-
-def _metrics(scores: dict) -> dict[str, float]:
-    """The harness' "acc,none" and "acc_stderr,none" without the name of the filter."""
-    numbers = {k: v for k, v in scores.items() if "," in k and isinstance(v, int | float)}
-    return {key.partition(",")[0]: float(value) for key, value in numbers.items()}
 
 
 def rouge(text: str, references: list[str]) -> dict[str, float]:
@@ -181,17 +175,21 @@ def score_line(doc: dict, results: list[str]) -> dict[str, float]:
 
 
 def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
-    """Write a task's documents into `folder`; returns its YAML file."""
+    """Write a nano task's documents into `folder`; returns its YAML file."""
     if corpus is None:
         raise UserError(f"{name} is made from a corpus' held-out text; give --corpus DIR")
-    documents = MAKERS[name](held_out_texts(corpus), random.Random(0), COUNTS[name])
+    draw, find = random.Random(0), FINDERS[name]
+    found = [document for text in held_out_texts(corpus) for document in find(text)]
+    documents = draw.sample(found, min(COUNTS[name], len(found)))
+    if name == "nano_continuation":
+        documents = with_choices(documents, sorted({d["target"] for d in found}), draw)
     if not documents:
         raise UserError(f"{corpus}: its validation text is too short or too plain for {name}")
     file = folder / f"{name}.jsonl"
     write_text(file, "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
-    include = str(Path(__file__).parent / f"task_files/{name}.yaml")
     data = {"data_files": {"test": str(file.resolve())}}
-    write_json(folder / f"{name}.yaml", {"include": include, "dataset_kwargs": data})
+    task = {"include": str(OURS / f"{name}.yaml"), "dataset_kwargs": data}
+    write_json(folder / f"{name}.yaml", task)
     return folder / f"{name}.yaml"
 
 
@@ -204,46 +202,40 @@ def held_out_texts(corpus: Path) -> list[str]:
     return [tokeniser.decode(part[part != tokeniser.eot]) for part in np.split(ids, cuts)]
 
 
-def cloze(texts: list[str], draw: random.Random, count: int) -> list[dict]:
-    documents = []
-    for text in texts:
-        for match in NAME.finditer(text, PASSAGE):
-            cut, name = match.end() - LAST, match[0]
-            context = text[cut - PASSAGE : cut]
-            earlier = context[: -NEAR - len(name)]
-            if re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", earlier):
-                documents.append({"context": context, "target": name[-LAST:]})
-    return draw.sample(documents, min(count, len(documents)))
+def cloze(text: str) -> Iterator[dict]:
+    for match in NAME.finditer(text, PASSAGE):
+        cut, name = match.end() - LAST, match[0]
+        context = text[cut - PASSAGE : cut]
+        earlier = context[: -NEAR - len(name)]
+        if re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", earlier):
+            yield {"context": context, "target": name[-LAST:]}
 
 
-def continuation(texts: list[str], draw: random.Random, count: int) -> list[dict]:
-    found = [
-        # The newline belongs to the continuation: the harness moves whitespace there anyway.
-        (text[match.start() + 1 - PASSAGE : match.start() + 1], "\n" + match[1])
-        for text in texts
-        for match in re.finditer(r"\S\n([^\n]{16,64})(?=\n)", text)
-        if match.start() + 1 >= PASSAGE
-    ]
-    lines = sorted({line for _, line in found})
-    documents = []
-    for context, line in draw.sample(found, min(count, len(found)) if len(lines) > 3 else 0):
-        others = draw.sample([other for other in lines if other != line], 3)
+def continuation(text: str) -> Iterator[dict]:
+    for match in re.finditer(r"\S\n([^\n]{16,64})(?=\n)", text):
+        cut = match.start() + 1
+        if cut >= PASSAGE:
+            # The newline belongs to the continuation: the harness moves whitespace there anyway.
+            yield {"context": text[cut - PASSAGE : cut], "target": "\n" + match[1]}
+
+
+def with_choices(documents: list[dict], lines: list[str], draw: random.Random) -> list[dict]:
+    """The true line at a random place among three others; nothing if there are too few lines."""
+    found = []
+    for document in documents if len(lines) > 3 else ():
+        others = draw.sample([line for line in lines if line != document["target"]], 3)
         label = draw.randrange(4)
-        choices = [*others[:label], line, *others[label:]]
-        documents.append({"context": context, "choices": choices, "label": label})
-    return documents
+        choices = [*others[:label], document["target"], *others[label:]]
+        found.append({"context": document["context"], "choices": choices, "label": label})
+    return found
 
 
-def line_rest(texts: list[str], draw: random.Random, count: int) -> list[dict]:
-    documents = []
-    for text in texts:
-        for match in re.finditer(r"\n([^\n]{16,48})(?=\n)", text):
-            middle = match.start(1) + len(match[1]) // 2
-            context = text[max(0, middle - PASSAGE + 32) : middle]
-            target = text[middle : match.end()]
-            if middle >= PASSAGE - 32 and re.search(r"[A-Za-z]{3}", target):
-                documents.append({"context": context, "target": target})
-    return draw.sample(documents, min(count, len(documents)))
+def line_rest(text: str) -> Iterator[dict]:
+    for match in re.finditer(r"\n([^\n]{16,48})(?=\n)", text):
+        middle = match.start(1) + len(match[1]) // 2
+        target = text[middle : match.end()]
+        if middle >= PASSAGE - 32 and re.search(r"[A-Za-z]{3}", target):
+            yield {"context": text[middle - PASSAGE + 32 : middle], "target": target}
 
 
-MAKERS = {"nano_cloze": cloze, "nano_continuation": continuation, "nano_line": line_rest}
+FINDERS = {"nano_cloze": cloze, "nano_continuation": continuation, "nano_line": line_rest}

@@ -1,35 +1,36 @@
-"""What was measured at one scale, asked by table, row and column; comparisons of it, each once.
+"""What was measured at one scale, looked up and compared by table, row and column.
 
-Whoever asks for the same comparison, a table, a claim, a figure or the page, gets the same object,
-so that they cannot disagree.
+A table, a claim, a figure and the page that ask for the same comparison get the same object, so
+they cannot disagree.
 """
 
 import json
+import math
+import re
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from evaluating.results import AS_TRAINED, Measured, collect
-from paper.experiments import EXTRAPOLATION, PASSKEY, Column, Row, Table, all_tables
-from paper.runs import SCALES, run_name, run_seeds
-from paper.statistic import MARGIN, Comparison, compare
+from paper.experiments import EXTRAPOLATION, PASSKEY, SCALES, Column, Row, Table, all_tables
+from paper.statistic import MARGIN, BySeed, Comparison, compare
 from support.files import finite, json_record, refuse_wrong_types
 
-PAPER = Path(__file__).with_name("paper.json")
 RUNS = "runs.json"  # beside the results of a scale: what every training run was
 LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
 
 
 def paper_numbers() -> dict:
-    return json.loads(PAPER.read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Cell:
-    values: dict[int | None, float | None] = field(default_factory=dict)  # by seed; None: overflow
+    values: BySeed = field(default_factory=dict)
     sources: dict[int | None, Path] = field(default_factory=dict)
-    mechanism: str = ""
+    mechanism: str = ""  # decides the colour; empty where the file does not say
 
     @property
     def n(self) -> int:
@@ -55,48 +56,44 @@ class Evidence:
         self.tables, self.paper = all_tables(scale), paper_numbers()
         measured, self.problems = collect(self.folder)
         self.problems.pop(self.folder / RUNS, None)
-        self._seeds = sorted({s for m in measured if (s := seed_of(m)) is not None})
-        self._found: dict[tuple, Measured] = {}
-        for one in measured:
+        self._found: dict[tuple, dict[int | None, Measured]] = defaultdict(dict)
+        for one in sorted(measured, key=lambda m: math.inf if m.seed is None else m.seed):
             self._add(one)
         self.cell, self.compare = cache(self._cell), cache(self._compare)
 
     def _add(self, one: Measured) -> None:
-        record, path = one.record, one.source.relative_to(self.folder)
-        folder = path.parts[0].removesuffix(".json")
-        place = (folder, record.quantity, one.name, record.variant, record.task)
-        self._found[*place, record.length] = one
+        record, folder = one.record, one.source.relative_to(self.folder).parts[0]
+        run = re.sub(r"-s\d+$", "", one.name)  # `run_name` without the seed
+        place = (folder.removesuffix(".json"), record.quantity, run, record.variant, record.task)
+        self._found[*place, record.length][one.seed] = one
         # Asked for without a length, a quantity is the one at the longest.
-        known = self._found.get((*place, None))
-        if known is None or (known.record.length or 0) <= (record.length or 0):
-            self._found[*place, None] = one
+        longest = self._found[*place, None]
+        if (longest.get(one.seed, one).record.length or 0) <= (record.length or 0):
+            longest[one.seed] = one
 
     def length(self, table: Table, factor: float | None) -> int | None:
         return None if factor is None else self.scale.length(factor, table.folder == PASSKEY)
 
     def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""
-        key = column.run(row.run)
         variant = f"window={self.length(table, 1)}" if row.variant == "window" else row.variant
-        place = (variant, column.task, self.length(table, column.factor))
-        names = [*(run_name(key, seed) for seed in self._seeds), key]
-        found = (self._found.get((table.folder, column.quantity, n, *place)) for n in names)
-        return {seed_of(m): m for m in found if m is not None}
+        place = (table.folder, column.quantity, column.run(row.run), variant, column.task)
+        return self._found.get((*place, self.length(table, column.factor)), {})
 
     def _cell(self, table: Table, row: Row, column: Column) -> Cell:
-        found, values = self.measured(table, row, column), {}
-        for seed, m in found.items():
-            sound = m.record.value is not None and abs(m.record.value) < LARGEST
-            values[seed] = m.record.value * (100 if column.percent else 1) if sound else None
-        sources = {seed: m.source for seed, m in found.items()}
-        mechanisms = (mechanism_of(m.run) for m in found.values())
-        return Cell(values, sources, next(filter(None, mechanisms), ""))
+        found, values, mechanism = self.measured(table, row, column), {}, ""
+        for seed, one in found.items():
+            value = one.record.value
+            sound = value is not None and abs(value) < LARGEST
+            values[seed] = value * (100 if column.percent else 1) if sound else None
+            mechanism = mechanism or mechanism_of(one.run)
+        return Cell(values, {seed: one.source for seed, one in found.items()}, mechanism)
 
     def is_missing(self, table: Table, row: Row, column: Column) -> bool:
         """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
         wanted = 1
         if table.folder in (EXTRAPOLATION, PASSKEY) and row.variant in (AS_TRAINED, "window"):
-            wanted = len(run_seeds(self.scale, column.run(row.run), None))
+            wanted = len(self.scale.seeds_of(column.run(row.run)))
         return self.cell(table, row, column).n < wanted
 
     def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
@@ -112,17 +109,17 @@ class Evidence:
             return None
         return found[paper["columns"].index(column.paper)]
 
-
-def seed_of(one: Measured) -> int | None:
-    return one.seed if isinstance(one.seed, int) else None
+    def printed_gap(self, table: Table, row: Row, other: Row, column: Column) -> float | None:
+        ours, theirs = (self.printed(table, r, column) for r in (row, other))
+        return None if None in (ours, theirs) else ours - theirs
 
 
 def mechanism_of(run: dict) -> str:
-    """The name of its attention, which decides its colour; empty where the file does not say."""
-    found = run
-    for key in ("model", "attention", "name"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, str) else ""
+    try:
+        name = run["model"]["attention"]["name"]
+    except (KeyError, TypeError):
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 _FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}

@@ -1,16 +1,74 @@
-"""The paper's tables and figures as values: where each of their numbers is to be found.
+"""The paper's experiments as values: the two scales, the runs to train, the tables and figures.
 
-A number is a quantity of a run, or of a variant of it, at a multiple of the training length or on a
-task. Tables share runs by key. What they hold is in tables.toml.
+A number of a table is a quantity of a run, or of a variant of it, at a multiple of the training
+length or on a task. Tables share runs by key. The values are in runs.toml and tables.toml.
 """
 
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from evaluating.results import AS_TRAINED
-from evaluating.task_columns import LAYOUTS, LOWER_IS_BETTER, PER_CENT
-from paper.runs import load_toml
+from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
 
 EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
+ALL_FACTORS = (1, 2, 4, 8, 16)
+PASSKEY_FACTORS = (1, 1.5, 2, 4, 8)
+SWEPT_P = (1, 3, 5, 10, 15, 20)
+HEADLINE = ("softmax", "ssmax", "lssa", "lssar-p3", "lssar-p15")
+
+
+def load_toml(name: str) -> dict:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Scale:
+    name: str
+    config: str  # of the runs that both scales have
+    train_length: int
+    passkey_train_length: int
+    eval_tokens: int  # targets of the loss at every length
+    spread: bool  # targets from all over the validation set, or only its beginning
+    unit: str
+    seeds: Sequence[int]  # of repeated runs; the others have only the first
+    corpora: dict[str, dict]  # by directory: arguments of data/prepare.py, number of tokens
+    tokens_per_second: float | None = None  # training speed on a CPU, for the plan
+
+    def length(self, factor: float, passkey: bool = False) -> int:
+        return int(factor * (self.passkey_train_length if passkey else self.train_length))
+
+    def seeds_of(self, run: str) -> Sequence[int]:
+        """All of them for the runs of the headline and of PI, whose differences are small."""
+        several = run in HEADLINE or run.startswith(("pi-", "no-pi-"))
+        return self.seeds if several else self.seeds[:1]
+
+
+@dataclass(frozen=True)
+class Run:
+    key: str
+    config: str  # a file in configs/
+    options: str = ""  # of train.py
+    init_from: str | None = None  # key of the run whose weights it starts from
+    factors: Sequence[int] = ALL_FACTORS  # lengths to evaluate at, in training lengths
+    windows: bool = False  # also evaluate with a sliding window
+    alphas: Sequence[float] = ()  # of adaptive p_i to evaluate with, first seed only
+
+
+DATA = load_toml("runs.toml")
+SCALES = {name: Scale(name, **fields) for name, fields in DATA["scales"].items()}
+
+
+def all_runs(scale: str) -> dict[str, Run]:
+    runs = {}
+    for key, fields in (DATA["main"] | DATA["sweep"]).items():
+        runs[key] = {"config": SCALES[scale].config, "options": f"--attention.name={key}"} | fields
+    return {key: Run(key, **fields) for key, fields in (runs | DATA[scale]).items()}
+
+
+def run_name(key: str, seed: int) -> str:
+    return f"{key}-s{seed}"
 
 
 @dataclass(frozen=True)
@@ -62,23 +120,15 @@ class Table:
         return self.row(self.baseline)
 
 
-COLUMN_FIELDS = ("columns", "lengths", "quantity", "gain", "tasks")
-
-
 def all_tables(scale: str) -> dict[str, Table]:
-    data = load_toml("tables.toml")
-    found = {}
+    data, tables = load_toml("tables.toml"), {}
     for name, given in data["tables"].items():
         fields = {k: v.get(scale) if isinstance(v, dict) else v for k, v in given.items()}
         if fields["rows"]:
-            about_columns = {k: fields.pop(k) for k in COLUMN_FIELDS if k in fields}
-            fields["columns"] = tuple(load_columns(**about_columns))
-            fields["rows"] = tuple(load_row(row, data["rows"]) for row in fields["rows"])
-            fields["notes"] = tuple(data["notes"][note] for note in fields.get("notes", ()))
-            fields["panels"] = tuple(fields.get("panels", ("",)))
-            fields["script"] = f"scripts/{fields.get('script', f'table_{name}')}.sh"
-            found[name] = Table(name, **fields)
-    return found
+            rows = [load_row(row, data["rows"]) for row in fields.pop("rows")]
+            notes = [data["notes"][note] for note in fields.pop("notes", ())]
+            tables[name] = load_table(name, rows=rows, notes=notes, **fields)
+    return tables
 
 
 def load_row(given: str | dict, known: dict) -> Row:
@@ -88,13 +138,15 @@ def load_row(given: str | dict, known: dict) -> Row:
     return Row(**{"run": given["key"]} | shared | given)
 
 
-def load_columns(columns=(), lengths=(), quantity="loss", gain=False, tasks=()) -> list[Column]:
+def load_table(name, columns=(), lengths=(), quantity="loss", gain=False, tasks=(), **fields):
     found = [Column(**column) for column in columns]
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
     found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
     found += [Column(16, "context_gain")] if gain else []
-    for task, metric, title in (c for _, _, layout in LAYOUTS for c in layout if c[0] in tasks):
+    for task, metric, title in (column for column in COLUMNS if column[0] in tasks):
         paper = metric if task.startswith("lambada") else task
         kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}
         found.append(Column(None, metric, task, title, paper, **kind))
-    return found
+    fields |= {key: tuple(v) for key, v in fields.items() if isinstance(v, list)}
+    fields["script"] = f"scripts/{fields.get('script', f'table_{name}')}.sh"
+    return Table(name, columns=tuple(found), **fields)

@@ -7,7 +7,6 @@ finished jobs are skipped and interrupted ones continue, because every command h
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
 
 
 def is_done(job: Job) -> bool:
-    """A half-written or damaged result counts as missing: the job's command will say."""
+    """A half-written or damaged result counts as missing: the job's own command reports it."""
     try:
         return job.done()
     except UserError:
@@ -66,10 +65,7 @@ class Pool(StopSignal):
     def __init__(self, logs: Path, parallel: int):
         self.logs, self.threads = logs, max(1, (os.cpu_count() or 1) // parallel)
         self.running: dict[subprocess.Popen, tuple[Job, Path, float]] = {}
-
-    def __enter__(self) -> "Pool":
-        make_folder(self.logs)
-        return super().__enter__()
+        make_folder(logs)
 
     def __exit__(self, *_) -> None:
         try:
@@ -83,15 +79,11 @@ class Pool(StopSignal):
     def start(self, job: Job) -> None:
         print(f"      {job.name} ...", flush=True)
         log = self.logs / f"{job.name.replace(' ', '-')}.log"
+        options = {"env": {"OMP_NUM_THREADS": str(self.threads)} | os.environ}
+        options["start_new_session"] = True  # Ctrl-C reaches it once, through __exit__
         with log.open("a") as output:
-            process = subprocess.Popen(
-                job.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(self.threads)} | os.environ,
-                start_new_session=True,  # Ctrl-C reaches it once, through __exit__
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(job.command, **streams, **options)
         self.running[process] = job, log, time.monotonic()
 
     def finished(self) -> Iterator[tuple[Job, str]]:
@@ -104,23 +96,11 @@ class Pool(StopSignal):
             ended = [process for process in self.running if process.poll() is not None]
         for process in ended:
             job, log, began = self.running.pop(process)
-            if process.returncode == 0 and is_done(job):
+            code, state = process.returncode, "done"
+            if code == 0 and is_done(job):
                 print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
-                yield job, "done"
-                continue
-            printed = reversed(log.read_text(errors="replace").splitlines())
-            last = next(filter(str.strip, printed), "it printed nothing").strip()
-            code = process.returncode
-            yield job, f"failed with exit code {code}: {last} (all of it in {log})"
-
-
-def python(script: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, script, *arguments)
-
-
-def torchrun(processes: int, script: str, *arguments: str) -> tuple[str, ...]:
-    """Plain Python for one process: the same without the launcher."""
-    if processes == 1:
-        return python(script, *arguments)
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    return (sys.executable, *launcher, script, *arguments)
+            else:
+                printed = reversed(log.read_text(errors="replace").splitlines())
+                last = next(filter(str.strip, printed), "it printed nothing").strip()
+                state = f"failed with exit code {code}: {last} (full log: {log})"
+            yield job, state

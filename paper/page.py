@@ -9,9 +9,7 @@ import json
 import os
 import struct
 import unicodedata
-from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,54 +17,18 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from lssar.errors import UserError
-from paper.claims import Judged, findings, judge_all
+from paper.claims import findings, judge_all
 from paper.evidence import RUNS, Evidence, read_runs
-from paper.experiments import Table
-from paper.runs import SCALES
+from paper.experiments import SCALES, Table
 from paper.statistic import EXPLANATION, signed
 from paper.table_figures import draw
-from paper.tables import Built, build
+from paper.tables import build
 from support import plots
 from support.files import read_text, unseal
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent / "README.md"
 PIXELS = 135  # per inch of a figure, where there is room
-GOOD, BAD, OPEN = "good", "bad", "open"
-KINDS = dict.fromkeys(("holds", "reproduced", "same direction"), GOOD)
-KINDS |= dict.fromkeys(("does not hold", "differs", "opposite direction"), BAD) | {"open": OPEN}
-MARKS = {GOOD: "✓", BAD: "✗"}
-
-
-@dataclass(frozen=True)
-class View:
-    """A table as the page shows it."""
-
-    built: Built
-    svg: str | None  # its figure, below the site
-    size: tuple[int, int] | None
-    pictures: list[tuple[Path, tuple[int, int]]]
-
-    @property
-    def verdicts(self) -> list[str]:
-        entries = (entry for line in self.built.lines for entry in line.entries)
-        return [entry.agreement.verdict for entry in entries if entry.agreement]
-
-
-@dataclass(frozen=True)
-class Scale:
-    name: str
-    findings: list[str]
-    claims: list[Judged]
-    controls: list[Judged]
-    tables: dict[str, View]
-    runs: dict[str, dict]
-
-    @property
-    def verdicts(self) -> list[str]:
-        """Of all cells; the headline table is part of another, with more seeds."""
-        others = (view for name, view in self.tables.items() if name != "headline")
-        return [verdict for view in others for verdict in view.verdicts]
 
 
 class Page:
@@ -80,18 +42,22 @@ class Page:
         self.scales = [self._scale(name, folder) for name, folder in folders.items()]
         self.others = self._others(folders.values())
 
-    def _scale(self, name: str, folder: Path) -> Scale:
+    def _scale(self, name: str, folder: Path) -> dict:
         evidence = Evidence(name, folder)
         self.problems |= evidence.problems
+        shown = {"name": name, "findings": findings(evidence), "runs": {}}
+        shown["claims"], shown["controls"] = judge_all(evidence)
         tables = {n: self._view(evidence, table) for n, table in evidence.tables.items()}
-        runs, path = {}, folder / RUNS
+        # The headline table is part of another, with more seeds.
+        verdicts = [v for n, view in tables.items() if n != "headline" for v in view["verdicts"]]
         try:
-            runs = read_runs(path) if path.exists() else {}
+            shown["runs"] = read_runs(folder / RUNS) if (folder / RUNS).exists() else {}
         except UserError as error:
-            self.problems[path] = str(error)
-        return Scale(name, findings(evidence), *judge_all(evidence), tables, runs)
+            self.problems[folder / RUNS] = str(error)
+        return shown | {"tables": tables, "verdicts": verdicts}
 
-    def _view(self, evidence: Evidence, table: Table) -> View:
+    def _view(self, evidence: Evidence, table: Table) -> dict:
+        """A table as the page shows it, with its figure and the evaluations' pictures."""
         built = build(evidence, table)
         figure, svg, size = draw(built, evidence), None, None
         if figure is not None:
@@ -100,8 +66,11 @@ class Page:
             (self.out / self.folder).mkdir(parents=True, exist_ok=True)
             plots.save(figure, self.out / svg, (".svg",))
             self.figures.add(svg)
-        pictures = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
-        return View(built, svg, size, self._pictures(pictures))
+        entries = (entry for line in built.lines for entry in line.entries)
+        verdicts = [entry.agreement.verdict for entry in entries if entry.agreement]
+        found = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
+        drawn = {"svg": svg, "size": size, "pictures": self._pictures(found)}
+        return {"built": built, "verdicts": verdicts} | drawn
 
     def _others(self, folders: Collection[Path]) -> dict[Path, list]:
         """Results in no table, such as benchmarks, with the pictures beside them."""
@@ -134,22 +103,12 @@ class Page:
         environment = Environment(loader=FileSystemLoader(HERE), finalize=printable, **options)
         style, script = (Markup(read_text(HERE / f"page.{end}")) for end in ("css", "js"))
         values = {"page": self, "repository": REPOSITORY, "style": style, "script": script}
-        constants = {"KINDS": KINDS, "MARKS": MARKS, "EXPLANATION": EXPLANATION}
-        functions = {"count": count, "hash": source_hash, "plain": plain, "signed": signed}
-        return environment.get_template("page.html").render(values | constants | functions)
+        values |= {"EXPLANATION": EXPLANATION, "hash": source_hash, "signed": signed}
+        return environment.get_template("page.html").render(values)
 
     def link(self, path: Path) -> str:
         """Where a file is as seen from the page; the page holds no copies."""
         return quote(Path(os.path.relpath(path.resolve(), self.out.resolve())).as_posix())
-
-    def name(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
-
-def count(verdicts: Iterable[str]) -> dict[str, int]:
-    """How many there are of each verdict, in the order of KINDS."""
-    found = Counter(verdicts)
-    return {verdict: found[verdict] for verdict in KINDS if found[verdict]}
 
 
 def source_hash(source: str) -> str:
@@ -163,12 +122,6 @@ def printable(value):
         return "" if value is None else value
     shown = value.encode("utf-8", "replace").decode("utf-8")
     return "".join(c if unicodedata.category(c) != "Cc" or c in "\n\t" else "�" for c in shown)
-
-
-def plain(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,}" if abs(value) < 1e15 else f"{value:.4g}"
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -1,11 +1,9 @@
-"""The one rule by which numbers are compared, in claims, tables, figures and on the page.
-
-EXPLANATION states it.
-"""
+"""The one rule by which numbers are compared, in claims, tables, figures and on the page."""
 
 import math
 import statistics
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MARGIN = 0.02  # nats at the training length: losses this close are as good as each other
 
@@ -66,9 +64,8 @@ class Comparison:
 
     @property
     def equivalent(self) -> bool:
-        if self.interval is None or self.margin is None:
-            return False
-        return -self.margin <= self.interval[0] and self.interval[1] <= self.margin
+        known = self.interval is not None and self.margin is not None
+        return known and max(map(abs, self.interval)) <= self.margin
 
     @property
     def sign(self) -> int:
@@ -90,7 +87,6 @@ class Comparison:
         return self.verdict + small
 
     def text(self, decimals: int = 3) -> str:
-        """The mean and its interval."""
         shown = "not measured" if self.mean is None else signed(self.mean, decimals)
         if self.interval is None:
             return shown
@@ -102,10 +98,9 @@ class Comparison:
         """What would settle an open comparison; empty for a settled one."""
         if self.verdict != OPEN:
             return ""
-        if self.n == 0:
-            return "not measured"
-        if self.n == 1:
-            return "it rests on one run: at least 3 seeds would show the spread"
+        if self.n < 2:
+            one = "it rests on one run: at least 3 seeds would show the spread"
+            return one if self.n else "not measured"
         seeds = self.seeds_needed()
         if seeds > MANY_SEEDS:
             return f"more than {MANY_SEEDS} seeds would be needed to show so small a difference"
@@ -128,8 +123,7 @@ def compare(first: BySeed, second: BySeed, **options) -> Comparison:
     return Comparison(tuple(a - b for a, b in pairs if None not in (a, b)), **options)
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     verdict: str
     reason: str = ""
 
@@ -148,12 +142,9 @@ def direction(found: Comparison, paper_gap: float, tolerance: float | None) -> A
     """At another scale: whether a row lies on the same side of the baseline as in the paper."""
     if tolerance is None or abs(paper_gap) <= tolerance + 1e-9:
         return Agreement(OPEN, "the paper's gap is within its tolerance, and it has one seed")
-    if found.verdict == OPEN:
-        return Agreement(OPEN, found.settles)
-    if found.verdict == AS_GOOD:
-        return Agreement(OPEN, "here they are as good as each other")
-    same = (found.mean < 0) == (paper_gap < 0)
-    return Agreement(SAME if same else OPPOSITE)
+    if found.verdict in (OPEN, AS_GOOD):
+        return Agreement(OPEN, found.settles or "here they are as good as each other")
+    return Agreement(SAME if (found.mean < 0) == (paper_gap < 0) else OPPOSITE)
 
 
 def judge(found: list[tuple[Comparison, str]]) -> str:
@@ -164,12 +155,11 @@ def judge(found: list[tuple[Comparison, str]]) -> str:
 
 def side(found: Comparison, wanted: str) -> str:
     """Whether one comparison is as wanted; for "as good", better is good enough."""
-    if wanted == AS_GOOD:
-        good = found.equivalent or found.sign > 0
-        return HOLDS if good else FAILS if found.sign < 0 else OPEN
+    if wanted == AS_GOOD and found.equivalent:
+        return HOLDS
     if found.sign == 0:
         return OPEN
-    return HOLDS if (found.sign > 0) == (wanted == BETTER) else FAILS
+    return HOLDS if (found.sign > 0) == (wanted != WORSE) else FAILS
 
 
 def settles(found: list[tuple[Comparison, str]]) -> str:

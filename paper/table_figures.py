@@ -7,13 +7,14 @@ ends.
 from collections import Counter
 
 from paper.evidence import Evidence
-from paper.experiments import PASSKEY
-from paper.runs import SWEEP_STEMS, SWEPT_P
+from paper.experiments import PASSKEY, SWEPT_P
 from paper.tables import Built, Line
 from support import plots
 from support.text import short_number
 
 FIRST = ("lssar", "softmax", "lssa", "ssmax")  # keep their colours where others become grey
+# Panels of the sweep over exponents: start of the rows' keys, mechanism, title.
+SWEEP = (("softmax", "softmax-reweighted", "Softmax, re-weighted"), ("lssar", "lssar", "LSSAR"))
 
 
 def draw(built: Built, evidence: Evidence):
@@ -34,17 +35,18 @@ def by_length(built: Built, evidence: Evidence):
 
     "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
-    table, gaps = built.table, built.table.figure == "gaps"
-    shown = [i for i, (c, _) in enumerate(built.columns) if c.quantity != "context_gain"]
-    lengths = [evidence.length(table, built.columns[i][0].factor) for i in shown]
+    table, gaps, label = built.table, built.table.figure == "gaps", quantity(built)
+    shown = [c for c, _ in built.columns if c.quantity != "context_gain"]  # which comes last
+    lengths = [evidence.length(table, column.factor) for column in shown]
     panels, several = len(table.panels), len(table.panels) > 1
     width = plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN
     height = max(2.5, 0.8 + 0.14 * len(built.lines) / panels)
     figure, grid = plots.figure(1, panels, width, height, squeeze=False, sharey=True)
     for axes, prefix in zip(grid[0], table.panels, strict=True):
         lines = [n for n in built.lines if n.row.key.startswith(prefix)]
-        lines = [n for n in lines if not gaps or (n.entries[0].comparison and not n.row.control)]
-        ends = draw_lines(axes, sorted(lines, key=priority), shown, lengths, gaps)
+        if gaps:
+            lines = [n for n in lines if n.entries[0].comparison and not n.row.control]
+        ends = draw_lines(axes, sorted(lines, key=priority), lengths, gaps)
         plots.length_axis(axes, lengths, evidence.length(table, 1))
         axes.set(xlabel="evaluation length (tokens)")
         if several:
@@ -53,7 +55,6 @@ def by_length(built: Built, evidence: Evidence):
             plots.label_ends(axes, ends)
     if several:
         plots.legend_below(figure, grid[0, 0], columns=3)
-    label = quantity(built)
     if gaps:
         label = f"difference from {table.base.title}\n({built.unit}; 95 % interval)"
     grid[0, 0].set_ylabel(label)
@@ -66,16 +67,23 @@ def priority(line: Line) -> tuple:
     return line.row.control, line.row.key.endswith("-p3"), place
 
 
-def draw_lines(axes, lines: list[Line], shown: list[int], lengths: list[int], gaps: bool) -> list:
-    """Draw rows over lengths; return (label, height, colour) of every line's end."""
-    ends = []
-    for line, style in zip(lines, styles(lines), strict=True):
+def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
+    """Draw rows over lengths; return (label, height, colour) of every line's end.
+
+    One colour per mechanism; its second and third line have other dashes.
+    """
+    seen, styles, ends = Counter(), [], []
+    for line in lines:
+        kind = line.mechanism, line.row.variant == "window"
+        styles.append(plots.style(line.mechanism, line.row.variant, seen[kind]))
+        seen[kind] += 1
+    for line, style in zip(lines, plots.coloured(styles), strict=True):
         points = []
-        for x, entry in zip(lengths, (line.entries[i] for i in shown), strict=True):
-            found = entry.comparison
-            y, spread = (found.mean, found.half_width) if gaps else (entry.cell.mean, entry.cell.sd)
+        for length, entry in zip(lengths, line.entries, strict=False):
+            cell, found = entry.cell, entry.comparison
+            y, spread = (found.mean, found.half_width) if gaps else (cell.mean, cell.sd)
             if y is not None:
-                points.append((x, y, spread or 0))
+                points.append((length, y, spread or 0))
         if points:
             x, y, spread = zip(*points, strict=True)
             title = line.row.title
@@ -85,21 +93,11 @@ def draw_lines(axes, lines: list[Line], shown: list[int], lengths: list[int], ga
     return ends
 
 
-def styles(lines: list[Line]) -> list[dict]:
-    """One colour per mechanism; its second and third line have other dashes."""
-    seen, found = Counter(), []
-    for line in lines:
-        kind = line.mechanism, line.row.variant == "window"
-        found.append(plots.style(line.mechanism, line.row.variant, seen[kind]))
-        seen[kind] += 1
-    return plots.coloured(found)
-
-
 def by_exponent(built: Built, evidence: Evidence):
     """One panel per mechanism, one line per length."""
     lines = {line.row.key: line for line in built.lines}
-    figure, panels = plots.figure(1, len(SWEEP_STEMS), width=plots.PAGE, height=2.6, sharey=True)
-    for axes, (stem, mechanism) in zip(panels, SWEEP_STEMS.items(), strict=True):
+    figure, panels = plots.figure(1, len(SWEEP), width=plots.PAGE, height=2.6, sharey=True)
+    for axes, (stem, mechanism, title) in zip(panels, SWEEP, strict=True):
         ends = []
         for i, (column, _) in enumerate(built.columns):
             cells = [(p, lines[f"{stem}-p{p}"].entries[i].cell) for p in SWEPT_P]
@@ -109,7 +107,6 @@ def by_exponent(built: Built, evidence: Evidence):
                 axes.plot(*zip(*points, strict=True), **style)
                 length = short_number(evidence.length(built.table, column.factor))
                 ends.append((f"length {length}", points[-1][1], style["color"]))
-        title = {"softmax": "Softmax, re-weighted", "lssar": "LSSAR"}[stem]
         axes.set(xlabel="exponent p", title=title, xticks=SWEPT_P)
         plots.label_ends(axes, ends)
     panels[0].set_ylabel(quantity(built))
@@ -118,22 +115,18 @@ def by_exponent(built: Built, evidence: Evidence):
 
 def bars(built: Built, evidence: Evidence):
     """One length: how far each row is from the baseline, with the interval that judges it."""
-    base, found = built.table.base, []
+    base, found, label = built.table.base, [], quantity(built)
     for line in built.lines:
         cell, compared = line.entries[0].cell, line.entries[0].comparison
         mean = cell.mean if compared is None else compared.mean
         if mean is not None and line.row is not base:
-            found.append((line, mean, compared and compared.half_width))
+            found.append((line, mean, compared and compared.half_width, line.mechanism))
     if not found:
         return None
     figure, axes = plots.figure(width=1.2 * plots.COLUMN, height=0.8 + 0.22 * len(found))
-    for place, (line, mean, spread) in enumerate(found):
-        # Pale: one seed, no interval.
-        draw_bar(axes, place, mean, spread, line.mechanism, 1 if spread is not None else 0.45)
-    name_bars(axes, [line for line, *_ in found])
+    draw_bars(axes, found, alone=0.45)
     axes.invert_yaxis()
     axes.axvline(0, color=plots.INK, linewidth=0.8)
-    label = quantity(built)
     if base is not None:
         label = f"difference from {base.title} ({built.unit})\npale: one seed; lines: 95 % interval"
     axes.set_xlabel(label)
@@ -151,24 +144,22 @@ def by_column(built: Built, evidence: Evidence):
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):
-        for place, line in enumerate(lines):
-            cell = line.entries[i].cell
-            if cell.finite:
-                draw_bar(axes, place, cell.mean, cell.sd or None, cell.mechanism or line.row.key)
+        cells = [(line, line.entries[i].cell) for line in lines]
+        draw_bars(axes, [(n, c.mean, c.sd or None, c.mechanism or n.row.key) for n, c in cells])
         axes.set_title(title)
         axes.locator_params(axis="x", nbins=4)
-        name_bars(axes, lines)
     grid[0, 0].invert_yaxis()
     return figure
 
 
-def draw_bar(axes, place: int, mean: float, spread: float | None, mechanism: str, alpha=1.0):
-    axes.barh(place, mean, 0.7, color=plots.style(mechanism)["color"], alpha=alpha)
-    if spread is not None:
-        axes.errorbar(mean, place, xerr=spread, color=plots.INK, elinewidth=0.9)
-
-
-def name_bars(axes, lines: list[Line]) -> None:
-    axes.set_yticks(range(len(lines)), [line.row.title for line in lines])
+def draw_bars(axes, found: list[tuple[Line, float | None, float | None, str]], alone=1.0) -> None:
+    """(row, mean, spread, mechanism) from the top; `alone` is the opacity without a spread."""
+    for place, (_, mean, spread, mechanism) in enumerate(found):
+        if mean is not None:
+            opacity, colour = alone if spread is None else 1, plots.style(mechanism)["color"]
+            axes.barh(place, mean, 0.7, color=colour, alpha=opacity)
+        if spread is not None:
+            axes.errorbar(mean, place, xerr=spread, color=plots.INK, elinewidth=0.9)
+    axes.set_yticks(range(len(found)), [line.row.title for line, *_ in found])
     axes.grid(False, axis="y")
     axes.set_axisbelow(True)

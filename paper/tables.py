@@ -1,6 +1,7 @@
-"""A table of the paper made of what was measured, for the terminal, the figures and the page."""
+"""A table of the paper built from what was measured, for the terminal, the figures and the page."""
 
-from dataclasses import dataclass
+import itertools
+from typing import NamedTuple
 
 from paper.evidence import Cell, Evidence
 from paper.experiments import Column, Row, Table
@@ -9,33 +10,29 @@ from support.text import short_number
 from support.text import table as text_table
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One cell: what was measured, what the paper prints, and how they stand to the baseline."""
+class Entry(NamedTuple):
+    """One cell: what was measured, what the paper prints, and how both compare to the baseline."""
 
     cell: Cell
     column: Column
-    comparison: Comparison | None  # with the table's baseline; None for the baseline itself
-    paper: float | None
-    paper_gap: float | None  # from the baseline, in the paper
-    agreement: Agreement | None  # with the paper; None where one of them has no number
     decimals: int
+    paper: float | None
+    comparison: Comparison | None = None  # with the table's baseline; None for the baseline itself
+    paper_gap: float | None = None  # from the baseline, in the paper
+    agreement: Agreement | None = None  # with the paper; None where one of them has no number
 
     @property
     def text(self) -> str:
-        if not self.cell.n:
-            return ""
-        if self.cell.mean is None:
+        if self.cell.n and self.cell.mean is None:
             return "none" if self.column.quantity == "constant" else "overflow"
-        return fixed(self.cell.mean, self.decimals)
+        return fixed(self.cell.mean, self.decimals) if self.cell.n else ""
 
     @property
     def spread(self) -> str:
         return "" if self.cell.sd is None else f"±{fixed(self.cell.sd, self.decimals)}"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     row: Row
     entries: list[Entry]
     missing: bool  # some of its seeds, or all
@@ -49,8 +46,7 @@ class Line:
         return next((entry.cell.mechanism for entry in self.entries if entry.cell.n), "")
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     table: Table
     title: str
     unit: str
@@ -71,12 +67,12 @@ def build(evidence: Evidence, table: Table) -> Built:
         return any(evidence.cell(table, row, column).n for row in rows for column in columns)
 
     columns = [c for c in table.columns if not c.title or measured(table.rows, [c])]
-    rows = [r for r in table.rows if not r.control or measured([r], table.columns)]
     lines = []
-    for row in rows:
-        entries = [entry(evidence, table, row, column) for column in columns]
-        missing = any(evidence.is_missing(table, row, column) for column in columns)
-        lines.append(Line(row, entries, missing))
+    for row in table.rows:
+        if not row.control or measured([row], table.columns):
+            entries = [entry(evidence, table, row, column) for column in columns]
+            missing = any(evidence.is_missing(table, row, column) for column in columns)
+            lines.append(Line(row, entries, missing))
     paper = evidence.paper[table.label]
     unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
     headings = [(c, heading(evidence, table, c)) for c in columns]
@@ -90,9 +86,8 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
     comparison = gap = agrees = None
     if table.base not in (None, row):
         comparison = evidence.compare(table, row, table.base, column)
-        theirs = evidence.printed(table, table.base, column)
-        gap = None if None in (paper, theirs) else paper - theirs
-    if paper is not None and cell.mean is not None:
+        gap = evidence.printed_gap(table, row, table.base, column)
+    if None not in (paper, cell.mean):
         tolerance, columns = (evidence.paper[table.label][key] for key in ("tolerance", "columns"))
         if isinstance(tolerance, list):
             tolerance = tolerance[columns.index(column.paper)]
@@ -101,7 +96,7 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
         elif gap is not None:
             agrees = direction(comparison, gap, tolerance)
     decimals = decimals_of(evidence, table, column)
-    return Entry(cell, column, comparison, paper, gap, agrees, decimals)
+    return Entry(cell, column, decimals, paper, comparison, gap, agrees)
 
 
 def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
@@ -125,13 +120,12 @@ def heading(evidence: Evidence, table: Table, column: Column) -> str:
 
 def equations(evidence: Evidence, table: Table) -> list[str]:
     """The laws that symbolic regression found, in words."""
-    column = next((c for c in table.columns if c.quantity == "constant"), None)
-    found = []
-    for row in table.rows if column else ():
+    columns, found = [c for c in table.columns if c.quantity == "constant"], []
+    for row, column in itertools.product(table.rows, columns):
         for one in evidence.measured(table, row, column).values():
             listed = one.record.details.get("equations")
-            listed = listed if isinstance(listed, list) else []
-            texts = [str(e["equation"]) for e in listed if isinstance(e, dict) and "equation" in e]
+            laws = [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
+            texts = [str(law["equation"]) for law in laws if "equation" in law]
             found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
     return found
 

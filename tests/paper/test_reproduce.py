@@ -20,11 +20,19 @@ from data.shards import describe_set
 from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
 from paper.evidence import Evidence, paper_numbers, read_runs
-from paper.experiments import Column, Row, Table, all_tables
+from paper.experiments import (
+    DATA,
+    PASSKEY_FACTORS,
+    SCALES,
+    Column,
+    Row,
+    Run,
+    Table,
+    all_runs,
+    all_tables,
+)
 from paper.jobs import Job, Pool, run_all
-from paper.plan import Workspace, jobs_of
-from paper.run_records import write_runs
-from paper.runs import DATA, PASSKEY_FACTORS, SCALES, Corpus, Run, all_runs
+from paper.plan import Workspace, jobs_of, write_runs
 from paper.tables import build, show
 from training.config import load_config
 
@@ -58,7 +66,9 @@ def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
         assert config.run_directory == Path("runs") / scale / f"{key}-s3"
         assert config.data.directory in SCALES[scale].corpora
         if key in DATA["main"]:
-            wanted = {"name": key, "p": None} | DATA["main"][key].get("attention", {})
+            options = re.findall(r"--attention\.(\w+)=(\S+)", DATA["main"][key].get("options", ""))
+            wanted = {"name": key, "p": None} | dict(options)
+            wanted["p"] = wanted["p"] and float(wanted["p"])
             assert {name: getattr(config.mechanism(), name) for name in wanted} == wanted
 
 
@@ -362,20 +372,19 @@ def test_a_table_is_trained_evaluated_and_drawn_although_one_run_fails(
     tmp_path, monkeypatch, capsys
 ):
     corpus = make_corpus(tmp_path)
-    small = (*TINY, f"--data.directory={corpus}")
+    small = " ".join([*TINY, f"--data.directory={corpus}"])
     runs = {
         "softmax": Run("softmax", "nano-softmax", small),
-        "exp": Run("exp", "nano-softmax", (*small, "--train.lr=1e30", "--attention.name=exp")),
+        "exp": Run("exp", "nano-softmax", f"{small} --train.lr=1e30 --attention.name=exp"),
     }
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(paper.plan, "all_runs", lambda scale: runs)
-    monkeypatch.setattr("paper.run_records.all_runs", lambda scale: runs)
     scale = replace(
         SCALES["nano"],
         train_length=32,
         eval_tokens=1024,
         seeds=(0,),
-        corpora={str(corpus): Corpus(("none",), 1)},
+        corpora={str(corpus): {"arguments": ["none"], "tokens": 1}},
     )
     space = Workspace(scale, runs=tmp_path / "runs", results=tmp_path / "results")
     rows = (Row("softmax", "Softmax", "softmax"), Row("exp", "II", "exp"))
