@@ -18,7 +18,6 @@ from physics.systems import (
     TIME_STEPS,
     G,
     Orbits,
-    points_of,
     random_systems,
     solar_system,
     solve_kepler,
@@ -28,7 +27,10 @@ SMALL = ("--points", "37", "--bins", "200", "--sequences", "2300", "--val-sequen
 
 
 def random_points(seed, kind, first, count, points, bins, planets=0):
-    return points_of(random_systems(seed, kind, first, count, planets), count, points, bins)
+    found = np.empty((count, points, 2), dtype=np.uint16)
+    for index, systems in random_systems(seed, kind, first, count, planets):
+        found[index] = systems.points(points, bins)
+    return found
 
 
 def coordinates(tokens, bins):
