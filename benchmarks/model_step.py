@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from benchmarks import measure
-from benchmarks.study import Study, settings_of, text
+from benchmarks.study import Study, settings_of
 from evaluating.checkpoints import mechanism_label
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
@@ -54,8 +53,10 @@ class Workbench:
                 self.model = GPT(preset(options.preset, attention)).to(self.device)
                 groups = self.model.parameter_groups(0.1)
                 self.optimiser = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=True)
-            shape = options.batch, options.length + 1
-            vocabulary = PRESETS[options.preset]["vocab_size"]
+            vocabulary, shape = (
+                preset(options.preset).vocab_size,
+                (options.batch, options.length + 1),
+            )
             tokens = torch.randint(vocabulary, shape, device=self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -86,21 +87,18 @@ def train(options: Namespace) -> None:
     names = options.attention + ([NANOGPT] if options.nanogpt else [])
     steps = {name: make_steps(name, options)[0] for name in names}
     seconds = measure.round_seconds(steps, options.device, options.rounds)
-    first = statistics.median(seconds[names[0]])
-    for name in tqdm(names, desc="memory", leave=False, disable=None):
-        task = measure.peak_megabytes, options.device, make_steps, name, options
-        (peak,) = measure.in_new_process(*task)
-        time, rounds = statistics.median(seconds[name]), [1000 * t for t in seconds[name]]
+    memory = study.weigh(make_steps, names)
+    for name in names:
+        time, first = (statistics.median(seconds[n]) for n in (name, names[0]))
         add = partial(study.add, {"run": name}, variant=options.preset, length=options.length)
-        add("step_ms", 1000 * time, details={"rounds": rounds})
+        add("step_ms", 1000 * time, details={"rounds": [1000 * t for t in seconds[name]]})
         add("tokens_per_s", options.batch * options.length / time)
         add("step_ratio", time / first)
-        add("step_MB", peak)
+        for peak in memory.get(name, []):
+            add("step_MB", peak)
     size = f"{options.preset}, batch {options.batch} x {options.length} tokens"
     where = f"{options.device}, {torch.get_num_threads()} threads"
-    print(f"{size}, {where}, median of {options.rounds}; ratios to {names[0]}")
-    print(text(study.records, []))
-    study.write()
+    study.report(f"{size}, {where}, median of {options.rounds}; ratios to {names[0]}")
 
 
 def make_steps(name: str, options: Namespace) -> list[measure.Step]:
@@ -148,23 +146,21 @@ def cost(options: Namespace) -> None:
     preset(options.preset)  # raises for an unknown one
     study = Study(options)
     measured = measure_lines(study, table_lines(options, setting["p"]))
-    for line, values in measured.items():
-        m, tokens = line.mechanism, options.batch * options.length
+    key = {"length": options.length, "tokens": options.batch * options.length}
+    for (m, backend), values in measured.items():
         run = {"run": m.name, "model": {"preset": options.preset, "attention": settings_of(m)}}
-        key = {"variant": line.backend, "length": options.length, "tokens": tokens}
         for quantity, value in zip(COLUMNS, values, strict=True):
-            study.add(run, quantity, value, **key, details={"numerics": m.numerics})
+            study.add(
+                run, quantity, value, variant=backend, **key, details={"numerics": m.numerics}
+            )
     rows = paper["rows"]
     published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
     machine, on_gpu = measure.machine(options.device), options.device == "cuda"
     ours = f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, {machine['name']}"
     ours += f", {machine['threads']} threads, {'bf16 autocast' if on_gpu else 'fp32'}"
     theirs = "{device}, batch {batch} x {length}, {dtype}".format(**setting)
-    print(f"{ours}; paper: {theirs}; in brackets relative to the first line")
-    print(cost_table(measured, published))
-    for line in study.left_out:
-        print(f"left out: {line}")
-    study.write(partial(draw, measured, published), left_out=study.left_out)
+    header = f"{ours}; paper: {theirs}; in brackets relative to the first line"
+    study.report(header, cost_table(measured, published), partial(draw, measured, published))
 
 
 def table_lines(options: Namespace, p: float) -> list[Line]:
