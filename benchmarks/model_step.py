@@ -53,11 +53,8 @@ class Workbench:
                 self.model = GPT(preset(options.preset, attention)).to(self.device)
                 groups = self.model.parameter_groups(0.1)
                 self.optimiser = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=True)
-            vocabulary, shape = (
-                preset(options.preset).vocab_size,
-                (options.batch, options.length + 1),
-            )
-            tokens = torch.randint(vocabulary, shape, device=self.device)
+            shape = options.batch, options.length + 1
+            tokens = torch.randint(preset(options.preset).vocab_size, shape, device=self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(self) -> torch.Tensor:
@@ -71,13 +68,11 @@ class Workbench:
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
 
+    eval = torch.no_grad()(loss)
+
     def run(self, line: "Line", phase: str) -> None:
         self.model.configure(attention=line.mechanism).use_backend(line.backend)
-        if phase == "train":
-            self.train()
-        else:
-            with torch.no_grad():
-                self.loss()
+        getattr(self, phase)()
 
 
 def train(options: Namespace) -> None:
@@ -125,10 +120,10 @@ def nanogpt(options: Namespace) -> torch.nn.Module:
 
 
 class Line(NamedTuple):
-    """One line of the table. The eager ones are the paper's."""
+    """One line of the paper's table of costs."""
 
     mechanism: Mechanism
-    backend: str
+    backend: str  # the paper's are eager
 
     def __str__(self) -> str:
         return f"{mechanism_label(self.mechanism)}, {self.backend}"
@@ -146,13 +141,6 @@ def cost(options: Namespace) -> None:
     preset(options.preset)  # raises for an unknown one
     study = Study(options)
     measured = measure_lines(study, table_lines(options, setting["p"]))
-    key = {"length": options.length, "tokens": options.batch * options.length}
-    for (m, backend), values in measured.items():
-        run = {"run": m.name, "model": {"preset": options.preset, "attention": settings_of(m)}}
-        for quantity, value in zip(COLUMNS, values, strict=True):
-            study.add(
-                run, quantity, value, variant=backend, **key, details={"numerics": m.numerics}
-            )
     rows = paper["rows"]
     published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
     machine, on_gpu = measure.machine(options.device), options.device == "cuda"
@@ -179,16 +167,21 @@ def table_lines(options: Namespace, p: float) -> list[Line]:
 
 def measure_lines(study: Study, lines: list[Line]) -> Values:
     options, memory = study.options, study.weigh(line_steps, lines)
+    size = {"length": options.length, "tokens": options.batch * options.length}
     if not memory:
-        size = f"--batch {options.batch} --length {options.length}"
-        raise UserError(f"nothing fits at {size}; make them smaller")
-    bench = Workbench(options)
+        given = f"--batch {options.batch} --length {options.length}"
+        raise UserError(f"nothing fits at {given}; make them smaller")
+    bench, measured = Workbench(options), {}
     steps = {(line, phase): partial(bench.run, line, phase) for line in memory for phase in PHASES}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
-    measured = {}
     for line, (eval_peak, train_peak) in memory.items():
         eval_ms, train_ms = (1000 * statistics.median(seconds[line, phase]) for phase in PHASES)
         measured[line] = [train_ms, train_peak, eval_ms, eval_peak]
+        m, model = line.mechanism, {"preset": options.preset}
+        run = {"run": m.name, "model": model | {"attention": settings_of(m)}}
+        more = {"variant": line.backend, **size, "details": {"numerics": m.numerics}}
+        for quantity, value in zip(COLUMNS, measured[line], strict=True):
+            study.add(run, quantity, value, **more)
     return measured
 
 

@@ -32,7 +32,7 @@ from data.pipeline import in_processes
 from data.writer import forget_progress, refuse_other_settings
 from lssar.errors import UserError
 from physics import systems
-from physics.systems import CHANNELS, PLANETS, random_systems
+from physics.systems import CHANNELS, PLANETS, random_orbits
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
 from support.files import json_record, locked, whole_file, write_json
 
@@ -146,7 +146,7 @@ def write_orbits(task: tuple[Path, Namespace, str, int, int]) -> None:
         for start in range(first, first + count, systems.BLOCK):
             size = min(systems.BLOCK, first + count - start)
             points = np.empty((size, options.points, CHANNELS), dtype="<u2")
-            for index, drawn in random_systems(options.seed, split, start, size, options.planets):
+            for index, drawn in random_orbits(options.seed, split, start, size, options.planets):
                 points[index] = drawn.points(options.points, options.bins)
             file.write(points)
 
@@ -157,7 +157,7 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     count, times = labelled + probed + held_out, (options.points - 1) // 2
     points = np.empty((count, options.points, CHANNELS), dtype=np.uint16)
     states = np.empty((count, times, 6))
-    for index, drawn in random_systems(options.seed, "forces", 0, count, planets=1):
+    for index, drawn in random_orbits(options.seed, "forces", 0, count, planets=1):
         points[index] = drawn.points(options.points, options.bins)
         states[index] = drawn.states(options.points)
     truth = systems.magnitude(states)[..., None]
@@ -179,7 +179,7 @@ def planets(options: Namespace) -> tuple[str, int, dict]:
     """The force over each planet's largest, ten labels per planet; ten more for the selection."""
     solar = systems.solar_system()
     points, states = solar.points(options.points, options.bins), solar.states(options.points)
-    vectors = solar.orbits.force(states[:, None, :, :2])[:, 0]
+    vectors = solar.force(states[:, None, :, :2])[:, 0]
     unit = np.linalg.norm(vectors, axis=-1).max(axis=1)
     rng = np.random.default_rng(options.seed)
     train = choose(rng, *vectors.shape[:2], 10)

@@ -32,7 +32,7 @@ PLANETS = tomllib.loads(Path(__file__).with_name("planets.toml").read_text(encod
 
 
 class Orbits(NamedTuple):
-    """The relative orbits of planets about their stars; every field of one shape (...)."""
+    """Planets about their stars, as many about each; fields (stars, planets) where not noted."""
 
     axis: np.ndarray  # semi-major, AU
     eccentricity: np.ndarray
@@ -40,6 +40,8 @@ class Orbits(NamedTuple):
     phase: np.ndarray  # mean anomaly at t = 0
     planet: np.ndarray  # mass
     star: np.ndarray  # mass
+    centre: np.ndarray  # of mass, (stars, 1, 2)
+    time_step: np.ndarray  # index into TIME_STEPS, (stars, 1)
 
     def period(self) -> np.ndarray:
         return 2 * np.pi * np.sqrt(self.axis**3 / (G * (self.planet + self.star)))
@@ -58,6 +60,32 @@ class Orbits(NamedTuple):
         """On the planet, (..., times, 2), where planet minus star is `position`."""
         cubed = np.linalg.norm(position, axis=-1, keepdims=True) ** 3
         return -G * (self.planet * self.star)[..., None, None] * position / cubed
+
+    def sampled(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Position and velocity at the times of a sequence of `count` points."""
+        times = np.arange(-(-(count - 1) // (self.axis.shape[1] + 1)))
+        return self.at(np.array(TIME_STEPS)[self.time_step][..., None] * times)
+
+    def points(self, count: int, bins: int) -> np.ndarray:
+        """(stars, count, 2) uint16: the time step, then at each time every planet, the star."""
+        relative, _ = self.sampled(count)
+        share = np.zeros_like(self.star)  # of the motion about the centre that is the star's
+        if share.shape[1] == 1:  # with more planets the star stands still
+            share = self.planet / (self.planet + self.star)
+        centre, share = self.centre[:, :, None], share[..., None, None]
+        planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
+        bodies = np.concatenate((planets, star), axis=1)
+        walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
+        first = np.broadcast_to((bins + self.time_step)[..., None], (len(walk), 1, 2))
+        return np.concatenate((first.astype(np.uint16), to_tokens(walk, bins)), axis=1)
+
+    def states(self, count: int) -> np.ndarray:
+        """(stars, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
+        the masses of both, at points 1, 3, 5, ..."""
+        position, velocity = self.sampled(count)
+        masses = np.stack((self.planet, self.star), axis=-1)[:, :, None]
+        masses = np.broadcast_to(masses, position.shape)
+        return np.concatenate((position, velocity, masses), axis=-1)[:, 0, : (count - 1) // 2]
 
 
 def turn(x: np.ndarray, y: np.ndarray, angle: np.ndarray) -> np.ndarray:
@@ -97,76 +125,42 @@ def to_tokens(coordinates: np.ndarray, bins: int) -> np.ndarray:
     return np.clip(index, 0, bins - 1).astype(np.uint16)
 
 
-class Systems(NamedTuple):
-    """Stars with the same number of planets each."""
+def random_orbits(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
+    """Stars `first` ... `first + count - 1` of a kind, in groups of one number of planets.
 
-    orbits: Orbits  # fields (systems, planets)
-    centre: np.ndarray  # of mass, (systems, 2)
-    time_step: np.ndarray  # index into TIME_STEPS, (systems,)
-
-    def points(self, count: int, bins: int) -> np.ndarray:
-        """(systems, count, 2) uint16: the time step, then at each time every planet, the star."""
-        relative, _ = self._relative(count)
-        share = np.zeros_like(self.orbits.star)  # of the motion about the centre that is the star's
-        if share.shape[1] == 1:  # with more planets the star stands still
-            share = self.orbits.planet / (self.orbits.planet + self.orbits.star)
-        centre, share = self.centre[:, None, None], share[..., None, None]
-        planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
-        bodies = np.concatenate((planets, star), axis=1)
-        walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
-        first = np.broadcast_to((bins + self.time_step)[:, None, None], (len(walk), 1, 2))
-        return np.concatenate((first.astype(np.uint16), to_tokens(walk, bins)), axis=1)
-
-    def states(self, count: int) -> np.ndarray:
-        """(systems, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
-        the masses of both, at points 1, 3, 5, ..."""
-        position, velocity = self._relative(count)
-        masses = np.stack((self.orbits.planet, self.orbits.star), axis=-1)[:, :, None]
-        masses = np.broadcast_to(masses, position.shape)
-        return np.concatenate((position, velocity, masses), axis=-1)[:, 0, : (count - 1) // 2]
-
-    def _relative(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        times = np.arange(-(-(count - 1) // (self.orbits.axis.shape[1] + 1)))
-        return self.orbits.at(np.array(TIME_STEPS)[self.time_step][:, None, None] * times)
-
-
-def random_systems(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
-    """Systems `first` ... `first + count - 1` of a kind, in groups of one number of planets.
-
-    Yields (which of them, systems); `planets` above 0 fixes their number.
+    Yields (which of them, their orbits); `planets` above 0 fixes their number.
     """
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
-        number, (orbits, centre, time_step) = draw_block(seed, kind, block)
+        number, drawn = draw_block(seed, kind, block)
         number = np.full(BLOCK, planets) if planets else number
         index = np.arange(block * BLOCK, (block + 1) * BLOCK) - first
         wanted = (index >= 0) & (index < count)
         for n in np.unique(number[wanted]):
             chosen = wanted & (number == n)
-            kept = Orbits(*(values[chosen, :n] for values in orbits))
-            yield index[chosen], Systems(kept, centre[chosen], time_step[chosen])
+            yield index[chosen], Orbits(*(values[chosen, :n] for values in drawn))
 
 
-def draw_block(seed: int, kind: str, block: int) -> tuple[np.ndarray, Systems]:
-    """The number of planets of BLOCK systems, and those systems with MAX_PLANETS each."""
+def draw_block(seed: int, kind: str, block: int) -> tuple[np.ndarray, Orbits]:
+    """How many planets each of BLOCK stars has, and the orbits of MAX_PLANETS about each."""
     rng = np.random.default_rng([seed, KINDS.index(kind), block])
     number = rng.integers(1, MAX_PLANETS + 1, BLOCK)
     each = (BLOCK, MAX_PLANETS)
     star = np.clip(rng.lognormal(0, 0.2005, BLOCK) * 1.6272 - 0.6794, 0.1, 5.0)
-    orbits = Orbits(
+    return number, Orbits(
         axis=rng.uniform(0.3, 32.0, each),
         eccentricity=rng.beta(0.867, 3.03, each),
         periapsis=rng.uniform(0, 2 * np.pi, each),
         phase=rng.uniform(0, 2 * np.pi, each),
         planet=np.clip(rng.gamma(0.3202, 1.1056e-3, each) + 6.01e-8, 1e-9, 1e-3),
         star=np.repeat(star[:, None], MAX_PLANETS, axis=1),
+        centre=rng.standard_normal((BLOCK, 1, 2)),
+        time_step=rng.integers(0, len(TIME_STEPS), (BLOCK, 1)),
     )
-    centre = rng.standard_normal((BLOCK, 2))
-    return number, Systems(orbits, centre, time_step=rng.integers(0, len(TIME_STEPS), BLOCK))
 
 
-def solar_system() -> Systems:
+def solar_system() -> Orbits:
     """The eight planets, each alone with the Sun, in half-year steps from the periapsis."""
     mass, axis, eccentricity = np.array(list(PLANETS.values())).T[..., None]
-    zero = np.zeros_like(mass)
-    orbits = Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0)
-    return Systems(orbits, np.zeros((len(PLANETS), 2)), np.ones(len(PLANETS), dtype=int))
+    zero, half_years = np.zeros_like(mass), np.ones_like(mass, dtype=int)
+    centre = np.zeros((len(PLANETS), 1, 2))
+    return Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0, centre, half_years)
