@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attention_maps import layer_inputs
 from benchmarks import measure
-from benchmarks.study import Study, settings_of
+from benchmarks.study import Study, run_of
 from evaluating.checkpoints import mechanism_label, open_checkpoints
 from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError, did_you_mean
@@ -32,8 +32,8 @@ from training.distributed import autocast
 
 PAPER = "paper"
 PHASES = ("forward", "forward_backward")
-# Matrices of B x H x L x L that the eager forms hold at their peak, measured; in float32.
-EAGER_MAPS = 10
+FORMS = BACKENDS | {PAPER: BACKENDS["eager"]}
+EAGER_MAPS = 10  # float32 matrices of B x H x L x L that eager forms hold at their peak, measured
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
 # How far the keys are from each other, all but one that points the opposite way; None: random.
@@ -53,7 +53,7 @@ BLOCKS = ((1, 1), (64, 64), (64, 32), (32, 32), (16, 16))  # rows x keys of a ti
 @dataclass(frozen=True)
 class Case:
     mechanism: Mechanism
-    backend: str  # of BACKENDS, or PAPER
+    backend: str  # of FORMS
     length: int
     threads: int = 1
     spread: float | None = RANDOM  # of the keys
@@ -61,10 +61,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{mechanism_label(self.mechanism)}, {self.backend} at {self.length}"
-
-    @property
-    def backend_name(self) -> str:
-        return "eager" if self.backend == PAPER else self.backend
 
     @property
     def baseline(self) -> "Case":
@@ -75,17 +71,9 @@ class Case:
         """Why it does not exist here, whatever the length."""
         if self.backend == PAPER and not self.mechanism.sharpened:
             return "the paper's form of it is the eager one"
-        backend = BACKENDS[self.backend_name]
         call = Call(options.device, measure.DTYPES[options.dtype], 1, options.head_dim)
+        backend = FORMS[self.backend]
         return backend.refuses(self.mechanism, call) or backend.missing()
-
-    def does_not_fit(self, options: Namespace) -> str | None:
-        """Why there is not enough memory for the matrices that an eager form holds."""
-        need = EAGER_MAPS * 4 * options.batch * options.heads * self.length**2
-        free = measure.free_bytes(options.device)
-        if self.backend_name == "eager" and need > EAGER_SHARE * free:
-            return f"needs about {need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"
-        return None
 
 
 def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
@@ -111,9 +99,8 @@ def main(options: Namespace) -> None:
 
 
 def attention(study: Study) -> None:
-    """Every mechanism on every backend at every length."""
     cases = choose(study)
-    found = study.weigh(make_steps, cases, warm_up)
+    found = study.weigh(make_steps, cases, lambda case: replace(case, length=WARM_UP_LENGTH))
     for case, peaks in found.items():
         for phase, peak in zip(PHASES, peaks, strict=True):
             add_case(study, case, f"{phase}_MB", peak)
@@ -126,18 +113,20 @@ def attention(study: Study) -> None:
 def choose(study: Study) -> list[Case]:
     """What exists here and fits, PyTorch's softmax first."""
     options, chosen = study.options, []
-    backends = options.backends or [*BACKENDS, PAPER]
+    backends, free = options.backends or list(FORMS), measure.free_bytes(options.device)
     refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
-    refuse_unknown("--backends", backends, [*BACKENDS, PAPER])
+    refuse_unknown("--backends", backends, FORMS)
     pairs = [("softmax", "sdpa"), *((m, b) for m in options.mechanisms for b in backends)]
     for length in options.lengths:
+        need = EAGER_MAPS * 4 * options.batch * options.heads * length**2
         for name, backend in dict.fromkeys(pairs):
             mechanism = mechanism_of(name, backend, options.p)
             case = Case(mechanism, backend, length, options.threads)
             if reason := case.cannot(options):
                 study.left_out.append(f"{mechanism_label(mechanism)}, {backend}: {reason}")
-            elif reason := case.does_not_fit(options):
-                study.left_out.append(f"{case}: {reason}")
+            elif backend in ("eager", PAPER) and need > EAGER_SHARE * free:
+                memory = f"{need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"
+                study.left_out.append(f"{case}: needs about {memory}")
             else:
                 chosen.append(case)
     study.left_out = list(dict.fromkeys(study.left_out))  # some reasons hold at every length
@@ -150,7 +139,6 @@ def refuse_unknown(option: str, names: list[str], known: Iterable[str]) -> None:
 
 
 def spans(study: Study) -> None:
-    """What windows, packed documents, shared heads and decoding cost."""
     options = study.options
     refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
     mechanisms = [mechanism_of(name, "cpu", options.p) for name in options.mechanisms]
@@ -163,7 +151,6 @@ def spans(study: Study) -> None:
 
 
 def sparsity(study: Study) -> None:
-    """The CPU kernel from few to all entries that count."""
     options = study.options
     lssar = [(spread, get_mechanism("lssar", p=p)) for spread, p in SPARSITIES]
     for length in options.lengths:
@@ -175,7 +162,6 @@ def sparsity(study: Study) -> None:
 
 
 def threads(study: Study) -> None:
-    """The CPU kernel and PyTorch's softmax with several threads and with one."""
     several = study.options.threads
     if several < 2:
         raise UserError(f"--threads {several}: several are compared with one; give at least 2")
@@ -185,7 +171,6 @@ def threads(study: Study) -> None:
 
 
 def zero_blocks(study: Study) -> None:
-    """The share of LSSAR's weights that are exactly zero, and of whole tiles of them."""
     options, tile = study.options, max(map(max, BLOCKS))
     if (shortest := min(options.lengths)) < 2 * tile:
         fits = f"no tile of {tile} x {tile} fits; give at least {2 * tile}"
@@ -201,10 +186,6 @@ def zero_blocks(study: Study) -> None:
 
 STUDIES = {"attention": attention, "sparsity": sparsity, "threads": threads}
 STUDIES |= {"spans": spans, "zero-blocks": zero_blocks}
-
-
-def run_of(mechanism: Mechanism) -> dict:
-    return {"run": mechanism_label(mechanism), "attention": settings_of(mechanism)}
 
 
 def add_case(study: Study, case: Case, quantity: str, value: float, **details) -> None:
@@ -239,11 +220,6 @@ def add_times(study: Study, cases: list[Case]) -> None:
             add_case(study, case, f"{phase}_speed_up", statistics.median(speed_ups))
 
 
-def warm_up(case: Case, options: Namespace) -> None:
-    for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
-        step()
-
-
 def make_steps(case: Case, options: Namespace, inputs=None) -> list[measure.Step]:
     """One call of each phase on q, k, v and the output's gradient."""
     q, k, v, grad = inputs or make_inputs(options, case.length, case.spread)
@@ -256,6 +232,7 @@ def make_steps(case: Case, options: Namespace, inputs=None) -> list[measure.Step
         q, grad = q[:, :, -1:], grad[:, :, -1:]
     elif case.seen in (GROUPED, COPIED):
         k, v = k[:, :4], v[:, :4]
+    backend = "eager" if case.backend == PAPER else case.backend
     is_baseline = replace(case, spread=RANDOM, seen=FULL) == case.baseline
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
@@ -266,7 +243,7 @@ def make_steps(case: Case, options: Namespace, inputs=None) -> list[measure.Step
         if case.seen == COPIED:
             heads = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
-        return attend(q, k, v, mechanism, backend=case.backend_name, first=first)
+        return attend(q, k, v, mechanism, backend=backend, first=first)
 
     return [
         torch.no_grad()(lambda: function(q, k, v)),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import measure
-from benchmarks.study import Study, settings_of
+from benchmarks.study import Study, run_of
 from evaluating.checkpoints import mechanism_label
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
@@ -178,7 +178,7 @@ def measure_lines(study: Study, lines: list[Line]) -> Values:
         eval_ms, train_ms = (1000 * statistics.median(seconds[line, phase]) for phase in PHASES)
         measured[line] = [train_ms, train_peak, eval_ms, eval_peak]
         m, model = line.mechanism, {"preset": options.preset}
-        run = {"run": m.name, "model": model | {"attention": settings_of(m)}}
+        run = {"run": m.name, "model": model | {"attention": run_of(m)["attention"]}}
         more = {"variant": line.backend, **size, "details": {"numerics": m.numerics}}
         for quantity, value in zip(COLUMNS, measured[line], strict=True):
             study.add(run, quantity, value, **more)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from benchmark import BENCHMARKS
 from benchmarks import measure
+from evaluating.checkpoints import mechanism_label
 from evaluating.results import Record, Results
 from lssar.mechanisms import Mechanism
 from support import plots
@@ -40,13 +41,16 @@ class Study:
         self.runs[run["run"]] = run
         self.records.append(Record(quantity, run["run"], value, **more))
 
-    def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
+    def weigh(self, make_steps: Callable, contestants: list, smaller=None) -> dict:
         """{contestant: peak MB of each of `make_steps(contestant, options)`}, of those that fit."""
         peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
-            arguments = contestant, self.options
+            given, warm_up = (
+                (contestant, self.options),
+                smaller and (smaller(contestant), self.options),
+            )
             try:
-                peaks[contestant] = measure.in_new_process(*task, *arguments, warm_up=warm_up)
+                peaks[contestant] = measure.in_new_process(*task, *given, warm_up=warm_up)
             except (measure.Crashed, torch.OutOfMemoryError) as error:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks
@@ -65,8 +69,9 @@ class Study:
             print(f"written: {path}")
 
 
-def settings_of(mechanism: Mechanism) -> dict:
-    return {"name": mechanism.name} | ({"p": mechanism.p} if mechanism.sharpened else {})
+def run_of(mechanism: Mechanism) -> dict:
+    p = {"p": mechanism.p} if mechanism.sharpened else {}
+    return {"run": mechanism_label(mechanism), "attention": {"name": mechanism.name} | p}
 
 
 def title(quantity: str) -> str:
