@@ -100,9 +100,8 @@ def in_new_process(function: Callable, *arguments, **options):
 def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=()) -> list[float]:
     """The peak after each of the steps that `make_steps(*arguments)` makes; for a new process.
 
-    Counted from before they are made, so with inputs and weights, but not what making them took.
-    A peak never falls: order the steps by what they need. `make_steps(*warm_up)` run first,
-    uncounted, to load libraries.
+    Inputs and weights count, what making them took does not. A peak never falls: order the steps by
+    what they need. `make_steps(*warm_up)` run first, uncounted, to load libraries.
     """
     for step in make_steps(*warm_up) if warm_up else ():
         step()

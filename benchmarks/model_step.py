@@ -3,10 +3,10 @@
 A training step is forward, backward, clip and AdamW on random tokens. All contestants take turns in
 one process and times are medians; memory is the peak of a separate process above what it had before
 the model was made. `train` gives each mechanism a model of its own, and nanoGPT its own optimiser
-settings. `cost` is the paper's table, its numbers beside: a training step and a forward pass to the
-loss without gradients, in the eager forms that the paper measured and the fused ones, under bf16
-autocast on a GPU (the eager attention itself computes in float32), in fp32 on a CPU. One model
-serves all of its lines, as no mechanism in it has parameters.
+settings. `cost` is the paper's table with its numbers beside ours: a training step and a forward
+pass to the loss without gradients, in the eager forms that the paper measured and the fused ones,
+under bf16 autocast on a GPU (eager attention itself computes in float32), in fp32 on a CPU. One
+model serves all of its lines, as no mechanism in it has parameters.
 """
 
 import importlib.util
@@ -129,9 +129,6 @@ class Line(NamedTuple):
         return f"{mechanism_label(self.mechanism)}, {self.backend}"
 
 
-Values = dict[Line, list[float]]  # COLUMNS of each line
-
-
 def cost(options: Namespace) -> None:
     paper = json.loads(read_text(PAPER))["tab:comp_analysis"]
     setting = paper["setting"]
@@ -165,7 +162,8 @@ def table_lines(options: Namespace, p: float) -> list[Line]:
     return lines
 
 
-def measure_lines(study: Study, lines: list[Line]) -> Values:
+def measure_lines(study: Study, lines: list[Line]) -> dict[Line, list[float]]:
+    """COLUMNS of every line that fits."""
     options, memory = study.options, study.weigh(line_steps, lines)
     size = {"length": options.length, "tokens": options.batch * options.length}
     if not memory:
@@ -190,11 +188,11 @@ def line_steps(line: Line, options: Namespace) -> list[measure.Step]:
     return [partial(bench.run, line, phase) for phase in PHASES]
 
 
-def cost_table(measured: Values, published: Values) -> str:
+def cost_table(measured: dict, published: dict) -> str:
     """The paper's layout; numbers also relative to the first line, eager softmax."""
     first = next(iter(measured))
 
-    def cells(values: Values, line: Line) -> list[str]:
+    def cells(values: dict, line: Line) -> list[str]:
         if line not in values:
             return [""] * len(COLUMNS)
         pairs = zip(values[line], values[first], strict=True)
@@ -204,7 +202,7 @@ def cost_table(measured: Values, published: Values) -> str:
     return table(["", *HEADER, *(f"paper: {name}" for name in HEADER)], rows)
 
 
-def draw(measured: Values, published: Values, out: Path) -> list[Path]:
+def draw(measured: dict, published: dict, out: Path) -> list[Path]:
     """One bar per line, eager softmax as the unit; a cross where the paper has a number."""
     lines = list(measured)
     figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)

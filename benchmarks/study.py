@@ -43,14 +43,14 @@ class Study:
 
     def weigh(self, make_steps: Callable, contestants: list, smaller=None) -> dict:
         """{contestant: peak MB of each of `make_steps(contestant, options)`}, of those that fit."""
-        peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
+        peaks, options = {}, self.options
+        task = measure.peak_megabytes, options.device, make_steps
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
-            given, warm_up = (
-                (contestant, self.options),
-                smaller and (smaller(contestant), self.options),
-            )
+            warm_up = (smaller(contestant), options) if smaller else ()
             try:
-                peaks[contestant] = measure.in_new_process(*task, *given, warm_up=warm_up)
+                peaks[contestant] = measure.in_new_process(
+                    *task, contestant, options, warm_up=warm_up
+                )
             except (measure.Crashed, torch.OutOfMemoryError) as error:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks
@@ -78,23 +78,22 @@ def title(quantity: str) -> str:
     return quantity.replace("forward_backward", "forward+backward").replace("_", " ")
 
 
-def rows(records: list[Record]) -> dict[tuple[str, int], dict[str, float]]:
-    """{(name, length): {quantity: value}}; a name is the run and what sets its variant apart."""
+def rows(records: list[Record]) -> list[dict]:
+    """name, length, {quantity: value}; a name is the run and what sets its variant apart."""
     common = set.intersection(*(set(r.variant.split(", ")) for r in records))
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for record in records:
-        own = [part for part in record.variant.split(", ") if part not in common]
-        name = ", ".join([record.run, *own])
-        found.setdefault((name, record.length), {})[record.quantity] = record.value
-    return found
+    found: dict[tuple, dict] = {}
+    for r in records:
+        name = ", ".join([r.run, *(p for p in r.variant.split(", ") if p not in common)])
+        row = found.setdefault((name, r.length), {"name": name, "length": r.length})
+        row[r.quantity] = r.value
+    return list(found.values())
 
 
 def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     """A table of every number, the growth with the length, and what was left out."""
-    quantities = dict.fromkeys(r.quantity for r in records)
-    lines = []
-    for (name, length), values in rows(records).items():
-        lines.append([name, f"{length:,}", *(_cell(q, values.get(q)) for q in quantities)])
+    quantities, lines = dict.fromkeys(r.quantity for r in records), []
+    for row in rows(records):
+        lines.append([row["name"], f"{row['length']:,}", *(cell(row, q) for q in quantities)])
     parts = [numbers or table(["", "length", *map(title, quantities)], lines)]
     if grown := slopes(records):
         lines = [[name, *(f"{found[q]:.2f}" for q in GROWING)] for name, found in grown.items()]
@@ -104,20 +103,18 @@ def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def _cell(quantity: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2%}" if "share" in quantity else f"{value:,.2f}"
+def cell(row: dict, quantity: str) -> str:
+    value, shown = row.get(quantity), ".2%" if "share" in quantity else ",.2f"
+    return "" if value is None else format(value, shown)
 
 
 def curves(records: list[Record], quantity: str, over: str) -> dict[str, list[tuple]]:
     """{label: [(x, y)]}: one curve per name over the length, else one per length."""
     found: dict[str, list[tuple]] = {}
-    for (name, length), values in rows(records).items():
-        x = values | {"length": length}
-        if quantity in x and over in x:
-            label = name if over == "length" else f"length {length:,}"
-            found.setdefault(label, []).append((x[over], x[quantity]))
+    for row in rows(records):
+        if quantity in row and over in row:
+            label = row["name"] if over == "length" else f"length {row['length']:,}"
+            found.setdefault(label, []).append((row[over], row[quantity]))
     return {label: sorted(points) for label, points in found.items()}
 
 

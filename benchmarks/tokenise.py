@@ -27,7 +27,7 @@ DOCUMENT_CHARS = 3_000
 
 
 def documents(megabytes: float) -> list[str]:
-    """Up to that much text, in documents, never the same twice."""
+    """Up to that much text in documents, each of them once."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
         if "site-packages" not in path.parts:

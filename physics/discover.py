@@ -9,7 +9,7 @@ the two nearest labelled states, by the true state):
   exponents   of r, m1, m2 by a log-log fit to all those predictions: -2, 1, 1 for Newton's law
   R^2         against the true force, and the mean cosine and R^2 of the vectors for each planet
 
-A finished regression is in --out and is not done again, unless its run was trained again. Beside
+Finished regressions are kept in --out and not repeated unless their run was trained again. Beside
 it are the figures: the force vectors of the eight planets and the predictions against the truth.
 """
 
@@ -245,7 +245,7 @@ def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vecto
 
 
 def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: dict) -> None:
-    """Do the regressions of one model that are not done; together they give one constant."""
+    """Run the regressions that one model still lacks; together they give one constant."""
     identity, values = model.identities["magnitude"], model.magnitudes
     known = results.find(quantity="constant", run=identity)
     equations = list(known.details["equations"]) if known else []
@@ -275,7 +275,7 @@ def summary(results: Results, models: list[Model]) -> str:
 
 
 def draw(results: Results, models: list[Model], magnitudes: Magnitudes, vectors: Vectors):
-    """All figures beside the results; the PNG files."""
+    """Draw all figures beside the results; the PNG files."""
     with_vectors = [model for model in models if model.vectors is not None]
     shown = sorted(with_vectors, key=lambda m: (*ORDER, m.mechanism).index(m.mechanism))
     figures = {

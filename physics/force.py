@@ -92,7 +92,7 @@ def origin(folder: Path) -> dict[str, str | None]:
 
 
 def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -> None:
-    """Without a checkpoint: the predictions that may be there are not to be used."""
+    """Without a checkpoint, the predictions that may be there do not count."""
     write_json(folder / ORIGIN, {"pretrained": pretrained, "checkpoint": checkpoint})
 
 

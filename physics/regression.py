@@ -163,4 +163,4 @@ def available(name: str = "auto") -> str:
         except Exception as error:  # without Julia, PySR's import fails in many ways
             if name != "auto":
                 raise UserError(f"--engine {name}: cannot be imported ({error})") from None
-    raise UserError("neither pysr nor pyoperon is here: pip install -r requirements-physics.txt")
+    raise UserError("install pysr or pyoperon: pip install -r requirements-physics.txt")

@@ -5,8 +5,7 @@
   planets   the eight planets, each alone with the Sun, with the force's direction and relative size
 
 Defaults are the paper's scale. `--selection source` validates force predictions as Vafa et al.
-do, on the very labels that are hidden from training; by default labels are held out for it that
-nothing else sees.
+do, on the very labels that are hidden from training; the default is labels that nothing else sees.
 
 An interrupted simulation continues when the same command is run again, and ends with the same
 bytes, for any number of --workers.
@@ -128,7 +127,7 @@ def orbits(options: Namespace) -> tuple[str, int, dict]:
     for path, *_, count in tasks:
         expected = count * options.points * CHANNELS
         if path.exists() and shards.check_shard(path) != expected:
-            raise UserError(f"{path} has not the {expected} tokens it should; delete it and rerun")
+            raise UserError(f"{path} does not have {expected} tokens; delete it and rerun")
     left = [task for task in tasks if not task[0].exists()]
     workers = min(options.workers, len(left))
     done = in_processes(write_orbits, left, workers) if workers > 1 else map(write_orbits, left)
