@@ -80,9 +80,13 @@ def main(argv: list[str]) -> None:
     oracle = Model(ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle())
     truth = Model(TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth)
     models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
+    judges = {"magnitude": magnitudes, "vector": vectors}
     with kept_on_interrupt(options.out):
         for model in models:
-            score(results, model, magnitudes, vectors)
+            for task, identity in model.identities.items():
+                results.runs[identity] = model.described | {"run": model.name}
+                if not results.find(run=identity):
+                    results.add(*judges[task].records(model, identity))
         for model in models:
             discover(results, model, magnitudes.inputs, engine, effort)
     for figure in draw(results, models, magnitudes, vectors):
@@ -118,9 +122,9 @@ def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
         if names.count(name) > 1:
             raise UserError(f"{path}: another run is of {name!r} too; give one of them")
         label = label if labels.count(label) == 1 else name
-        forces, identities = zip(*(load(path, task, checkpoint) for task in TASKS), strict=True)
-        made_by, at_states = dict(zip(TASKS, identities, strict=True)), magnitudes.of(forces[0])
-        models.append(Model(name, label, checkpoint.describe(), made_by, at_states, forces[1]))
+        (forces, first), (vectors, second) = (load(path, task, checkpoint) for task in TASKS)
+        made_by, described = {"magnitude": first, "vector": second}, checkpoint.describe()
+        models.append(Model(name, label, described, made_by, magnitudes.of(forces), vectors))
     return models
 
 
@@ -233,15 +237,6 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """0 where one of the two is zero, which has no direction."""
     size = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return (a * b).sum(-1) / np.where(size > 0, size, 1)
-
-
-def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vectors) -> None:
-    """What the forces are worth; each number belongs to the model that made them."""
-    for task, identity in model.identities.items():
-        results.runs[identity] = model.described | {"run": model.name}
-        if not results.find(run=identity):
-            judge = magnitudes if task == "magnitude" else vectors
-            results.add(*judge.records(model, identity))
 
 
 def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: dict) -> None:

@@ -67,7 +67,10 @@ class Orbits(NamedTuple):
         return self.at(np.array(TIME_STEPS)[self.time_step][..., None] * times)
 
     def points(self, count: int, bins: int) -> np.ndarray:
-        """(stars, count, 2) uint16: the time step, then at each time every planet, the star."""
+        """(stars, count, 2) uint16: the time step, then at each time every planet, the star.
+
+        A coordinate is the number of its bin; time steps are the tokens that follow.
+        """
         relative, _ = self.sampled(count)
         share = np.zeros_like(self.star)  # of the motion about the centre that is the star's
         if share.shape[1] == 1:  # with more planets the star stands still
@@ -76,8 +79,9 @@ class Orbits(NamedTuple):
         planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
         bodies = np.concatenate((planets, star), axis=1)
         walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
+        binned = np.clip(np.floor((walk + EXTENT) * (bins / (2 * EXTENT))), 0, bins - 1)
         first = np.broadcast_to((bins + self.time_step)[..., None], (len(walk), 1, 2))
-        return np.concatenate((first.astype(np.uint16), to_tokens(walk, bins)), axis=1)
+        return np.concatenate((first, binned), axis=1).astype(np.uint16)
 
     def states(self, count: int) -> np.ndarray:
         """(stars, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
@@ -117,12 +121,6 @@ def solve_kepler(mean: np.ndarray, e: np.ndarray) -> np.ndarray:
 def magnitude(states: np.ndarray) -> np.ndarray:
     """Newton's law: G m1 m2 / r^2 of states (..., 6)."""
     return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
-
-
-def to_tokens(coordinates: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of each coordinate. The time steps and one unused token follow in the vocabulary."""
-    index = np.floor((coordinates + EXTENT) * (bins / (2 * EXTENT)))
-    return np.clip(index, 0, bins - 1).astype(np.uint16)
 
 
 def random_orbits(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
