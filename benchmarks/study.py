@@ -42,15 +42,16 @@ class Study:
         self.records.append(Record(quantity, run["run"], value, **more))
 
     def weigh(self, make_steps: Callable, contestants: list, smaller=None) -> dict:
-        """{contestant: peak MB of each of `make_steps(contestant, options)`}, of those that fit."""
+        """{contestant: peak MB of each of its steps}, of those that fit.
+
+        The steps are `make_steps(contestant, options)`, after those of `smaller(contestant)`.
+        """
         peaks, options = {}, self.options
         task = measure.peak_megabytes, options.device, make_steps
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
-            warm_up = (smaller(contestant), options) if smaller else ()
+            before = {"warm_up": (smaller(contestant), options)} if smaller else {}
             try:
-                peaks[contestant] = measure.in_new_process(
-                    *task, contestant, options, warm_up=warm_up
-                )
+                peaks[contestant] = measure.in_new_process(*task, contestant, options, **before)
             except (measure.Crashed, torch.OutOfMemoryError) as error:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks
