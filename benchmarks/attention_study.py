@@ -42,11 +42,10 @@ SPARSITIES = (
     *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
     *((spread, p) for spread in (ALIKE, 1e-2, 3e-2, 1e-1) for p in (2, 15)),
 )
-# What rows see, or how heads and rows are given, and what that is compared with.
+# What rows see, or how heads and rows are given.
 FULL, WINDOW, DOCUMENTS = "full rows", "window of 128", "documents of 256"
 GROUPED, COPIED, ONE_ROW = "4 heads of k and v", "4 heads copied out", "one row at the end"
 SPANS = (FULL, WINDOW, DOCUMENTS, COPIED, GROUPED, ONE_ROW)
-COMPARED_WITH = {WINDOW: FULL, DOCUMENTS: FULL, GROUPED: COPIED, ONE_ROW: ONE_ROW}
 BLOCKS = ((1, 1), (64, 64), (64, 32), (32, 32), (16, 16))  # rows x keys of a tile
 
 
@@ -66,6 +65,13 @@ class Case:
     def baseline(self) -> "Case":
         """PyTorch's softmax under the same conditions."""
         return Case(MECHANISMS["softmax"], "sdpa", self.length, self.threads)
+
+    @property
+    def without(self) -> "Case":
+        """What it is compared with to see what its span is worth."""
+        if self.seen == ONE_ROW:
+            return replace(self.baseline, seen=ONE_ROW)
+        return replace(self, seen=COPIED if self.seen == GROUPED else FULL)
 
     def cannot(self, options: Namespace) -> str | None:
         """Why it does not exist here, whatever the length."""
@@ -100,7 +106,7 @@ def main(options: Namespace) -> None:
 
 def attention(study: Study) -> None:
     cases = choose(study)
-    found = study.weigh(make_steps, cases, lambda case: replace(case, length=WARM_UP_LENGTH))
+    found = study.weigh(make_steps, cases, warm_up)
     for case, peaks in found.items():
         for phase, peak in zip(PHASES, peaks, strict=True):
             add_case(study, case, f"{phase}_MB", peak)
@@ -203,27 +209,34 @@ def add_times(study: Study, cases: list[Case]) -> None:
             raise UserError(f"{case} cannot be measured here: {reason}")
         key = case.length, case.spread
         made[key] = made.get(key) or make_inputs(options, *key)
-        for phase, step in zip(PHASES, make_steps(case, options, made[key]), strict=True):
+        for phase, step in zip(PHASES, steps_of(case, made[key]), strict=True):
             steps[case, phase] = step
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
     for (case, phase), times in seconds.items():
         time, base = map(statistics.median, (times, seconds[case.baseline, phase]))
         add_case(study, case, f"{phase}_ms", 1000 * time, rounds=[1000 * t for t in times])
         add_case(study, case, f"{phase}_ratio", time / base)
-        if case.seen in COMPARED_WITH:
-            other = case.baseline if case.seen == ONE_ROW else case
-            whole = seconds[replace(other, seen=COMPARED_WITH[case.seen]), phase]
-            add_case(study, case, f"{phase}_share", time / statistics.median(whole))
+        if case.seen not in (FULL, COPIED):
+            whole = statistics.median(seconds[case.without, phase])
+            add_case(study, case, f"{phase}_share", time / whole)
         alone = seconds.get((replace(case, threads=1), phase))
         if case.threads > 1 and alone:
             speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
             add_case(study, case, f"{phase}_speed_up", statistics.median(speed_ups))
 
 
-def make_steps(case: Case, options: Namespace, inputs=None) -> list[measure.Step]:
+def warm_up(case: Case, options: Namespace) -> None:
+    for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
+        step()
+
+
+def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
+    return steps_of(case, make_inputs(options, case.length, case.spread))
+
+
+def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
     """One call of each phase on q, k, v and the output's gradient."""
-    q, k, v, grad = inputs or make_inputs(options, case.length, case.spread)
-    mechanism, first = case.mechanism, None
+    (q, k, v, grad), mechanism, first = inputs, case.mechanism, None
     if case.seen == WINDOW:
         mechanism = replace(mechanism, window=128)
     elif case.seen == DOCUMENTS:

@@ -97,14 +97,14 @@ def in_new_process(function: Callable, *arguments, **options):
             raise Crashed("its process was killed, probably out of memory") from None
 
 
-def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=()) -> list[float]:
+def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=None) -> list[float]:
     """The peak after each of the steps that `make_steps(*arguments)` makes; for a new process.
 
     Inputs and weights count, what making them took does not. A peak never falls: order the steps by
-    what they need. `make_steps(*warm_up)` run first, uncounted, to load libraries.
+    what they need. `warm_up(*arguments)` runs first, uncounted, to load libraries.
     """
-    for step in make_steps(*warm_up) if warm_up else ():
-        step()
+    if warm_up:
+        warm_up(*arguments)
     _reset_peak(device)
     before = _peak(device)
     steps = make_steps(*arguments)

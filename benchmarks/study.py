@@ -41,17 +41,13 @@ class Study:
         self.runs[run["run"]] = run
         self.records.append(Record(quantity, run["run"], value, **more))
 
-    def weigh(self, make_steps: Callable, contestants: list, smaller=None) -> dict:
-        """{contestant: peak MB of each of its steps}, of those that fit.
-
-        The steps are `make_steps(contestant, options)`, after those of `smaller(contestant)`.
-        """
-        peaks, options = {}, self.options
-        task = measure.peak_megabytes, options.device, make_steps
+    def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
+        """{contestant: peak MB of each of `make_steps(contestant, options)`}, of those that fit."""
+        peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
-            before = {"warm_up": (smaller(contestant), options)} if smaller else {}
+            arguments = contestant, self.options
             try:
-                peaks[contestant] = measure.in_new_process(*task, contestant, options, **before)
+                peaks[contestant] = measure.in_new_process(*task, *arguments, warm_up=warm_up)
             except (measure.Crashed, torch.OutOfMemoryError) as error:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks

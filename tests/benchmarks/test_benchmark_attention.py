@@ -21,8 +21,8 @@ from benchmarks.attention_study import (
     Case,
     fill_shape,
     make_inputs,
-    make_steps,
     mechanism_of,
+    steps_of,
 )
 from benchmarks.study import Study
 from evaluating.checkpoints import open_checkpoints
@@ -167,7 +167,7 @@ def test_every_contestant_computes_its_mechanism(mechanism):
         value = get_mechanism(case.mechanism.name, **p)
         out = attention_weights(q, k, value) @ v
         exact = [out, *torch.autograd.grad(out, (q, k, v), inputs[3].double())]
-        forward, both = make_steps(case, options, inputs)
+        forward, both = steps_of(case, inputs)
         for got, want in zip([forward(), *both()], exact, strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -179,7 +179,8 @@ def test_the_papers_form_is_the_literal_power():
 
 
 def test_forward_keeps_nothing_for_a_backward_pass():
-    forward, _ = make_steps(case_of("lssar", "eager", 16), options_of(*SMALL[:4]))
+    inputs = make_inputs(options_of(*SMALL[:4]), 16)
+    forward, _ = steps_of(case_of("lssar", "eager", 16), inputs)
     assert not forward().requires_grad
 
 
@@ -365,10 +366,10 @@ def cost_options():
 
 
 def test_the_baseline_is_pytorchs_own_function():
-    options = options_of(*SMALL[:4])
-    q, k, v, _ = make_inputs(options, 33)
+    inputs = make_inputs(options_of(*SMALL[:4]), 33)
+    q, k, v, _ = inputs
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(make_steps(case_of("softmax", "sdpa", 33), options)[0](), expected)
+    assert torch.equal(steps_of(case_of("softmax", "sdpa", 33), inputs)[0](), expected)
     torch.testing.assert_close(attend(q, k, v, "softmax"), expected)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import benchmark
 from benchmarks import attention_study as bench
-from benchmarks.attention_study import Case, make_inputs, make_steps
+from benchmarks.attention_study import Case, make_inputs, steps_of
 from evaluating.results import read_results
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
@@ -16,9 +16,9 @@ from lssar.mechanisms import get_mechanism
 @pytest.mark.parametrize("seen", bench.SPANS)
 def test_every_span_computes_what_it_says(seen):
     options = Namespace(batch=1, heads=8, head_dim=8, device="cpu", dtype="fp32", inputs="random")
-    q, k, v, _ = make_inputs(options, 300)
+    q, k, v, _ = inputs = make_inputs(options, 300)
     case = Case(get_mechanism("softmax"), "cpu", 300, seen=seen)
-    out = make_steps(case, options)[0]()
+    out = steps_of(case, inputs)[0]()
     row, key = torch.arange(300)[:, None], torch.arange(300)
     visible = key <= row
     if seen == bench.WINDOW:
