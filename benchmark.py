@@ -11,13 +11,9 @@ from pathlib import Path
 from lssar.errors import UserError, did_you_mean
 from support.command import Parser, lengths, number, positive, process_count, run
 
-
-def names(text: str) -> list[str]:
-    return list(dict.fromkeys(text.split(",")))
-
-
-TYPES = {"count": positive, "lengths": lengths, "megabytes": number(most=1e6), "names": names}
+TYPES = {"count": positive, "lengths": lengths, "megabytes": number(most=1e6)}
 TYPES |= {"number": number(), "path": Path, "processes": process_count}
+TYPES["names"] = lambda text: list(dict.fromkeys(text.split(",")))
 TABLE = Path(__file__).parent / "benchmarks/benchmarks.toml"
 OPTIONS, BENCHMARKS = tomllib.loads(TABLE.read_text(encoding="utf-8")).values()
 

@@ -8,22 +8,21 @@ out, with the reason. `paper` is LSSAR as the paper writes it, eager with the li
 """
 
 import argparse
-import math
 import statistics
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention_maps import layer_inputs
 from benchmarks import measure
-from benchmarks.study import Study, draw, settings_of, text
+from benchmarks.study import Study, run_of
 from evaluating.checkpoints import mechanism_label, open_checkpoints
 from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError, did_you_mean
@@ -33,8 +32,8 @@ from training.distributed import autocast
 
 PAPER = "paper"
 PHASES = ("forward", "forward_backward")
-# Matrices of B x H x L x L that the eager forms hold at their peak, measured; in float32.
-EAGER_MAPS = 10
+FORMS = BACKENDS | {PAPER: BACKENDS["eager"]}
+EAGER_MAPS = 10  # float32 matrices of B x H x L x L that eager forms hold at their peak, measured
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
 # How far the keys are from each other, all but one that points the opposite way; None: random.
@@ -43,8 +42,7 @@ SPARSITIES = (
     *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
     *((spread, p) for spread in (ALIKE, 1e-2, 3e-2, 1e-1) for p in (2, 15)),
 )
-# What rows see, or how heads and rows are given; the first two are compared with FULL, shared heads
-# with copied ones, one row with PyTorch's.
+# What rows see, or how heads and rows are given.
 FULL, WINDOW, DOCUMENTS = "full rows", "window of 128", "documents of 256"
 GROUPED, COPIED, ONE_ROW = "4 heads of k and v", "4 heads copied out", "one row at the end"
 SPANS = (FULL, WINDOW, DOCUMENTS, COPIED, GROUPED, ONE_ROW)
@@ -54,14 +52,19 @@ BLOCKS = ((1, 1), (64, 64), (64, 32), (32, 32), (16, 16))  # rows x keys of a ti
 @dataclass(frozen=True)
 class Case:
     mechanism: Mechanism
-    backend: str  # of BACKENDS, or PAPER
+    backend: str  # of FORMS
     length: int
     threads: int = 1
     spread: float | None = RANDOM  # of the keys
-    seen: str = FULL  # or one of SPANS
+    seen: str = FULL  # or another of SPANS
 
     def __str__(self) -> str:
         return f"{mechanism_label(self.mechanism)}, {self.backend} at {self.length}"
+
+    @property
+    def baseline(self) -> "Case":
+        """PyTorch's softmax under the same conditions."""
+        return Case(MECHANISMS["softmax"], "sdpa", self.length, self.threads)
 
     @property
     def without(self) -> "Case":
@@ -70,30 +73,13 @@ class Case:
             return replace(self.baseline, seen=ONE_ROW)
         return replace(self, seen=COPIED if self.seen == GROUPED else FULL)
 
-    @property
-    def backend_name(self) -> str:
-        return "eager" if self.backend == PAPER else self.backend
-
-    @property
-    def baseline(self) -> "Case":
-        """PyTorch's softmax under the same conditions."""
-        return Case(MECHANISMS["softmax"], "sdpa", self.length, self.threads)
-
     def cannot(self, options: Namespace) -> str | None:
         """Why it does not exist here, whatever the length."""
         if self.backend == PAPER and not self.mechanism.sharpened:
             return "the paper's form of it is the eager one"
-        backend = BACKENDS[self.backend_name]
         call = Call(options.device, measure.DTYPES[options.dtype], 1, options.head_dim)
+        backend = FORMS[self.backend]
         return backend.refuses(self.mechanism, call) or backend.missing()
-
-    def does_not_fit(self, options: Namespace) -> str | None:
-        """Why there is not enough memory for the matrices that an eager form holds."""
-        need = EAGER_MAPS * 4 * options.batch * options.heads * self.length**2
-        free = measure.free_bytes(options.device)
-        if self.backend_name == "eager" and need > EAGER_SHARE * free:
-            return f"needs about {need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"
-        return None
 
 
 def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
@@ -115,13 +101,10 @@ def main(options: Namespace) -> None:
     shape = f"batch {options.batch}, {options.heads} heads of {options.head_dim}"
     name = f"{measure.machine(options.device)['name']}, threads {options.threads}, {options.dtype}"
     ratios = "ratios to F.scaled_dot_product_attention"
-    print(f"{name}, {options.inputs} inputs, {shape}; {ratios}")
-    print(text(study.records, study.left_out))
-    study.write(partial(draw, options.benchmark, study.records), left_out=study.left_out)
+    study.report(f"{name}, {options.inputs} inputs, {shape}; {ratios}")
 
 
 def attention(study: Study) -> None:
-    """Every mechanism on every backend at every length."""
     cases = choose(study)
     found = study.weigh(make_steps, cases, warm_up)
     for case, peaks in found.items():
@@ -136,18 +119,20 @@ def attention(study: Study) -> None:
 def choose(study: Study) -> list[Case]:
     """What exists here and fits, PyTorch's softmax first."""
     options, chosen = study.options, []
-    backends = options.backends or [*BACKENDS, PAPER]
+    backends, free = options.backends or list(FORMS), measure.free_bytes(options.device)
     refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
-    refuse_unknown("--backends", backends, [*BACKENDS, PAPER])
+    refuse_unknown("--backends", backends, FORMS)
     pairs = [("softmax", "sdpa"), *((m, b) for m in options.mechanisms for b in backends)]
     for length in options.lengths:
+        need = EAGER_MAPS * 4 * options.batch * options.heads * length**2
         for name, backend in dict.fromkeys(pairs):
             mechanism = mechanism_of(name, backend, options.p)
             case = Case(mechanism, backend, length, options.threads)
             if reason := case.cannot(options):
                 study.left_out.append(f"{mechanism_label(mechanism)}, {backend}: {reason}")
-            elif reason := case.does_not_fit(options):
-                study.left_out.append(f"{case}: {reason}")
+            elif backend in ("eager", PAPER) and need > EAGER_SHARE * free:
+                memory = f"{need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"
+                study.left_out.append(f"{case}: needs about {memory}")
             else:
                 chosen.append(case)
     study.left_out = list(dict.fromkeys(study.left_out))  # some reasons hold at every length
@@ -159,72 +144,54 @@ def refuse_unknown(option: str, names: list[str], known: Iterable[str]) -> None:
         raise UserError(f"{option}: unknown {unknown!r}; {did_you_mean(unknown, known)}")
 
 
-def sparsity(study: Study) -> None:
-    """The CPU kernel from few to all entries that count."""
+def spans(study: Study) -> None:
     options = study.options
+    refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
+    mechanisms = [mechanism_of(name, "cpu", options.p) for name in options.mechanisms]
     for length in options.lengths:
-        cases = [kernel(options, length, p, options.threads, spread) for spread, p in SPARSITIES]
-        add_times(study, [cases[0].baseline, *cases])
-        for case in cases:
+        kernel = [
+            Case(m, "cpu", length, options.threads, seen=s) for m in mechanisms for s in SPANS
+        ]
+        softmax = kernel[0].baseline
+        add_times(study, [softmax, replace(softmax, seen=ONE_ROW), *kernel])
+
+
+def sparsity(study: Study) -> None:
+    options = study.options
+    lssar = [(spread, get_mechanism("lssar", p=p)) for spread, p in SPARSITIES]
+    for length in options.lengths:
+        kernel = [Case(m, "cpu", length, options.threads, spread) for spread, m in lssar]
+        add_times(study, [kernel[0].baseline, *kernel])
+        for case in kernel:
             q, k, *_ = make_inputs(options, length, case.spread)
             add_case(study, case, "counted_share", counted_share(q, k, case.mechanism))
 
 
-def spans(study: Study) -> None:
-    """What windows, packed documents, shared heads and decoding cost."""
-    options = study.options
-    refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
-    for length in options.lengths:
-        one_row = Case(MECHANISMS["softmax"], "sdpa", length, options.threads, seen=ONE_ROW)
-        cases = [replace(one_row, seen=FULL), one_row]
-        for name in options.mechanisms:
-            mechanism = mechanism_of(name, "cpu", options.p)
-            cases += [Case(mechanism, "cpu", length, options.threads, seen=s) for s in SPANS]
-        for case in cases:
-            if reason := case.cannot(options):
-                raise UserError(f"{case} cannot be measured here: {reason}")
-        add_times(study, cases)
-
-
 def threads(study: Study) -> None:
-    """The CPU kernel and PyTorch's softmax with several threads and with one."""
     several = study.options.threads
     if several < 2:
         raise UserError(f"--threads {several}: several are compared with one; give at least 2")
     for length in study.options.lengths:
-        cases = [kernel(study.options, length, 15, count) for count in (1, several)]
-        add_times(study, [*(case.baseline for case in cases), *cases])
-
-
-def kernel(options: Namespace, length: int, p: float, threads: int, spread=RANDOM) -> Case:
-    case = Case(get_mechanism("lssar", p=p), "cpu", length, threads, spread)
-    if reason := case.cannot(options):
-        raise UserError(f"the CPU kernel cannot be measured here: {reason}")
-    return case
+        kernel = [Case(MECHANISMS["lssar"], "cpu", length, count) for count in (1, several)]
+        add_times(study, [*(case.baseline for case in kernel), *kernel])
 
 
 def zero_blocks(study: Study) -> None:
-    """The share of LSSAR's weights that are exactly zero, and of whole tiles of them."""
-    options, lssar = study.options, MECHANISMS["lssar"]
-    tile = max(map(max, BLOCKS))
+    options, tile = study.options, max(map(max, BLOCKS))
     if (shortest := min(options.lengths)) < 2 * tile:
         fits = f"no tile of {tile} x {tile} fits; give at least {2 * tile}"
         raise UserError(f"--lengths {shortest}: {fits}")
     for length in options.lengths:
         for layer in range(1, options.layers + 1):
-            q, k, *_ = make_inputs(Namespace(**vars(options) | {"layer": layer}), length)
-            variant = f"layer {layer}, {options.inputs}"
-            for (rows, keys), share in zip(BLOCKS, zero_shares(q, k), strict=True):
-                quantity = f"zero_share_{rows}x{keys}"
-                study.add(run_of(lssar), quantity, share, variant=variant, length=length)
+            options.layer = layer
+            q, k, *_ = make_inputs(options, length)
+            key = {"variant": f"layer {layer}, {options.inputs}", "length": length}
+            for (rows, keys), share in zero_shares(q, k).items():
+                study.add(run_of(MECHANISMS["lssar"]), f"zero_share_{rows}x{keys}", share, **key)
 
 
 STUDIES = {"attention": attention, "sparsity": sparsity, "threads": threads}
 STUDIES |= {"spans": spans, "zero-blocks": zero_blocks}
-
-
-def run_of(mechanism: Mechanism) -> dict:
-    return {"run": mechanism_label(mechanism), "attention": settings_of(mechanism)}
 
 
 def add_case(study: Study, case: Case, quantity: str, value: float, **details) -> None:
@@ -235,14 +202,11 @@ def add_case(study: Study, case: Case, quantity: str, value: float, **details) -
     study.add(run_of(case.mechanism), quantity, value, **key, details=details)
 
 
-def warm_up(case: Case, options: Namespace) -> None:
-    for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
-        step()
-
-
 def add_times(study: Study, cases: list[Case]) -> None:
     steps, made, options = {}, {}, study.options
     for case in cases:
+        if reason := case.cannot(options):
+            raise UserError(f"{case} cannot be measured here: {reason}")
         key = case.length, case.spread
         made[key] = made.get(key) or make_inputs(options, *key)
         for phase, step in zip(PHASES, steps_of(case, made[key]), strict=True):
@@ -261,13 +225,18 @@ def add_times(study: Study, cases: list[Case]) -> None:
             add_case(study, case, f"{phase}_speed_up", statistics.median(speed_ups))
 
 
+def warm_up(case: Case, options: Namespace) -> None:
+    for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
+        step()
+
+
 def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
     return steps_of(case, make_inputs(options, case.length, case.spread))
 
 
 def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
     """One call of each phase on q, k, v and the output's gradient."""
-    (q, k, v), grad, mechanism, first = inputs[:3], inputs[3], case.mechanism, None
+    (q, k, v, grad), mechanism, first = inputs, case.mechanism, None
     if case.seen == WINDOW:
         mechanism = replace(mechanism, window=128)
     elif case.seen == DOCUMENTS:
@@ -276,46 +245,39 @@ def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
         q, grad = q[:, :, -1:], grad[:, :, -1:]
     elif case.seen in (GROUPED, COPIED):
         k, v = k[:, :4], v[:, :4]
-    qkv = [q, k, v]
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    function = partial(attend, mechanism=mechanism, backend=case.backend_name, first=first)
-    if case.seen == COPIED:
+    backend = "eager" if case.backend == PAPER else case.backend
+    is_baseline = replace(case, spread=RANDOM, seen=FULL) == case.baseline
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.set_num_threads(case.threads)
+        if is_baseline:  # PyTorch's own call alone
+            return F.scaled_dot_product_attention(q, k, v, is_causal=case.seen == FULL)
+        if case.seen == COPIED:
             heads = q.shape[1] // k.shape[1]
-            k, v = (x.repeat_interleave(heads, dim=1) for x in (k, v))
-            return attend(q, k, v, mechanism, backend=case.backend_name)
+            k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
+        return attend(q, k, v, mechanism, backend=backend, first=first)
 
-    if replace(case, spread=RANDOM, seen=FULL) == case.baseline:  # PyTorch's own call alone
-        function = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)
-
-    def forward() -> Tensor:
-        torch.set_num_threads(case.threads)
-        with torch.no_grad():
-            return function(*qkv)
-
-    def forward_and_backward() -> tuple[Tensor, ...]:
-        torch.set_num_threads(case.threads)
-        return torch.autograd.grad(function(*leaves), leaves, grad)
-
-    return [forward, forward_and_backward]
+    return [
+        torch.no_grad()(lambda: function(q, k, v)),
+        lambda: torch.autograd.grad(function(*leaves), leaves, grad),
+    ]
 
 
 def fill_shape(options: Namespace) -> None:
     """Heads and head size of the checkpoint that --inputs names, 12 of 64 without one."""
+    options.layers, options.checkpoint = 1, None
     if options.inputs == "random":
         if options.layer or options.text:
             raise UserError("--layer and --text are for a checkpoint; add --inputs RUN")
         options.heads, options.head_dim = options.heads or 12, options.head_dim or 64
-        options.layers, options.checkpoint = 1, None
         return
     if options.heads or options.head_dim:
         raise UserError(f"--heads and --head-dim are those of --inputs {options.inputs}; drop them")
     (checkpoint,) = open_checkpoints([options.inputs])
     config = checkpoint.config
     options.heads, options.head_dim, options.layers = config.heads, config.head_dim, config.layers
-    options.checkpoint = checkpoint.identity
-    options.layer = options.layer or config.layers
+    options.checkpoint, options.layer = checkpoint.identity, options.layer or config.layers
     if (layer := options.layer) > config.layers:
         raise UserError(f"--layer {layer}: {options.inputs} has layers 1 to {config.layers}")
 
@@ -341,17 +303,15 @@ def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) 
 def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a checkpoint's layer for the first tokens of a text, cut into sequences."""
     (checkpoint,) = open_checkpoints([options.inputs])
-    model = checkpoint.load(torch.device("cpu"))
     path = options.text or Path(argparse.__file__)
     try:
-        source = path.read_text(encoding="utf-8")
+        tokens = checkpoint.tokeniser().encode(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path}: cannot be read as text ({error})") from None
-    tokens = torch.from_numpy(checkpoint.tokeniser().encode(source).astype("int64"))
-    needed = options.batch * length
     if len(tokens) == 0:
         raise UserError(f"--text {path} is empty")
-    tokens = tokens.repeat(math.ceil(needed / len(tokens)))[:needed].view(options.batch, length)
+    tokens = torch.from_numpy(np.resize(tokens, (options.batch, length)).astype("int64"))
+    model = checkpoint.load(torch.device("cpu"))
     attention, x, rope, _ = layer_inputs(model, tokens, options.layer - 1)
     return attention.queries_keys_values(x, rope)
 
@@ -372,7 +332,7 @@ def counted_share(q: Tensor, k: Tensor, mechanism: Mechanism) -> float:
 
 
 @torch.no_grad()
-def zero_shares(q: Tensor, k: Tensor) -> list[float]:
+def zero_shares(q: Tensor, k: Tensor) -> dict[tuple[int, int], float]:
     """For each of BLOCKS, the share of its tiles that are all zero, of those wholly visible."""
     zero, total = Counter(), Counter()
     for head in range(q.shape[1]):
@@ -384,4 +344,4 @@ def zero_shares(q: Tensor, k: Tensor) -> list[float]:
             visible = first_row >= last_key
             zero[rows, keys] += (largest[visible] == 0).sum().item()
             total[rows, keys] += visible.sum().item()
-    return [zero[block] / total[block] for block in BLOCKS]
+    return {block: zero[block] / total[block] for block in BLOCKS}

@@ -4,15 +4,17 @@ To be timed, contestants take turns in one process, so that a noisy machine is n
 them. For its memory each gets a process of its own, free of what others left behind.
 """
 
+import math
 import multiprocessing
 import platform
 import re
 import resource
-import time
-from collections.abc import Callable, Hashable
+import timeit
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -53,13 +55,11 @@ def check_writable(out: Path) -> None:
         trial.unlink()
 
 
-def round_seconds(
-    steps: dict[Hashable, Step], device: str, rounds: int, budget: float = float("inf")
-) -> dict[Hashable, list[float]]:
+def round_seconds(steps: dict[Any, Step], device: str, rounds: int, budget=math.inf) -> dict:
     """The times of each step. One that has used up `budget` seconds takes no further turn."""
     for step in tqdm(steps.values(), desc="warm-up", leave=False, disable=None):
         step()  # compilation, autotuning, caches, optimiser state
-    seconds: dict[Hashable, list[float]] = {name: [] for name in steps}
+    seconds: dict[Any, list[float]] = {name: [] for name in steps}
     for number in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
         for name, step in steps.items():
             if number < LEAST_ROUNDS or sum(seconds[name]) < budget:
@@ -69,17 +69,15 @@ def round_seconds(
 
 def seconds_of(step: Step, device: str) -> float:
     """The time of one call; on a GPU, from its first kernel to its last."""
-    if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000
-    began = time.perf_counter()
+    if device != "cuda":
+        return timeit.timeit(step, number=1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
     step()
-    return time.perf_counter() - began
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 class Crashed(RuntimeError):
@@ -102,9 +100,8 @@ def in_new_process(function: Callable, *arguments, **options):
 def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=None) -> list[float]:
     """The peak after each of the steps that `make_steps(*arguments)` makes; for a new process.
 
-    Counted from before they are made, so with inputs and weights, but not what making them took.
-    A peak never falls: order the steps by what they need. `warm_up(*arguments)` runs first,
-    uncounted, to load libraries.
+    Inputs and weights count, what making them took does not. A peak never falls: order the steps by
+    what they need. `warm_up(*arguments)` runs first, uncounted, to load libraries.
     """
     if warm_up:
         warm_up(*arguments)
@@ -122,10 +119,9 @@ def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=None) 
 
 def _reset_peak(device: str) -> None:
     """Forget the peak so far, where the system can: imports have one of their own."""
-    clear = Path("/proc/self/clear_refs")
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    elif clear.exists():
+    elif (clear := Path("/proc/self/clear_refs")).exists():
         clear.write_text("5")
 
 

@@ -3,10 +3,10 @@
 A training step is forward, backward, clip and AdamW on random tokens. All contestants take turns in
 one process and times are medians; memory is the peak of a separate process above what it had before
 the model was made. `train` gives each mechanism a model of its own, and nanoGPT its own optimiser
-settings. `cost` is the paper's table, its numbers beside: a training step and a forward pass to the
-loss without gradients, in the eager forms that the paper measured and the fused ones, under bf16
-autocast on a GPU (the eager attention itself computes in float32), in fp32 on a CPU. One model
-serves all of its lines, as no mechanism in it has parameters.
+settings. `cost` is the paper's table with its numbers beside ours: a training step and a forward
+pass to the loss without gradients, in the eager forms that the paper measured and the fused ones,
+under bf16 autocast on a GPU (eager attention itself computes in float32), in fp32 on a CPU. One
+model serves all of its lines, as no mechanism in it has parameters.
 """
 
 import importlib.util
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from benchmarks import measure
-from benchmarks.study import Study, settings_of, text
+from benchmarks.study import Study, run_of
 from evaluating.checkpoints import mechanism_label
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
@@ -55,8 +54,7 @@ class Workbench:
                 groups = self.model.parameter_groups(0.1)
                 self.optimiser = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=True)
             shape = options.batch, options.length + 1
-            vocabulary = PRESETS[options.preset]["vocab_size"]
-            tokens = torch.randint(vocabulary, shape, device=self.device)
+            tokens = torch.randint(preset(options.preset).vocab_size, shape, device=self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(self) -> torch.Tensor:
@@ -70,13 +68,11 @@ class Workbench:
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
 
+    eval = torch.no_grad()(loss)
+
     def run(self, line: "Line", phase: str) -> None:
         self.model.configure(attention=line.mechanism).use_backend(line.backend)
-        if phase == "train":
-            self.train()
-        else:
-            with torch.no_grad():
-                self.loss()
+        getattr(self, phase)()
 
 
 def train(options: Namespace) -> None:
@@ -86,21 +82,18 @@ def train(options: Namespace) -> None:
     names = options.attention + ([NANOGPT] if options.nanogpt else [])
     steps = {name: make_steps(name, options)[0] for name in names}
     seconds = measure.round_seconds(steps, options.device, options.rounds)
-    first = statistics.median(seconds[names[0]])
-    for name in tqdm(names, desc="memory", leave=False, disable=None):
-        task = measure.peak_megabytes, options.device, make_steps, name, options
-        (peak,) = measure.in_new_process(*task)
-        time, rounds = statistics.median(seconds[name]), [1000 * t for t in seconds[name]]
+    memory = study.weigh(make_steps, names)
+    for name in names:
+        time, first = (statistics.median(seconds[n]) for n in (name, names[0]))
         add = partial(study.add, {"run": name}, variant=options.preset, length=options.length)
-        add("step_ms", 1000 * time, details={"rounds": rounds})
+        add("step_ms", 1000 * time, details={"rounds": [1000 * t for t in seconds[name]]})
         add("tokens_per_s", options.batch * options.length / time)
         add("step_ratio", time / first)
-        add("step_MB", peak)
+        for peak in memory.get(name, []):
+            add("step_MB", peak)
     size = f"{options.preset}, batch {options.batch} x {options.length} tokens"
     where = f"{options.device}, {torch.get_num_threads()} threads"
-    print(f"{size}, {where}, median of {options.rounds}; ratios to {names[0]}")
-    print(text(study.records, []))
-    study.write()
+    study.report(f"{size}, {where}, median of {options.rounds}; ratios to {names[0]}")
 
 
 def make_steps(name: str, options: Namespace) -> list[measure.Step]:
@@ -127,16 +120,13 @@ def nanogpt(options: Namespace) -> torch.nn.Module:
 
 
 class Line(NamedTuple):
-    """One line of the table. The eager ones are the paper's."""
+    """One line of the paper's table of costs."""
 
     mechanism: Mechanism
-    backend: str
+    backend: str  # the paper's are eager
 
     def __str__(self) -> str:
         return f"{mechanism_label(self.mechanism)}, {self.backend}"
-
-
-Values = dict[Line, list[float]]  # COLUMNS of each line
 
 
 def cost(options: Namespace) -> None:
@@ -148,23 +138,14 @@ def cost(options: Namespace) -> None:
     preset(options.preset)  # raises for an unknown one
     study = Study(options)
     measured = measure_lines(study, table_lines(options, setting["p"]))
-    for line, values in measured.items():
-        m, tokens = line.mechanism, options.batch * options.length
-        run = {"run": m.name, "model": {"preset": options.preset, "attention": settings_of(m)}}
-        key = {"variant": line.backend, "length": options.length, "tokens": tokens}
-        for quantity, value in zip(COLUMNS, values, strict=True):
-            study.add(run, quantity, value, **key, details={"numerics": m.numerics})
     rows = paper["rows"]
     published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
     machine, on_gpu = measure.machine(options.device), options.device == "cuda"
     ours = f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, {machine['name']}"
     ours += f", {machine['threads']} threads, {'bf16 autocast' if on_gpu else 'fp32'}"
     theirs = "{device}, batch {batch} x {length}, {dtype}".format(**setting)
-    print(f"{ours}; paper: {theirs}; in brackets relative to the first line")
-    print(cost_table(measured, published))
-    for line in study.left_out:
-        print(f"left out: {line}")
-    study.write(partial(draw, measured, published), left_out=study.left_out)
+    header = f"{ours}; paper: {theirs}; in brackets relative to the first line"
+    study.report(header, cost_table(measured, published), partial(draw, measured, published))
 
 
 def table_lines(options: Namespace, p: float) -> list[Line]:
@@ -181,18 +162,24 @@ def table_lines(options: Namespace, p: float) -> list[Line]:
     return lines
 
 
-def measure_lines(study: Study, lines: list[Line]) -> Values:
+def measure_lines(study: Study, lines: list[Line]) -> dict[Line, list[float]]:
+    """COLUMNS of every line that fits."""
     options, memory = study.options, study.weigh(line_steps, lines)
+    size = {"length": options.length, "tokens": options.batch * options.length}
     if not memory:
-        size = f"--batch {options.batch} --length {options.length}"
-        raise UserError(f"nothing fits at {size}; make them smaller")
-    bench = Workbench(options)
+        given = f"--batch {options.batch} --length {options.length}"
+        raise UserError(f"nothing fits at {given}; make them smaller")
+    bench, measured = Workbench(options), {}
     steps = {(line, phase): partial(bench.run, line, phase) for line in memory for phase in PHASES}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
-    measured = {}
     for line, (eval_peak, train_peak) in memory.items():
         eval_ms, train_ms = (1000 * statistics.median(seconds[line, phase]) for phase in PHASES)
         measured[line] = [train_ms, train_peak, eval_ms, eval_peak]
+        m, model = line.mechanism, {"preset": options.preset}
+        run = {"run": m.name, "model": model | {"attention": run_of(m)["attention"]}}
+        more = {"variant": line.backend, **size, "details": {"numerics": m.numerics}}
+        for quantity, value in zip(COLUMNS, measured[line], strict=True):
+            study.add(run, quantity, value, **more)
     return measured
 
 
@@ -201,11 +188,11 @@ def line_steps(line: Line, options: Namespace) -> list[measure.Step]:
     return [partial(bench.run, line, phase) for phase in PHASES]
 
 
-def cost_table(measured: Values, published: Values) -> str:
+def cost_table(measured: dict, published: dict) -> str:
     """The paper's layout; numbers also relative to the first line, eager softmax."""
     first = next(iter(measured))
 
-    def cells(values: Values, line: Line) -> list[str]:
+    def cells(values: dict, line: Line) -> list[str]:
         if line not in values:
             return [""] * len(COLUMNS)
         pairs = zip(values[line], values[first], strict=True)
@@ -215,7 +202,7 @@ def cost_table(measured: Values, published: Values) -> str:
     return table(["", *HEADER, *(f"paper: {name}" for name in HEADER)], rows)
 
 
-def draw(measured: Values, published: Values, out: Path) -> list[Path]:
+def draw(measured: dict, published: dict, out: Path) -> list[Path]:
     """One bar per line, eager softmax as the unit; a cross where the paper has a number."""
     lines = list(measured)
     figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)

@@ -4,36 +4,32 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm import tqdm
 
+from benchmark import BENCHMARKS
 from benchmarks import measure
+from evaluating.checkpoints import mechanism_label
 from evaluating.results import Record, Results
 from lssar.mechanisms import Mechanism
 from support import plots
 from support.text import table
 
-# Per study: the quantity of each panel, what it is drawn over, and whether on logarithmic scales.
-FIGURES = {
-    "attention": (("forward_ms", "forward_backward_ms", "forward_backward_MB"), "length", True),
-    "spans": (("forward_share", "forward_backward_share"), "length", True),
-    "sparsity": (("forward_ratio", "forward_backward_ratio"), "counted_share", False),
-    "threads": (("forward_speed_up", "forward_backward_speed_up"), "length", False),
-}
+GROWING = BENCHMARKS["attention"]["figure"]["panels"]  # with the length
 
 
 class Study:
     """Records, runs and what was left out; --out is checked before anything is measured."""
 
     def __init__(self, options: Namespace):
-        self.options = options
+        self.options, self.results = options, None
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
         self.left_out: list[str] = []
-        self.results: Results | None = None
         if options.out:
             measure.check_writable(options.out)
             kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
@@ -46,10 +42,7 @@ class Study:
         self.records.append(Record(quantity, run["run"], value, **more))
 
     def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
-        """{contestant: peak MB of each step}; what does not fit is left out.
-
-        The steps are `make_steps(contestant, options)`; see `measure.peak_megabytes`.
-        """
+        """{contestant: peak MB of each of `make_steps(contestant, options)`}, of those that fit."""
         peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
             arguments = contestant, self.options
@@ -59,87 +52,86 @@ class Study:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks
 
-    def write(self, draw: Callable[[Path], list[Path]] | None = None, **about) -> None:
-        """With --out, replace the numbers of an earlier run with the same settings."""
+    def report(self, title: str, numbers: str = "", draw_figure: Callable | None = None) -> None:
+        """Print the numbers; with --out, write them in place of those of an earlier run."""
+        print(title)
+        print(text(self.records, self.left_out, numbers))
         if self.results is None:
             return
-        self.results.about |= about
+        self.results.about["left_out"] = self.left_out
         self.results.runs, self.results.records = self.runs, []
         self.results.add(*self.records)
-        figures = draw(self.options.out) if draw else []
-        for path in (self.options.out, *figures):
+        draw_figure = draw_figure or partial(draw, self.options.benchmark, self.records)
+        for path in (self.options.out, *draw_figure(self.options.out)):
             print(f"written: {path}")
 
 
-def settings_of(mechanism: Mechanism) -> dict:
-    return {"name": mechanism.name} | ({"p": mechanism.p} if mechanism.sharpened else {})
+def run_of(mechanism: Mechanism) -> dict:
+    p = {"p": mechanism.p} if mechanism.sharpened else {}
+    return {"run": mechanism_label(mechanism), "attention": {"name": mechanism.name} | p}
 
 
 def title(quantity: str) -> str:
     return quantity.replace("forward_backward", "forward+backward").replace("_", " ")
 
 
-def rows(records: list[Record]) -> dict[tuple[str, int], dict[str, float]]:
-    """{(name, length): {quantity: value}}; a name is the run and what sets its variant apart."""
+def rows(records: list[Record]) -> list[dict]:
+    """name, length, {quantity: value}; a name is the run and what sets its variant apart."""
     common = set.intersection(*(set(r.variant.split(", ")) for r in records))
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for record in records:
-        own = [part for part in record.variant.split(", ") if part not in common]
-        name = ", ".join([record.run, *own])
-        found.setdefault((name, record.length), {})[record.quantity] = record.value
-    return found
+    found: dict[tuple, dict] = {}
+    for r in records:
+        name = ", ".join([r.run, *(p for p in r.variant.split(", ") if p not in common)])
+        row = found.setdefault((name, r.length), {"name": name, "length": r.length})
+        row[r.quantity] = r.value
+    return list(found.values())
 
 
-def text(records: list[Record], left_out: list[str]) -> str:
+def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     """A table of every number, the growth with the length, and what was left out."""
-    quantities = dict.fromkeys(r.quantity for r in records)
-    lines = []
-    for (name, length), values in rows(records).items():
-        lines.append([name, f"{length:,}", *(_cell(q, values.get(q)) for q in quantities)])
-    parts = [table(["", "length", *map(title, quantities)], lines)]
+    quantities, lines = dict.fromkeys(r.quantity for r in records), []
+    for row in rows(records):
+        lines.append([row["name"], f"{row['length']:,}", *(cell(row, q) for q in quantities)])
+    parts = [numbers or table(["", "length", *map(title, quantities)], lines)]
     if grown := slopes(records):
-        panels = FIGURES["attention"][0]
-        lines = [[name, *(f"{found[q]:.2f}" for q in panels)] for name, found in grown.items()]
-        parts.append(table(["grows as length to the power", *map(title, panels)], lines))
+        lines = [[name, *(f"{found[q]:.2f}" for q in GROWING)] for name, found in grown.items()]
+        parts.append(table(["grows as length to the power", *map(title, GROWING)], lines))
     if left_out:
         parts.append("\n  ".join(["left out:", *left_out]))
     return "\n\n".join(parts)
 
 
-def _cell(quantity: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2%}" if "share" in quantity else f"{value:,.2f}"
+def cell(row: dict, quantity: str) -> str:
+    value, shown = row.get(quantity), ".2%" if "share" in quantity else ",.2f"
+    return "" if value is None else format(value, shown)
 
 
 def curves(records: list[Record], quantity: str, over: str) -> dict[str, list[tuple]]:
     """{label: [(x, y)]}: one curve per name over the length, else one per length."""
     found: dict[str, list[tuple]] = {}
-    for (name, length), values in rows(records).items():
-        x = values | {"length": length}
-        if quantity in x and over in x:
-            label = name if over == "length" else f"length {length:,}"
-            found.setdefault(label, []).append((x[over], x[quantity]))
+    for row in rows(records):
+        if quantity in row and over in row:
+            label = row["name"] if over == "length" else f"length {row['length']:,}"
+            found.setdefault(label, []).append((row[over], row[quantity]))
     return {label: sorted(points) for label, points in found.items()}
 
 
 def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
     """The exponent of growth where both times and memory are known at two lengths or more."""
-    panels, found = FIGURES["attention"][0], {}
-    for quantity in panels:
+    found = {}
+    for quantity in GROWING:
         for name, points in curves(records, quantity, "length").items():
             if len(points) > 1:
                 logs = [(math.log(length), math.log(max(y, 1e-9))) for length, y in points]
                 slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
                 found.setdefault(name, {})[quantity] = slope
-    return {name: exponents for name, exponents in found.items() if len(exponents) == len(panels)}
+    return {name: exponents for name, exponents in found.items() if len(exponents) == len(GROWING)}
 
 
-def draw(study: str, records: list[Record], out: Path) -> list[Path]:
+def draw(benchmark: str, records: list[Record], out: Path) -> list[Path]:
     """One panel per quantity; bars where there is only one length to draw over."""
-    if study not in FIGURES:
+    if not (chosen := BENCHMARKS[benchmark].get("figure")):
         return []
-    quantities, over, logarithmic = FIGURES[study]
+    quantities, over = chosen["panels"], chosen["over"]
     figure, panels = plots.figure(1, len(quantities), width=plots.PAGE, height=2.9)
     lengths = sorted({r.length for r in records})
     for axes, quantity in zip(panels, quantities, strict=True):
@@ -158,7 +150,7 @@ def draw(study: str, records: list[Record], out: Path) -> list[Path]:
         axes.set_xlabel(title(over))
         if over == "length":
             plots.length_axis(axes, lengths)
-        if logarithmic:
+        if chosen["logarithmic"]:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")

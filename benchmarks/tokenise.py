@@ -27,23 +27,20 @@ DOCUMENT_CHARS = 3_000
 
 
 def documents(megabytes: float) -> list[str]:
-    """Up to that much text, in documents, never the same twice."""
+    """Up to that much text in documents, each of them once."""
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for path in sorted(root.rglob("*.py")):
         if "site-packages" not in path.parts:
             text = path.read_text(encoding="utf-8", errors="replace")
-            starts = range(0, len(text), DOCUMENT_CHARS)
-            found += [text[start : start + DOCUMENT_CHARS] for start in starts]
+            found += [text[i : i + DOCUMENT_CHARS] for i in range(0, len(text), DOCUMENT_CHARS)]
     if not found:
         raise UserError(f"no Python sources in {root} to measure with")
     return found[: max(1, int(megabytes * 1e6 / DOCUMENT_CHARS))]
 
 
-def _one_document(text: str) -> np.ndarray:
+def one_document(text: str) -> np.ndarray:
     tokeniser = get_tokeniser("gpt2")
-    ids = [tokeniser.eot]
-    ids.extend(tokeniser._bpe.encode_ordinary(text))
-    array = np.array(ids)
+    array = np.array([tokeniser.eot, *tokeniser._bpe.encode_ordinary(text)])
     if not ((array >= 0).all() and (array < 2**16).all()):
         raise ValueError("token outside uint16")
     return array.astype(np.uint16)
@@ -51,7 +48,7 @@ def _one_document(text: str) -> np.ndarray:
 
 def usual_way(texts: list[str], workers: int) -> Iterator[np.ndarray]:
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        yield from pool.imap(_one_document, texts, chunksize=16)
+        yield from pool.imap(one_document, texts, chunksize=16)
         pool.close()
         pool.join()
 
@@ -86,9 +83,7 @@ def main(options: Namespace) -> int:
         cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
         digests.add(digest.hexdigest())
         baseline = baseline or count / cpu
-        print(
-            f"{name:22} {count / cpu / 1e6:6.2f} M tokens per CPU-second, "
-            f"{count / cpu / baseline:5.2f}x ({count:,} tokens, {cpu:.1f} CPU-s, {wall:.1f} s)"
-        )
+        speed = f"{count / cpu / 1e6:6.2f} M tokens per CPU-second, {count / cpu / baseline:5.2f}x"
+        print(f"{name:22} {speed} ({count:,} tokens, {cpu:.1f} CPU-s, {wall:.1f} s)")
     print("all token streams identical" if len(digests) == 1 else "TOKEN STREAMS DIFFER")
     return int(len(digests) != 1)

@@ -9,19 +9,20 @@ the two nearest labelled states, by the true state):
   exponents   of r, m1, m2 by a log-log fit to all those predictions: -2, 1, 1 for Newton's law
   R^2         against the true force, and the mean cosine and R^2 of the vectors for each planet
 
-A finished regression is in --out and is not done again, unless its run was trained again. Beside
+Finished regressions are kept in --out and not repeated unless their run was trained again. Beside
 it are the figures: the force vectors of the eight planets and the predictions against the truth.
 """
 
 import sys
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from physics import TASKS, Effort
+from physics import TASKS
 from support.command import Parser, answer_early, positive, run, whole
+
+EFFORT = {"iterations": 100, "population": 1000, "evaluations": 500_000}  # PySR's; Operon's two
 
 
 def make_parser() -> Parser:
@@ -32,14 +33,16 @@ def make_parser() -> Parser:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
     parser.add_argument("--engine", default="auto", choices=("auto", "pysr", "operon"))
-    for effort in fields(Effort):
-        of = {"default": effort.default, "help": "of a regression"}
-        parser.add_argument(f"--{effort.name}", type=positive, **of)
+    for name, default in EFFORT.items():
+        parser.add_argument(f"--{name}", type=positive, default=default, help="of a regression")
     return parser
 
 
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
+
+import itertools
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.spatial import cKDTree
@@ -58,27 +61,32 @@ from support.files import reading
 from support.text import table
 
 ORACLE, TRUTH = "oracle", "truth"
+COLOURS = {ORACLE: plots.GREY, TRUTH: plots.INK}
+ORDER = (TRUTH, "lssar", "softmax")  # the paper's panels, from left to right
 SAMPLES = 40  # arrows per panel
-ORDER = ("truth", "lssar", "softmax")  # the paper's panels, from left to right
 SUBSAMPLES, SUBSAMPLE = 5, 1000
 EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 
 
 def main(argv: list[str]) -> None:
     options = make_parser().parse_args(argv)
-    effort = Effort(**{field.name: getattr(options, field.name) for field in fields(Effort)})
+    effort = {name: vars(options)[name] for name in EFFORT}
     magnitudes = Magnitudes(options.forces, options.states)
     vectors = Vectors(options.planets)
     engine = regression.available(options.engine)
-    settings = {"engine": engine, "effort": asdict(effort), "states": len(magnitudes.chosen)}
+    settings = {"engine": engine, "effort": effort, "states": len(magnitudes.chosen)}
     settings |= {k: describe(vars(options)[k])["settings"] for k in ("forces", "planets")}
     results = open_results(options.out, "physics", settings, about={})
     oracle = Model(ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle())
     truth = Model(TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth)
     models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
+    judges = {"magnitude": magnitudes, "vector": vectors}
     with kept_on_interrupt(options.out):
         for model in models:
-            score(results, model, magnitudes, vectors)
+            for task, identity in model.identities.items():
+                results.runs[identity] = model.described | {"run": model.name}
+                if not results.find(run=identity):
+                    results.add(*judges[task].records(model, identity))
         for model in models:
             discover(results, model, magnitudes.inputs, engine, effort)
     for figure in draw(results, models, magnitudes, vectors):
@@ -98,25 +106,26 @@ class Model:
     vectors: np.ndarray | None = None  # (planets, times, 2)
 
     @property
-    def mechanism(self) -> str | None:
-        return self.described["model"]["attention"]["name"] if self.described else None
+    def mechanism(self) -> str:
+        return self.described["model"]["attention"]["name"] if self.described else self.name
+
+    @property
+    def colour(self) -> str:
+        return COLOURS.get(self.mechanism) or plots.style(self.mechanism)["color"]
 
 
 def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
-    checkpoints = open_checkpoints(runs)
+    checkpoints, models = open_checkpoints(runs), []
+    names = [name_of(checkpoint) for checkpoint in checkpoints]
     labels = [mechanism_label(checkpoint.config.attention) for checkpoint in checkpoints]
-    models: dict[str, Model] = {}
-    for path, checkpoint, label in zip(runs, checkpoints, labels, strict=True):
-        name, forces, identities = name_of(checkpoint), {}, {}
-        if name in models:
+    for path, checkpoint, name, label in zip(runs, checkpoints, names, labels, strict=True):
+        if names.count(name) > 1:
             raise UserError(f"{path}: another run is of {name!r} too; give one of them")
-        for task in TASKS:
-            forces[task], identities[task] = load(path, task, checkpoint)
-        values = magnitudes.of(forces["magnitude"])
         label = label if labels.count(label) == 1 else name
-        described = checkpoint.describe()
-        models[name] = Model(name, label, described, identities, values, forces["vector"])
-    return list(models.values())
+        (forces, first), (vectors, second) = (load(path, task, checkpoint) for task in TASKS)
+        made_by, described = {"magnitude": first, "vector": second}, checkpoint.describe()
+        models.append(Model(name, label, described, made_by, magnitudes.of(forces), vectors))
+    return models
 
 
 def name_of(checkpoint: Checkpoint) -> str:
@@ -159,8 +168,7 @@ class Magnitudes:
         self.chosen = np.argsort(distance, kind="stable")[:count]
         self.states = probed[self.chosen]
         self.truth = magnitude(self.states)
-        r = np.hypot(self.states[:, 0], self.states[:, 1])
-        self.inputs = np.stack((r, self.states[:, 4], self.states[:, 5]), axis=1)
+        self.inputs = np.column_stack((np.hypot(*self.states.T[:2]), self.states[:, 4:]))
 
     def of(self, forces: np.ndarray) -> np.ndarray:
         """A model's predictions at the chosen states, from those for every sequence."""
@@ -172,13 +180,17 @@ class Magnitudes:
         _, near = cKDTree((self.labelled - mean) / spread).query((self.states - mean) / spread, k=2)
         return magnitude(self.labelled)[near].mean(axis=1)
 
-    def scores(self, predicted: np.ndarray) -> dict[str, float | None]:
-        fit, rank = r_squared(predicted, self.truth), rank_correlation(predicted, self.truth)
-        return {"R2": fit, "rank": rank, **fitted_exponents(self.inputs, predicted)}
+    def records(self, model: Model, identity: str) -> list[Record]:
+        predicted = model.magnitudes
+        found = {"R2": r_squared(predicted, self.truth)}
+        found["rank"] = rank_correlation(predicted, self.truth)
+        found |= fitted_exponents(self.inputs, predicted)
+        details = {"positive": float((predicted > 0).mean())}
+        return [Record(k, identity, v, details=details) for k, v in found.items()]
 
 
 def r_squared(predicted: np.ndarray, truth: np.ndarray) -> float:
-    """1 - squared error / variance; 0 is the constant mean, below it worse than that."""
+    """1 - squared error / variance: 0 for the constant mean, below it for anything worse."""
     return float(1 - np.sum((predicted - truth) ** 2) / np.sum((truth - truth.mean(axis=0)) ** 2))
 
 
@@ -211,12 +223,14 @@ class Vectors:
         # `--selection source` selects on everything.
         self.unseen = ~(trained if selected.all() else trained | selected)
 
-    def scores(self, forces: np.ndarray) -> dict[str, dict[str, float]]:
-        found = {}
+    def records(self, model: Model, identity: str) -> list[Record]:
+        planets = {}
         for i, (name, keep) in enumerate(zip(PLANETS, self.unseen, strict=True)):
-            mine, true = forces[i][keep], self.truth[i][keep]
-            found[name] = {"cosine": float(cosines(mine, true).mean()), "R2": r_squared(mine, true)}
-        return found
+            mine, true = model.vectors[i][keep], self.truth[i][keep]
+            cosine = float(cosines(mine, true).mean())
+            planets[name] = {"cosine": cosine, "R2": r_squared(mine, true)}
+        cosine = float(np.mean([planet["cosine"] for planet in planets.values()]))
+        return [Record("cosine", identity, cosine, details={"planets": planets})]
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -225,24 +239,8 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(-1) / np.where(size > 0, size, 1)
 
 
-def score(results: Results, model: Model, magnitudes: Magnitudes, vectors: Vectors) -> None:
-    """What the forces are worth; each number belongs to the model that made them."""
-    for task, identity in model.identities.items():
-        results.runs[identity] = model.described | {"run": model.name}
-        if results.find(run=identity):
-            continue
-        if task == "magnitude":
-            found = magnitudes.scores(model.magnitudes)
-            details = {"positive": float((model.magnitudes > 0).mean())}
-            results.add(*(Record(k, identity, v, details=details) for k, v in found.items()))
-        else:
-            planets = vectors.scores(model.vectors)
-            cosine = float(np.mean([planet["cosine"] for planet in planets.values()]))
-            results.add(Record("cosine", identity, cosine, details={"planets": planets}))
-
-
-def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: Effort):
-    """Do the regressions of one model that are not done; together they give one constant."""
+def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: dict) -> None:
+    """Run the regressions that one model still lacks; together they give one constant."""
     identity, values = model.identities["magnitude"], model.magnitudes
     known = results.find(quantity="constant", run=identity)
     equations = list(known.details["equations"]) if known else []
@@ -251,12 +249,12 @@ def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, ef
         rows = np.random.default_rng(seed).choice(len(values), size, replace=False)
         search = regression.ENGINES[engine]
         found = regression.discover(search, inputs[rows], values[rows], effort)
-        equations.append(asdict(found))
+        equations.append(found)
         newtonian = sum(map(regression.newtonian, equations))
         details = {"equations": list(equations), "newtonian": newtonian}
         constant = regression.constant(equations)
         results.add(Record("constant", identity, constant, details=details))
-        print(f"{model.name} {seed}: {found.equation}  (score {found.score:.2f})", flush=True)
+        print(f"{model.name} {seed}: {found['equation']}  (score {found['score']:.2f})", flush=True)
 
 
 def summary(results: Results, models: list[Model]) -> str:
@@ -271,14 +269,10 @@ def summary(results: Results, models: list[Model]) -> str:
     return table(["", "k", "R2", "rank", "r^", "m1^", "m2^", "cosine", "as m1 / r^2"], rows)
 
 
-def draw(results, models: list, magnitudes, vectors) -> list[Path]:
-    """All figures beside the results; the PNG files."""
-
-    def place(model) -> int:
-        key = model.mechanism or model.name
-        return ORDER.index(key) if key in ORDER else len(ORDER)
-
-    shown = sorted((m for m in models if m.vectors is not None), key=place)
+def draw(results: Results, models: list[Model], magnitudes: Magnitudes, vectors: Vectors):
+    """Draw all figures beside the results; the PNG files."""
+    with_vectors = [model for model in models if model.vectors is not None]
+    shown = sorted(with_vectors, key=lambda m: (*ORDER, m.mechanism).index(m.mechanism))
     figures = {
         ".png": magnitude_figure(magnitudes.truth, models),
         "-earth.png": vector_figure(vectors, shown, ["Earth"]),
@@ -287,35 +281,27 @@ def draw(results, models: list, magnitudes, vectors) -> list[Path]:
     return [plots.save(f, results.sibling(end))[0] for end, f in figures.items()]
 
 
-def colour(model) -> str:
-    if model.mechanism is None:
-        return plots.INK if model.name == "truth" else plots.GREY
-    return plots.style(model.mechanism)["color"]
-
-
-def vector_figure(vectors, models: list, planets: list[str]):
+def vector_figure(vectors: Vectors, models: list[Model], planets: list[str]):
     """One panel per model and planet; several planets are drawn two per row."""
     wide = min(2, len(planets))
     rows, columns = -(-len(planets) // wide), wide * len(models)
     height = rows * plots.PAGE / columns + 0.4
     figure, axes = plots.figure(rows, columns, width=plots.PAGE, height=height, squeeze=False)
-    panels = iter(axes.flat)
-    for planet in planets:
+    pairs = itertools.product(planets, models)
+    for panel, (planet, model) in zip(axes.flat, pairs, strict=True):
         i = list(PLANETS).index(planet)
         position = vectors.position[i]
         picked = farthest_points(position, SAMPLES)
         reach = 1.45 * np.abs(position).max()
+        arrows = model.vectors[i][picked] / vectors.unit[i]
         # The largest true force is 42 % of the panel's half-width.
         shape = {"angles": "xy", "scale_units": "xy", "scale": 2.4 / reach, "headwidth": 4}
-        for model in models:
-            panel = next(panels)
-            arrows = model.vectors[i][picked] / vectors.unit[i]
-            panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
-            panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
-            panel.quiver(*position[picked].T, *arrows.T, **shape, width=0.006, color=colour(model))
-            panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-            panel.set_axis_off()
-            panel.set_title(f"{planet}: {model.label}", fontsize=6)
+        panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
+        panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
+        panel.quiver(*position[picked].T, *arrows.T, **shape, width=0.006, color=model.colour)
+        panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+        panel.set_axis_off()
+        panel.set_title(f"{planet}: {model.label}", fontsize=6)
     return figure
 
 
@@ -328,16 +314,16 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
     return np.array(chosen)
 
 
-def magnitude_figure(truth: np.ndarray, models: list):
+def magnitude_figure(truth: np.ndarray, models: list[Model]):
     """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
-    shown = [model for model in models if model.name != "truth"]
+    shown = [model for model in models if model.name != TRUTH]
     shape = {"width": plots.PAGE, "height": 2.6, "squeeze": False}
     figure, axes = plots.figure(1, len(shown), sharex=True, sharey=True, **shape)
     limits = truth.min() / 2, truth.max() * 2
     for panel, model in zip(axes[0], shown, strict=True):
         positive = model.magnitudes > 0
         drawn = truth[positive], model.magnitudes[positive]
-        panel.loglog(*drawn, ".", color=colour(model), markersize=1.5, alpha=0.4)
+        panel.loglog(*drawn, ".", color=model.colour, markersize=1.5, alpha=0.4)
         panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
         below = "" if positive.all() else f" ({1 - positive.mean():.0%} below zero)"
         panel.set(title=f"{model.label}{below}", xlabel="true |F|", xlim=limits, ylim=limits)

@@ -46,13 +46,14 @@ import numpy as np
 import torch
 
 import train
+from data.loader import validation_windows
 from data.records import describe, open_data
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
 from physics.simulate import save
 from support.files import lookup, make_folder, write_json
 from training import distributed
-from training.checkpoint import Store, find, load_model, read_description
+from training.checkpoint import Store
 
 FORCES, ORIGIN = "forces.npy", "forces.json"
 BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
@@ -60,13 +61,18 @@ BATCH = 64  # sequences; fixed, so that predictions do not depend on where they 
 
 def main(argv: list[str]) -> int:
     options, overrides = parse_arguments(argv)
-    overrides = [*inherited(options.task, options.run), *overrides]
+    (pretrained,) = open_checkpoints([options.run])
+    attention = pretrained.config.to_dict()["attention"]
+    overrides = [
+        *(f"--attention.{key}={value}" for key, value in attention.items()),
+        f"--train.init_from={options.run}",
+        f"--log.name={pretrained.info.run}-{options.task}",
+        *overrides,
+    ]
     config = load_config(options.config, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:
-        raise UserError(
-            f"{options.config} has no outputs of the task {options.task!r}; see --config"
-        )
-    (pretrained,) = open_checkpoints([options.run])
+        given = f"{options.config} has no outputs of the task {options.task!r}"
+        raise UserError(f"{given}; see --config")
     folder = config.run_directory
     if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
         other = f"{folder} was fine-tuned from other weights than {options.run} has now"
@@ -75,9 +81,8 @@ def main(argv: list[str]) -> int:
     write_origin(folder, pretrained.identity)
     code = train.main([options.config, *overrides, "--resume", "--device", options.device])
     if code == 0:
-        predict(config, distributed.start(options.device).device)
-        (best,) = open_checkpoints([str(Store(folder).best())])
-        write_origin(folder, pretrained.identity, best.identity)
+        identity = predict(config, distributed.start(options.device).device)
+        write_origin(folder, pretrained.identity, identity)
     return code
 
 
@@ -87,35 +92,27 @@ def origin(folder: Path) -> dict[str, str | None]:
 
 
 def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -> None:
-    """Without a checkpoint: the predictions that may be there are not to be used."""
+    """Without a checkpoint, the predictions that may be there do not count."""
     write_json(folder / ORIGIN, {"pretrained": pretrained, "checkpoint": checkpoint})
 
 
-def inherited(task: str, path: str) -> list[str]:
-    """Overrides that make the fine-tuned model the pre-trained one: its attention, its weights."""
-    model, info = read_description(find(path))
-    attention = [f"--attention.{k}={v}" for k, v in model.to_dict()["attention"].items()]
-    return [*attention, f"--train.init_from={path}", f"--log.name={info.run}-{task}"]
-
-
 @torch.inference_mode()
-def predict(config: Config, device: torch.device) -> None:
-    """Write the selected checkpoint's predictions for every training sequence to its folder."""
+def predict(config: Config, device: torch.device) -> str:
+    """Write the forces of every training sequence by the selected checkpoint; its identity."""
     out = config.run_directory / FORCES
-    best = Store(config.run_directory).best()
-    model = load_model(best, device)[0].eval()
+    (best,) = open_checkpoints([str(Store(config.run_directory).best())])
+    model = best.load(device)
     records = open_data(config.data.directory, "train", **config.data_ends())
-    parts = []
-    for first in range(0, records.count, BATCH):
-        rows = np.arange(first, min(first + BATCH, records.count))
-        inputs, _ = records.split(records.read(rows * records.stride))
-        parts.append(model(inputs.to(device))[:, 1::2].float().cpu().numpy())
+    size = {"length": records.points - 1, "total_tokens": records.total_tokens, "batch": BATCH}
+    inputs = (x.to(device) for x, _ in validation_windows(records, **size))
+    parts = [model(x)[:, 1::2].float().cpu().numpy() for x in inputs]
     # A label of one means this much: of the whole set, or of each sequence.
     unit = np.reshape(describe(records.directory)["unit"], (-1, 1, 1)).astype(np.float32)
     forces = np.concatenate(parts) * unit
-    refuse_non_finite(forces, best)
+    refuse_non_finite(forces, best.path)
     save(out, forces)
-    print(f"{out}: predictions of {best.name}")
+    print(f"{out}: predictions of {best.path.name}")
+    return best.identity
 
 
 def refuse_non_finite(forces: np.ndarray, source: Path) -> None:

@@ -12,56 +12,50 @@ with seeds 0, 1, 2 the best score is kept.
 
 import contextlib
 import importlib
+import tomllib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import sympy
 
 from lssar.errors import UserError
-from physics import Effort
 
 NAMES = ("r", "m1", "m2")
-MAX_SIZE = 20
 SEEDS = (0, 1, 2)
 LEAST_LOSS = 1e-15  # below it rounding is all that is compared
+SETTINGS = tomllib.loads(Path(__file__).with_name("engines.toml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     equation: str  # in NAMES
     complexity: int
     loss: float
 
 
-@dataclass(frozen=True)
-class Equation(Candidate):
-    score: float
-    seed: int
-    exponents: dict[str, float | None]  # median of d log|form| / d log x over the data
+Engine = Callable[[np.ndarray, np.ndarray, int, dict[str, int]], list[Candidate]]
 
 
-Engine = Callable[[np.ndarray, np.ndarray, int, Effort], list[Candidate]]
-
-
-def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: Effort) -> Equation:
+def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: dict[str, int]) -> dict:
     """The best-scored equation over the seeds; x (samples, 3) as NAMES say, y (samples,)."""
     constant = Candidate(repr(float(np.median(y))), 1, loss_of(np.median(y), y))
     found = {seed: choose([constant, *engine(x, y, seed, effort)]) for seed in SEEDS}
     seed = max(SEEDS, key=lambda seed: found[seed][1])  # the first of equal ones
     chosen, score = found[seed]
     equation = readable(chosen.equation)
-    return Equation(equation, chosen.complexity, chosen.loss, score, seed, exponents(equation, x))
+    more = {"score": score, "seed": seed, "exponents": exponents(equation, x)}
+    return chosen._asdict() | {"equation": equation} | more
 
 
 def choose(candidates: list[Candidate]) -> tuple[Candidate, float]:
     """The candidate with the highest score, and its score; the simplest one scores 0."""
-    finite = (c for c in candidates if np.isfinite(c.loss))
-    simplest, *others = sorted(finite, key=lambda c: (c.complexity, c.loss)) or [None]
-    if simplest is None:
+    finite = [c for c in candidates if np.isfinite(c.loss)]
+    if not finite:
         raise UserError("symbolic regression found no equation with a finite loss")
+    simplest, *others = sorted(finite, key=lambda c: (c.complexity, c.loss))
     front = [(simplest, 0.0)]
     for c in others:
         before = front[-1][0]
@@ -75,24 +69,33 @@ def loss_of(predicted: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean(np.maximum(1e-8, np.abs(predicted - y)) - 1e-8))
 
 
+def parse(equation: str) -> sympy.Expr:
+    return sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
+
+
 def evaluate(equation: str, x: np.ndarray) -> np.ndarray:
     """The equation's value at x (samples, 3); NaN where it has none."""
-    function = sympy.lambdify(sympy.symbols(NAMES), _parse(equation))
+    function = sympy.lambdify(sympy.symbols(NAMES), parse(equation))
     with np.errstate(all="ignore"):
         return np.broadcast_to(np.asarray(function(*x.T), dtype=float), len(x))
 
 
-def _parse(equation: str) -> sympy.Expr:
-    return sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
+def readable(equation: str) -> str:
+    """The equation with its constants multiplied out and rounded to six digits."""
+    expression = parse(equation)
+    with contextlib.suppress(ArithmeticError, ValueError, TypeError):
+        expression = sympy.powsimp(sympy.expand_mul(expression))
+    rounded = {number: sympy.Float(number, 6) for number in expression.atoms(sympy.Float)}
+    return str(expression.xreplace(rounded))
 
 
 def form(equation: str) -> str:
-    """The equation without an added constant, which Operon fits to every one."""
-    return str(_parse(equation).as_independent(*sympy.symbols(NAMES), as_Add=True)[1])
+    """The equation without its added constant; Operon fits one to every equation."""
+    return str(parse(equation).as_independent(*sympy.symbols(NAMES), as_Add=True)[1])
 
 
 def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
-    """Median local exponent of each variable in its form: -2, 1, 1 for Newton's law."""
+    """The median of d log|form| / d log x_i over the data: -2, 1, 1 for Newton's law."""
     text, step, found = form(equation), 1 + 1e-4, {}
     for i, name in enumerate(NAMES):
         factors = (np.where(np.arange(3) == i, step**sign, 1) for sign in (1, -1))
@@ -105,7 +108,7 @@ def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
 
 
 def newtonian(equation: dict) -> bool:
-    """Whether an equation goes as m1 / r^2 (within 0.1), whatever it makes of m2 or adds."""
+    """Whether it goes as m1 / r^2 (within 0.1), whatever it makes of m2 or adds."""
     r, m1 = (equation["exponents"][name] for name in ("r", "m1"))
     return None not in (r, m1) and abs(r + 2) < 0.1 and abs(m1 - 1) < 0.1
 
@@ -117,23 +120,13 @@ def constant(equations: list[dict]) -> float | None:
     return median(found) if found else None
 
 
-def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:
-    """NSGA-II on mean absolute error and length; division stands for PySR's inverse."""
+def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: dict[str, int]) -> list[Candidate]:
     from pyoperon.sklearn import SymbolicRegressor
 
     # Masses of 1e-9 and forces of 1e-5 are brought to the order of one, and back in the equation.
     size, unit = np.median(np.abs(x), axis=0), float(np.std(y)) or 1.0
-    search = SymbolicRegressor(
-        allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
-        objectives=["mae", "length"],
-        max_length=MAX_SIZE,
-        population_size=effort.population,
-        generations=10_000,
-        max_evaluations=effort.evaluations,
-        optimizer_iterations=3,
-        random_state=seed,
-        n_threads=1,
-    )
+    limits = {"population_size": effort["population"], "max_evaluations": effort["evaluations"]}
+    search = SymbolicRegressor(**SETTINGS["operon"], **limits, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about constant models, which are candidates too
         search.fit(x / size, y / unit)
@@ -147,33 +140,12 @@ def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Cand
     return candidates
 
 
-def readable(equation: str, digits: int = 6) -> str:
-    """The equation with its constants multiplied out and rounded."""
-    expression = _parse(equation)
-    with contextlib.suppress(ArithmeticError, ValueError, TypeError):
-        expression = sympy.powsimp(sympy.expand_mul(expression))
-    rounded = {number: sympy.Float(number, digits) for number in expression.atoms(sympy.Float)}
-    return str(expression.xreplace(rounded))
-
-
-def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: Effort) -> list[Candidate]:
-    """The paper's settings."""
+def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: dict[str, int]) -> list[Candidate]:
     from pysr import PySRRegressor
 
-    search = PySRRegressor(
-        niterations=effort.iterations,
-        binary_operators=["+", "*"],
-        unary_operators=["sin", "cos", "exp", "inv(x) = 1/x"],
-        extra_sympy_mappings={"inv": lambda value: 1 / value},
-        elementwise_loss="loss(prediction, target) = max(1e-8, abs(prediction - target)) - 1e-8",
-        maxsize=MAX_SIZE,
-        random_state=seed,
-        parallelism="serial",
-        deterministic=True,
-        temp_equation_file=True,
-        progress=False,
-        verbosity=0,
-    )
+    more = {"niterations": effort["iterations"], "random_state": seed}
+    more["extra_sympy_mappings"] = {"inv": lambda value: 1 / value}
+    search = PySRRegressor(**SETTINGS["pysr"], **more)
     search.fit(x, y, variable_names=list(NAMES))
     rows = search.equations_.itertuples()
     return [Candidate(str(r.sympy_format), int(r.complexity), float(r.loss)) for r in rows]
@@ -184,13 +156,11 @@ ENGINES: dict[str, Engine] = {"pysr": pysr, "operon": operon}
 
 def available(name: str = "auto") -> str:
     """The engine to use: the named one, or PySR when it can be imported, or Operon."""
-    for engine, module in (("pysr", "pysr"), ("operon", "pyoperon")):
-        if name not in ("auto", engine):
-            continue
+    for engine in ENGINES if name == "auto" else [name]:
         try:
-            importlib.import_module(module)
+            importlib.import_module("pyoperon" if engine == "operon" else engine)
             return engine
         except Exception as error:  # without Julia, PySR's import fails in many ways
             if name != "auto":
                 raise UserError(f"--engine {name}: cannot be imported ({error})") from None
-    raise UserError("neither pysr nor pyoperon is here: pip install -r requirements-physics.txt")
+    raise UserError("install pysr or pyoperon: pip install -r requirements-physics.txt")

@@ -5,8 +5,7 @@
   planets   the eight planets, each alone with the Sun, with the force's direction and relative size
 
 Defaults are the paper's scale. `--selection source` validates force predictions as Vafa et al.
-do, on the very labels that are hidden from training; by default labels are held out for it that
-nothing else sees.
+do, on the very labels that are hidden from training; the default is labels that nothing else sees.
 
 An interrupted simulation continues when the same command is run again, and ends with the same
 bytes, for any number of --workers.
@@ -15,7 +14,6 @@ bytes, for any number of --workers.
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
@@ -30,12 +28,12 @@ from tqdm import tqdm
 
 from data import shards
 from data.pipeline import in_processes
-from data.writer import refuse_other_settings
+from data.writer import forget_progress, refuse_other_settings
 from lssar.errors import UserError
 from physics import systems
-from physics.systems import CHANNELS, PLANETS, random_systems
+from physics.systems import CHANNELS, PLANETS, random_orbits
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
-from support.files import json_record, locked, sync, whole_file, write_json
+from support.files import json_record, locked, whole_file, write_json
 
 MAX_SHARDS = 10**6
 STATES = "states.npy"  # (sequences, times, 6) float64 beside the labels
@@ -77,8 +75,7 @@ def main(argv: list[str]) -> None:
         summary, outputs, more = make(options)
         sizes = {"points": options.points, "channels": CHANNELS, "outputs": outputs}
         write_json(options.out / shards.DESCRIPTION, {**sizes, "settings": settings, **more})
-        (options.out / shards.PROGRESS).unlink(missing_ok=True)
-        sync(options.out)
+        forget_progress(options.out)
     print(f"{options.out}: {summary}")
 
 
@@ -102,7 +99,7 @@ def is_complete(out: Path, settings: dict) -> bool:
     complete, found = (out / shards.DESCRIPTION).exists(), None
     if complete:
         found = shards.describe(out).get("settings")
-        (out / shards.PROGRESS).unlink(missing_ok=True)
+        forget_progress(out)
     elif (out / shards.PROGRESS).exists():
         with json_record(out / shards.PROGRESS, f"; delete {out} and start again") as record:
             found = dict(record)
@@ -117,19 +114,21 @@ def save(path: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-# Each set's function writes its shards and returns a summary, the number of outputs per point, and
-# what else is to be recorded.
+# Each set's function writes its files and returns a summary, the number of outputs per point, and
+# what else goes into the set's description.
 
 
 def orbits(options: Namespace) -> tuple[str, int, dict]:
-    tasks, left = list(orbit_shards(options)), []
-    for task in tasks:
-        path, *_, count = task
+    tasks, size = [], options.shard_sequences
+    for split, total in (("val", options.val_sequences), ("train", options.sequences)):
+        for first in range(0, total, size):
+            path = options.out / f"orbits_{split}_{len(tasks):06d}.bin"
+            tasks.append((path, options, split, first, min(size, total - first)))
+    for path, *_, count in tasks:
         expected = count * options.points * CHANNELS
-        if not path.exists():
-            left.append(task)
-        elif shards.check_shard(path) != expected:
-            raise UserError(f"{path} has not the {expected} tokens it should; delete it and rerun")
+        if path.exists() and shards.check_shard(path) != expected:
+            raise UserError(f"{path} does not have {expected} tokens; delete it and rerun")
+    left = [task for task in tasks if not task[0].exists()]
     workers = min(options.workers, len(left))
     done = in_processes(write_orbits, left, workers) if workers > 1 else map(write_orbits, left)
     with tqdm(total=len(tasks), initial=len(tasks) - len(left), unit="shard", disable=None) as bar:
@@ -139,49 +138,38 @@ def orbits(options: Namespace) -> tuple[str, int, dict]:
     return f"{total:,} sequences of {options.points} points, {len(tasks)} shards", 0, {}
 
 
-def orbit_shards(options: Namespace) -> Iterator[tuple[Path, Namespace, str, int, int]]:
-    """(path, options, split, first, count) of every shard, validation first."""
-    index, size = 0, options.shard_sequences
-    for split, total in (("val", options.val_sequences), ("train", options.sequences)):
-        for first in range(0, total, size):
-            path = options.out / f"orbits_{split}_{index:06d}.bin"
-            yield path, options, split, first, min(size, total - first)
-            index += 1
-
-
-def write_orbits(task: tuple) -> None:
+def write_orbits(task: tuple[Path, Namespace, str, int, int]) -> None:
     path, options, split, first, count = task
     with whole_file(path) as file:
         file.write(shards.header_bytes(count * options.points * CHANNELS))
         for start in range(first, first + count, systems.BLOCK):
             size = min(systems.BLOCK, first + count - start)
-            drawn = random_systems(options.seed, split, start, size, options.planets)
-            points = systems.points_of(drawn, size, options.points, options.bins)
-            file.write(points.astype("<u2"))
+            points = np.empty((size, options.points, CHANNELS), dtype="<u2")
+            for index, drawn in random_orbits(options.seed, split, start, size, options.planets):
+                points[index] = drawn.points(options.points, options.bins)
+            file.write(points)
 
 
 def forces(options: Namespace) -> tuple[str, int, dict]:
     """Sequences 0 ... labelled - 1 with every label, then `probed` and `held_out` with two each."""
     labelled, probed, held_out = options.labelled, options.probed, options.held_out
-    count = labelled + probed + held_out
+    count, times = labelled + probed + held_out, (options.points - 1) // 2
     points = np.empty((count, options.points, CHANNELS), dtype=np.uint16)
-    states = np.empty((count, (options.points - 1) // 2, 6))
-    for index, drawn in random_systems(options.seed, "forces", 0, count, planets=1):
+    states = np.empty((count, times, 6))
+    for index, drawn in random_orbits(options.seed, "forces", 0, count, planets=1):
         points[index] = drawn.points(options.points, options.bins)
         states[index] = drawn.states(options.points)
     truth = systems.magnitude(states)[..., None]
     unit = float(truth[:labelled].std()) if options.unit == "deviation" else 1.0
     rng = np.random.default_rng([options.seed, labelled])
-    shown = np.ones(truth.shape[:2], dtype=bool)
-    shown[labelled:] = choose(rng, probed + held_out, truth.shape[1], 2)
-    train, val, hidden = slice(None), slice(labelled + probed, None), ~shown
+    train = np.ones((count, times), dtype=bool)
+    train[labelled:] = choose(rng, probed + held_out, times, 2)
+    val = ~train
+    val[: labelled + probed] = False
     if options.selection == "source":  # every label of all but the held-out, seen or not
-        train = val = slice(labelled + probed)
-        hidden = np.ones_like(shown)
-    labels = truth / unit
-    write_labelled(options.out, "train", points[train], labels[train], shown[train])
-    write_labelled(options.out, "val", points[val], labels[val], hidden[val])
-    save(options.out / STATES, states)
+        val = np.ones_like(train)
+        train[labelled + probed :] = val[labelled + probed :] = False
+    write_labelled(options.out, points, states, truth / unit, train, val)
     summary = f"{labelled:,} labelled, {probed:,} probed, {held_out:,} held out"
     return summary, 1, {"unit": unit}
 
@@ -190,17 +178,14 @@ def planets(options: Namespace) -> tuple[str, int, dict]:
     """The force over each planet's largest, ten labels per planet; ten more for the selection."""
     solar = systems.solar_system()
     points, states = solar.points(options.points, options.bins), solar.states(options.points)
-    vectors = solar.orbits.force(states[:, None, :, :2])[:, 0]
+    vectors = solar.force(states[:, None, :, :2])[:, 0]
     unit = np.linalg.norm(vectors, axis=-1).max(axis=1)
     rng = np.random.default_rng(options.seed)
-    shown = choose(rng, len(PLANETS), vectors.shape[1], 10)
-    hidden = choose(rng, len(PLANETS), vectors.shape[1], 10, among=~shown)
+    train = choose(rng, *vectors.shape[:2], 10)
+    val = choose(rng, *vectors.shape[:2], 10, among=~train)
     if options.selection == "source":
-        hidden = np.ones_like(shown)
-    labels = vectors / unit[:, None, None]
-    write_labelled(options.out, "train", points, labels, shown)
-    write_labelled(options.out, "val", points, labels, hidden)
-    save(options.out / STATES, states)
+        val = np.ones_like(train)
+    write_labelled(options.out, points, states, vectors / unit[:, None, None], train, val)
     return ", ".join(PLANETS), 2, {"unit": unit.tolist()}
 
 
@@ -210,15 +195,18 @@ def choose(rng, rows: int, columns: int, count: int, among: np.ndarray | bool = 
     return (lot.argsort(axis=1).argsort(axis=1) < count) & among
 
 
-def write_labelled(out: Path, split: str, points, labels, shown: np.ndarray) -> None:
-    """Write a split with the labels (N, times, outputs) where `shown`, NaN elsewhere."""
-    # The planet is at points 1, 3, 5, ...; the time step and the star have no label.
-    every = np.full((len(points), points.shape[1] - 1, labels.shape[-1]), np.nan, np.float32)
-    every[:, 1::2] = np.where(shown[..., None], labels, np.nan)
-    save(out / f"labels_{split}.npy", every)
-    index = ("val", "train").index(split)
-    with whole_file(out / f"labelled_{split}_{index:06d}.bin") as file:
-        file.write(shards.header_bytes(points.size) + points.astype("<u2").tobytes())
+def write_labelled(out: Path, points, states, labels, train: np.ndarray, val: np.ndarray) -> None:
+    """Write both splits: the sequences with a label, labels (N, times, outputs) where chosen."""
+    save(out / STATES, states)
+    for index, (split, chosen) in enumerate({"val": val, "train": train}.items()):
+        kept = chosen.any(axis=1)
+        # The planet is at points 1, 3, 5, ...; the time step and the star have no label.
+        every = np.full((kept.sum(), points.shape[1] - 1, labels.shape[-1]), np.nan, np.float32)
+        every[:, 1::2] = np.where(chosen[kept, :, None], labels[kept], np.nan)
+        save(out / f"labels_{split}.npy", every)
+        with whole_file(out / f"labelled_{split}_{index:06d}.bin") as file:
+            file.write(shards.header_bytes(points[kept].size))
+            file.write(points[kept].astype("<u2"))
 
 
 SETS = {  # name: (function, options beside those of every set)

@@ -7,15 +7,17 @@ eccentric anomaly E of Kepler's equation E - e sin E = n t + phase,
     r = a (cos E - e, sqrt(1 - e^2) sin E), turned by the angle of the periapsis,
     F = -G m M r / |r|^3 on the planet.
 
-Planets do not pull at each other. Positions come from the formula at every time, so no error grows.
+Planets do not attract each other. Positions come from the formula at every time, so no error grows.
 
 The distributions are those of Vafa et al. (2025), fitted there to the known exoplanets. Systems are
 drawn in blocks: number i depends on the seed, the kind of set and i alone, not on how many there
 are, in which shard they lie or which process makes them.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,24 +27,12 @@ TIME_STEPS = (0.0189, 0.486)  # years: a week, and half a year
 MAX_PLANETS = 10
 CHANNELS = 2  # x and y
 BLOCK = 1000  # sequences drawn from one random stream
-KINDS = ("train", "val", "forces")  # random streams of their own
-
-# Mass (of the Sun's), semi-major axis (AU), eccentricity.
-PLANETS = {
-    "Mercury": (1.652e-07, 0.387, 0.205),
-    "Venus": (2.447e-06, 0.723, 0.007),
-    "Earth": (3.003e-06, 1.000, 0.017),
-    "Mars": (3.213e-07, 1.524, 0.093),
-    "Jupiter": (9.544e-04, 5.203, 0.048),
-    "Saturn": (2.857e-04, 9.537, 0.054),
-    "Uranus": (4.354e-05, 19.189, 0.047),
-    "Neptune": (5.165e-05, 30.069, 0.009),
-}
+KINDS = ("train", "val", "forces")  # each has its own random streams
+PLANETS = tomllib.loads(Path(__file__).with_name("planets.toml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Orbits:
-    """The relative orbits of planets about their stars; every field of one shape (...)."""
+class Orbits(NamedTuple):
+    """Planets about their stars, as many about each; fields (stars, planets) where not noted."""
 
     axis: np.ndarray  # semi-major, AU
     eccentricity: np.ndarray
@@ -50,51 +40,79 @@ class Orbits:
     phase: np.ndarray  # mean anomaly at t = 0
     planet: np.ndarray  # mass
     star: np.ndarray  # mass
+    centre: np.ndarray  # of mass, (stars, 1, 2)
+    time_step: np.ndarray  # index into TIME_STEPS, (stars, 1)
 
     def period(self) -> np.ndarray:
         return 2 * np.pi * np.sqrt(self.axis**3 / (G * (self.planet + self.star)))
 
     def at(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Position and velocity of planet minus star, (..., times, 2) each; times (..., T)."""
-        axis, e = self.axis[..., None], self.eccentricity[..., None]
+        axis, e, angle = (x[..., None] for x in (self.axis, self.eccentricity, self.periapsis))
         motion = 2 * np.pi / self.period()[..., None]
         anomaly = solve_kepler(motion * times + self.phase[..., None], e)
         cos, sin, minor = np.cos(anomaly), np.sin(anomaly), np.sqrt(1 - e * e)
         rate = motion / (1 - e * cos)  # of the eccentric anomaly
-        position = np.stack((axis * (cos - e), axis * minor * sin), axis=-1)
-        velocity = np.stack((-axis * sin * rate, axis * minor * cos * rate), axis=-1)
-        c, s = np.cos(self.periapsis)[..., None], np.sin(self.periapsis)[..., None]
-        return _turn(position, c, s), _turn(velocity, c, s)
+        position = turn(axis * (cos - e), axis * minor * sin, angle)
+        return position, turn(-axis * sin * rate, axis * minor * cos * rate, angle)
 
     def force(self, position: np.ndarray) -> np.ndarray:
         """On the planet, (..., times, 2), where planet minus star is `position`."""
         cubed = np.linalg.norm(position, axis=-1, keepdims=True) ** 3
         return -G * (self.planet * self.star)[..., None, None] * position / cubed
 
+    def sampled(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Position and velocity at the times of a sequence of `count` points."""
+        times = np.arange(-(-(count - 1) // (self.axis.shape[1] + 1)))
+        return self.at(np.array(TIME_STEPS)[self.time_step][..., None] * times)
 
-def _turn(vectors: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    x, y = vectors[..., 0], vectors[..., 1]
+    def points(self, count: int, bins: int) -> np.ndarray:
+        """(stars, count, 2) uint16: the time step, then at each time every planet, the star.
+
+        A coordinate is the number of its bin; time steps are the tokens that follow.
+        """
+        relative, _ = self.sampled(count)
+        share = np.zeros_like(self.star)  # of the motion about the centre that is the star's
+        if share.shape[1] == 1:  # with more planets the star stands still
+            share = self.planet / (self.planet + self.star)
+        centre, share = self.centre[:, :, None], share[..., None, None]
+        planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
+        bodies = np.concatenate((planets, star), axis=1)
+        walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
+        binned = np.clip(np.floor((walk + EXTENT) * (bins / (2 * EXTENT))), 0, bins - 1)
+        first = np.broadcast_to((bins + self.time_step)[..., None], (len(walk), 1, 2))
+        return np.concatenate((first, binned), axis=1).astype(np.uint16)
+
+    def states(self, count: int) -> np.ndarray:
+        """(stars, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
+        the masses of both, at points 1, 3, 5, ..."""
+        position, velocity = self.sampled(count)
+        masses = np.stack((self.planet, self.star), axis=-1)[:, :, None]
+        masses = np.broadcast_to(masses, position.shape)
+        return np.concatenate((position, velocity, masses), axis=-1)[:, 0, : (count - 1) // 2]
+
+
+def turn(x: np.ndarray, y: np.ndarray, angle: np.ndarray) -> np.ndarray:
+    cos, sin = np.cos(angle), np.sin(angle)
     return np.stack((cos * x - sin * y, sin * x + cos * y), axis=-1)
 
 
 def solve_kepler(mean: np.ndarray, e: np.ndarray) -> np.ndarray:
     """The E in [-pi, pi] with E - e sin E = mean modulo 2 pi, for 0 <= e < 1.
 
-    Halley's iteration from Danby's start; for e near 1 a step may leave [mean, mean + e], where E
-    must lie, and is cut there.
+    Halley's iteration from Danby's start. E lies in [mean, mean + e]; for e near 1 a step may leave
+    that interval and is clipped to it.
     """
     mean = np.mod(mean + np.pi, 2 * np.pi) - np.pi
-    e = np.broadcast_to(e, mean.shape)
-    side = np.where(mean < 0, -1.0, 1.0)
-    mean = np.abs(mean)  # the equation is odd
-    low, high = mean, np.minimum(mean + e, np.pi)
-    anomaly = np.minimum(mean + 0.85 * e, high)
+    side, mean = np.where(mean < 0, -1.0, 1.0), np.abs(mean)  # the equation is odd
+    highest = np.minimum(mean + e, np.pi)
+    anomaly = np.minimum(mean + 0.85 * e, highest)
     for _ in range(30):
         sin, cos = np.sin(anomaly), np.cos(anomaly)
         miss = anomaly - e * sin - mean
         slope = 1 - e * cos
         step = miss * slope / (slope * slope - 0.5 * miss * e * sin)
-        anomaly = np.clip(anomaly - step, low, high)
+        anomaly = np.clip(anomaly - step, mean, highest)
         if np.all(np.abs(miss) < 1e-13):
             break
     return side * anomaly
@@ -105,97 +123,42 @@ def magnitude(states: np.ndarray) -> np.ndarray:
     return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
 
 
-def to_tokens(coordinates: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of each coordinate. The time steps and one unused token follow in the vocabulary."""
-    index = np.floor((coordinates + EXTENT) * (bins / (2 * EXTENT)))
-    return np.clip(index, 0, bins - 1).astype(np.uint16)
+def random_orbits(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
+    """Stars `first` ... `first + count - 1` of a kind, in groups of one number of planets.
 
-
-@dataclass(frozen=True)
-class Systems:
-    """A batch of stars with the same number of planets."""
-
-    orbits: Orbits  # fields (systems, planets)
-    centre: np.ndarray  # of mass, (systems, 2)
-    time_step: np.ndarray  # index into TIME_STEPS, (systems,)
-
-    def points(self, count: int, bins: int) -> np.ndarray:
-        """(systems, count, 2) uint16: the time step, then at each time every planet, the star."""
-        relative, _ = self._relative(count)
-        share = np.zeros_like(self.orbits.star)  # of the motion about the centre that is the star's
-        if share.shape[1] == 1:  # with more planets the star stands still
-            share = self.orbits.planet / (self.orbits.planet + self.orbits.star)
-        centre, share = self.centre[:, None, None], share[..., None, None]
-        planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
-        bodies = np.concatenate((planets, star), axis=1)
-        walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
-        first = np.broadcast_to((bins + self.time_step)[:, None, None], (len(walk), 1, 2))
-        return np.concatenate((first.astype(np.uint16), to_tokens(walk, bins)), axis=1)
-
-    def states(self, count: int) -> np.ndarray:
-        """(systems, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
-        the masses of both, at points 1, 3, 5, ..."""
-        position, velocity = self._relative(count)
-        masses = np.stack((self.orbits.planet, self.orbits.star), axis=-1)[:, :, None]
-        masses = np.broadcast_to(masses, (*position.shape[:-1], 2))
-        return np.concatenate((position, velocity, masses), axis=-1)[:, 0, : (count - 1) // 2]
-
-    def _relative(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        times = np.arange(-(-(count - 1) // (self.orbits.axis.shape[1] + 1)))
-        return self.orbits.at(np.array(TIME_STEPS)[self.time_step][:, None, None] * times)
-
-
-def random_systems(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
-    """Systems `first` ... `first + count - 1` of a kind, in groups of one number of planets.
-
-    Yields (which of them, systems); `planets` above 0 fixes their number.
+    Yields (which of them, their orbits); `planets` above 0 fixes their number.
     """
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
-        number, drawn = _draw_block(seed, kind, block, planets)
+        number, drawn = draw_block(seed, kind, block)
+        number = np.full(BLOCK, planets) if planets else number
         index = np.arange(block * BLOCK, (block + 1) * BLOCK) - first
         wanted = (index >= 0) & (index < count)
         for n in np.unique(number[wanted]):
             chosen = wanted & (number == n)
-            yield index[chosen], _take(drawn, chosen, int(n))
+            yield index[chosen], Orbits(*(values[chosen, :n] for values in drawn))
 
 
-def _draw_block(seed: int, kind: str, block: int, planets: int):
-    """The number of planets of BLOCK systems, and those systems with MAX_PLANETS each."""
+def draw_block(seed: int, kind: str, block: int) -> tuple[np.ndarray, Orbits]:
+    """How many planets each of BLOCK stars has, and the orbits of MAX_PLANETS about each."""
     rng = np.random.default_rng([seed, KINDS.index(kind), block])
     number = rng.integers(1, MAX_PLANETS + 1, BLOCK)
     each = (BLOCK, MAX_PLANETS)
     star = np.clip(rng.lognormal(0, 0.2005, BLOCK) * 1.6272 - 0.6794, 0.1, 5.0)
-    systems = Systems(
-        Orbits(
-            axis=rng.uniform(0.3, 32.0, each),
-            eccentricity=rng.beta(0.867, 3.03, each),
-            periapsis=rng.uniform(0, 2 * np.pi, each),
-            phase=rng.uniform(0, 2 * np.pi, each),
-            planet=np.clip(rng.gamma(0.3202, 1.1056e-3, each) + 6.01e-8, 1e-9, 1e-3),
-            star=np.repeat(star[:, None], MAX_PLANETS, axis=1),
-        ),
-        centre=rng.standard_normal((BLOCK, 2)),
-        time_step=rng.integers(0, len(TIME_STEPS), BLOCK),
+    return number, Orbits(
+        axis=rng.uniform(0.3, 32.0, each),
+        eccentricity=rng.beta(0.867, 3.03, each),
+        periapsis=rng.uniform(0, 2 * np.pi, each),
+        phase=rng.uniform(0, 2 * np.pi, each),
+        planet=np.clip(rng.gamma(0.3202, 1.1056e-3, each) + 6.01e-8, 1e-9, 1e-3),
+        star=np.repeat(star[:, None], MAX_PLANETS, axis=1),
+        centre=rng.standard_normal((BLOCK, 1, 2)),
+        time_step=rng.integers(0, len(TIME_STEPS), (BLOCK, 1)),
     )
-    return (np.full(BLOCK, planets) if planets else number), systems
 
 
-def _take(systems: Systems, chosen: np.ndarray, planets: int) -> Systems:
-    values = {f.name: getattr(systems.orbits, f.name)[chosen, :planets] for f in fields(Orbits)}
-    return Systems(Orbits(**values), systems.centre[chosen], systems.time_step[chosen])
-
-
-def points_of(groups: Iterable[tuple], count: int, points: int, bins: int) -> np.ndarray:
-    """(count, points, 2) uint16 of what `random_systems` yields."""
-    out = np.empty((count, points, CHANNELS), dtype=np.uint16)
-    for index, systems in groups:
-        out[index] = systems.points(points, bins)
-    return out
-
-
-def solar_system() -> Systems:
+def solar_system() -> Orbits:
     """The eight planets, each alone with the Sun, in half-year steps from the periapsis."""
     mass, axis, eccentricity = np.array(list(PLANETS.values())).T[..., None]
-    zero = np.zeros_like(mass)
-    orbits = Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0)
-    return Systems(orbits, np.zeros((len(PLANETS), 2)), np.ones(len(PLANETS), dtype=int))
+    zero, half_years = np.zeros_like(mass), np.ones_like(mass, dtype=int)
+    centre = np.zeros((len(PLANETS), 1, 2))
+    return Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0, centre, half_years)

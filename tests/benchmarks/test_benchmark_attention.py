@@ -268,7 +268,7 @@ def test_slopes_are_exact_on_power_laws():
 def test_a_single_length_is_drawn_as_bars_and_names_leave_out_what_all_share(tmp_path):
     records = [
         Record(quantity, run, 2.0, variant=f"{backend}, random, 1 thread", length=64)
-        for quantity in reports.FIGURES["attention"][0]
+        for quantity in reports.GROWING
         for run, backend in (("Softmax", "sdpa"), ("LSSAR", "cpu"))
     ]
     assert list(reports.curves(records, "forward_ms", "length")) == ["Softmax, sdpa", "LSSAR, cpu"]

@@ -20,7 +20,6 @@ from physics.discover import farthest_points
 from physics.force import write_origin
 from physics.regression import (
     Candidate,
-    Effort,
     choose,
     constant,
     evaluate,
@@ -31,7 +30,7 @@ from physics.simulate import main as simulate
 from physics.systems import G
 from training.checkpoint import CheckpointInfo, save_model
 
-QUICK = Effort(population=300, evaluations=20_000)
+QUICK = {"population": 300, "evaluations": 20_000}
 LAW = f"{G} * m1 * m2 / r**2"
 
 
@@ -104,15 +103,15 @@ def test_operon_recovers_newtons_law_from_exact_forces():
     x = some_states()
     y = evaluate(LAW, x)
     found = regression.discover(regression.operon, x, y, QUICK)
-    assert found.exponents == pytest.approx({"r": -2, "m1": 1, "m2": 1}, abs=0.02)
-    np.testing.assert_allclose(evaluate(found.equation, x), y, rtol=1e-3, atol=1e-4 * y.std())
-    assert found.complexity <= regression.MAX_SIZE
+    assert found["exponents"] == pytest.approx({"r": -2, "m1": 1, "m2": 1}, abs=0.02)
+    np.testing.assert_allclose(evaluate(found["equation"], x), y, rtol=1e-3, atol=1e-4 * y.std())
+    assert found["complexity"] <= regression.SETTINGS["operon"]["max_length"] == 20
 
 
 def test_operon_gives_the_same_front_for_the_same_seed():
     x = some_states(100)
     y = evaluate("m1 / r", x)
-    effort = Effort(population=100, evaluations=2000)
+    effort = {"population": 100, "evaluations": 2000}
     assert regression.operon(x, y, 1, effort) == regression.operon(x, y, 1, effort)
 
 
