@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -77,9 +78,7 @@ class PasskeySource(NumberedSource):
     DOCUMENTS, VALIDATION, SHORTEST, LONGEST = 60_000, 1_200, 290, 384
     SEED = 2**31  # not one that an evaluation would take
     count = DOCUMENTS + 1
-
-    def describe(self) -> dict:
-        return {"kind": "passkey", "documents": self.DOCUMENTS, "seed": self.SEED}
+    description: ClassVar = {"kind": "passkey", "documents": DOCUMENTS, "seed": SEED}
 
     def document(self, number: int) -> str | None:
         if number == self.VALIDATION:

@@ -56,7 +56,7 @@ def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> No
     out, tokeniser = arguments.out, get_tokeniser(arguments.tokeniser)
     sizes = {"shard_tokens": arguments.shard_tokens, "val_tokens": val_tokens}
     sizes["max_tokens"] = arguments.max_tokens
-    settings = {"tokeniser": arguments.tokeniser, **sizes, "source": source.describe()}
+    settings = {"tokeniser": arguments.tokeniser, **sizes, "source": source.description}
     with locked(out):
         refuse_other_settings(out, recorded_settings(out), settings)
         if (out / MANIFEST).exists():

@@ -1,8 +1,8 @@
 """Where text comes from: the hub, parquet files, a user's own files, the standard library.
 
-A source has a `prefix` for its shards' names, `describe()` for the manifest, `pieces(state)` that
-starts or continues at a state, `state()` after the last piece (plain JSON), `fraction()` of the
-whole that has been read and `expected_tokens`, each None where it is not known.
+A source has a `prefix` for its shards' names, a `description` for the manifest, `pieces(state)`
+that starts or continues at a state, `state()` after the last piece (plain JSON), the `fraction()`
+read so far and `expected_tokens`, each None where it is not known.
 """
 
 import codecs
@@ -43,15 +43,22 @@ class ParquetStream:
         self._path, self._field, self._arguments = path, field, arguments
         self._dataset = None
 
-    def texts(self, state: dict | None) -> Iterator[str]:
+    def pieces(self, state: dict | None) -> Iterator[Piece]:
+        ensure_hub_cache()
         try:
-            self._dataset = self._load()
+            import datasets
+
+            datasets.utils.logging.set_verbosity_error()
+            options = {"streaming": True, "columns": [self._field], "batch_size": 1024}
+            options |= self._arguments
+            self._dataset = datasets.load_dataset(self._path, split="train", **options)
             if state is not None:
                 self._dataset.load_state_dict(state)
             rows = iter(self._dataset)
             try:
                 for row in rows:
-                    yield row[self._field]
+                    if text := row[self._field]:
+                        yield text, True
             finally:
                 # A half-read parquet stream can crash the interpreter at exit.
                 rows.close()
@@ -64,14 +71,6 @@ class ParquetStream:
             where = self._arguments.get("data_files") or self._path
             raise UserError(f"cannot read {where}: {reason[0]}; {again}") from None
 
-    def _load(self):
-        ensure_hub_cache()
-        import datasets
-
-        datasets.utils.logging.set_verbosity_error()
-        options = {"columns": [self._field], "batch_size": 1024, **self._arguments}
-        return datasets.load_dataset(self._path, split="train", streaming=True, **options)
-
     def state(self) -> dict:
         return self._dataset.state_dict()
 
@@ -82,15 +81,11 @@ class HubSource:
     def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
         self.expected_tokens = samples[sample]
+        self.description = {"kind": name, "sample": sample, "revision": revision}
         self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
-        self._description = {"kind": name, "sample": sample, "revision": revision}
-
-    def describe(self) -> dict:
-        return self._description
 
     def pieces(self, state: dict | None) -> Iterator[Piece]:
-        texts = self._stream.texts(state and state["stream"])
-        return ((text, True) for text in texts if text)
+        return self._stream.pieces(state and state["stream"])
 
     def state(self) -> dict:
         return {"stream": self._stream.state()}
@@ -105,33 +100,30 @@ class TextSource:
     expected_tokens = None
 
     def __init__(self, files: list[Path], field: str, kind: dict, prefix: str = "text"):
-        """`kind`: what `describe` says besides the files."""
-        self.files, self.prefix = files, prefix
-        self._field, self._kind = field, kind
-        self._sizes = [path.stat().st_size for path in self.files]
+        """`kind`: the description but for the files."""
+        self.prefix, self._files, self._field = prefix, files, field
+        self._sizes = [path.stat().st_size for path in files]
         self.total_bytes = sum(self._sizes)
-        for path in self.files:
+        # A resumed preparation must find the same names and sizes.
+        listing = [[path.name, size] for path, size in zip(files, self._sizes, strict=True)]
+        found = {"files": len(files), "bytes": self.total_bytes, "listing": digest(listing)}
+        self.description = kind | found
+        for path in files:
             if path.suffix == ".parquet":
                 check_parquet(path, field)
         self._index, self._at, self._parquet = 0, None, None
 
-    def describe(self) -> dict:
-        """With the names and sizes that a resumed preparation must find unchanged."""
-        listing = [[path.name, size] for path, size in zip(self.files, self._sizes, strict=True)]
-        found = {"files": len(listing), "bytes": self.total_bytes, "listing": digest(listing)}
-        return self._kind | found
-
     def pieces(self, state: dict | None) -> Iterator[Piece]:
         first, at = (state["file"], state["at"]) if state else (0, None)
-        for index in range(first, len(self.files)):
+        for index, path in list(enumerate(self._files))[first:]:
             self._index, self._at = index, at if index == first else None
-            with reading(self.files[index]):
-                yield from self._read(self.files[index])
+            with reading(path):
+                yield from self._read(path)
 
     def _read(self, path: Path) -> Iterator[Piece]:
         if path.suffix == ".parquet":
             self._parquet = ParquetStream("parquet", self._field, data_files=[str(path)])
-            yield from ((text, True) for text in self._parquet.texts(self._at) if text)
+            yield from self._parquet.pieces(self._at)
             self._parquet = None
             return
         read = self._document if path.name.removesuffix(".gz").endswith(".txt") else self._lines
@@ -171,17 +163,17 @@ class TextSource:
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
-                where = f"the line at byte {start}"
-                raise UserError(f"{path} is not UTF-8 ({where}); {CONVERT}") from None
+                place = f"line at byte {start}"
+                raise UserError(f"{path} is not UTF-8 ({place}); {CONVERT}") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
-            known = isinstance(row, dict) and self._field in row
-            if not known or not isinstance(row[self._field], str | None):
+            text = row.get(self._field, ...) if isinstance(row, dict) else ...
+            if not isinstance(text, str | None):
                 there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
                 lacks = f"no text in {self._field!r} (there is: {there})"
                 raise UserError(f"{path}, line at byte {start}: {lacks}; name it with --field")
-            if row[self._field]:
-                yield row[self._field], True
+            if text:
+                yield text, True
 
     def state(self) -> dict:
         return {"file": self._index, "at": self._parquet.state() if self._parquet else self._at}
@@ -229,19 +221,17 @@ class StdlibSource(NumberedSource):
         names = sorted((path.as_posix() for path in found if _wanted(path)), key=_name_hash)
         if not names:
             raise UserError(f"this Python has no library sources in {root}; use the text source")
-        names.sort(key=_split_of, reverse=True)  # validation first
+        splits = {name: "val" if _name_hash(name) % 10 == 0 else "train" for name in names}
+        names.sort(key=splits.get, reverse=True)  # validation first
         self._texts = {name: _python_source(root / name) for name in names}
         self._items = list(self._texts.values())
-        self._items.insert(sum(_split_of(name) == "val" for name in names), END_OF_VALIDATION)
+        self._items.insert(list(splits.values()).count("val"), END_OF_VALIDATION)
         self.count = len(self._items)
-
-    def describe(self) -> dict:
-        """Patch releases of Python differ in a few files: the hashes tell which."""
-        files = {}
-        for name, text in self._texts.items():
-            sha256 = hashlib.sha256(text.encode()).hexdigest()
-            files[name] = {"split": _split_of(name), "sha256": sha256}
-        return {"kind": "stdlib", "python": platform.python_version(), "files": files}
+        # Patch releases of Python differ in a few files: the hashes tell which.
+        hashes = {n: hashlib.sha256(text.encode()).hexdigest() for n, text in self._texts.items()}
+        files = {name: {"split": splits[name], "sha256": hashes[name]} for name in names}
+        version = platform.python_version()
+        self.description = {"kind": "stdlib", "python": version, "files": files}
 
     def document(self, number: int) -> str | None:
         return self._items[number]
@@ -255,10 +245,6 @@ def _wanted(path: Path) -> bool:
 
 def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-
-
-def _split_of(name: str) -> str:
-    return "val" if _name_hash(name) % 10 == 0 else "train"
 
 
 def _python_source(path: Path) -> str:
