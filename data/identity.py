@@ -53,18 +53,18 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
     for name in sorted(touched.keys() - sampled)[share]:
         if sha256_of(directory / name) != touched[name]["content"]:
             other.append(f"{name}: other contents than {MANIFEST} says")
-    listed = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
-    if other and not accept:
-        other = f"--resume contradicts the data of the checkpoint (saved -> now): {listed}"
-        remedy = "set data.directory to that data, or add --accept-data to train on these"
-        raise UserError(f"{other}; {remedy}")
     if other:
-        return f"training continues on other data (--accept-data): {listed}"
+        listed = "; ".join(other if len(other) < 4 else [*other[:3], f"and {len(other) - 3} more"])
+        if accept:
+            return f"training continues on other data (--accept-data): {listed}"
+        remedy = "set data.directory to that data, or add --accept-data to train on these"
+        contradicts = "--resume contradicts the data of the checkpoint (saved -> now)"
+        raise UserError(f"{contradicts}: {listed}; {remedy}")
     if not sampled:
         return None
-    count = f"{len(sampled)} such files"
-    written = f"{directory / sampled[0]} was written since the checkpoint ({count})"
-    return f"{written}; a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    written = f"{directory / sampled[0]} was written since the checkpoint"
+    rest = f"a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    return f"{written} ({len(sampled)} such files); {rest}"
 
 
 def _differences(saved: dict, now: dict) -> Iterator[str]:

@@ -22,6 +22,7 @@ from data.records import Records
 from data.shards import TokenSet
 from lssar.errors import UserError
 
+Tokens = TokenSet | Records
 ROUNDS = 6
 
 
@@ -55,6 +56,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class Windows:
     """A token stream as windows of `length` inputs and the tokens that follow them."""
 
+    labels = None
+
     def __init__(self, tokens: TokenSet, length: int):
         self.tokens, self.stride, self.count = tokens, length, (tokens.total_tokens - 1) // length
 
@@ -68,7 +71,7 @@ class Windows:
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-def windows_of(tokens: TokenSet | Records, length: int) -> Windows | Records:
+def windows_of(tokens: Tokens, length: int) -> Windows | Records:
     return tokens.of_length(length) if isinstance(tokens, Records) else Windows(tokens, length)
 
 
@@ -76,7 +79,7 @@ def windows_of(tokens: TokenSet | Records, length: int) -> Windows | Records:
 class TrainLoader:
     """This rank's micro-batches of any step."""
 
-    tokens: TokenSet | Records
+    tokens: Tokens
     _: KW_ONLY
     global_batch: int
     length: int
@@ -98,24 +101,25 @@ class TrainLoader:
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
         if self.windows < self.global_batch:
-            raise UserError(self._too_little(self.windows // at_once * at_once * self.length))
+            self._refuse_too_little(at_once)
         self.device = torch.device(self.device)
         ahead = self.device.type == "cuda" if self.prefetch is None else self.prefetch
         self._thread = ThreadPoolExecutor(1) if ahead else None
         self._ahead: tuple[tuple[int, int], Future] | None = None
 
-    def _too_little(self, fitting: int) -> str:
-        """The message, where steps of `fitting` tokens could be made."""
+    def _refuse_too_little(self, at_once: int) -> None:
+        """Naming the largest step of whole micro-batches that the data allow, if any."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
             few = f"{tokens} training tokens, too few for one sequence of length {length}"
             remedy = f"set train.length = {max(1, tokens - 1)} or less"
-            return f"{directory} has {few} and its targets; {remedy}"
-        now = self.global_batch * length if fitting else self.micro_batch
-        change = f"set train.batch_tokens to {fitting}" if fitting else "lower train.micro_batch"
-        few = f"fewer than the {self.global_batch} of one step"
-        has = f"{directory} has {self.windows} training sequences of length {length}"
-        return f"{has}, {few}; {change} (now {now}) or add data"
+            raise UserError(f"{directory} has {few} and its targets; {remedy}")
+        few = f"{self.windows} training sequences of length {length}, fewer than"
+        remedy = f"lower train.micro_batch (now {self.micro_batch})"
+        if fitting := self.windows // at_once * at_once * length:
+            remedy = f"set train.batch_tokens to {fitting} (now {self.global_batch * length})"
+        one_step = f"the {self.global_batch} of one step"
+        raise UserError(f"{directory} has {few} {one_step}; {remedy} or add data")
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""
@@ -139,7 +143,7 @@ class TrainLoader:
         The sum over a rank's micro-batches, averaged over the ranks, is then the mean over the
         tokens of the global batch, or over its labels, which may lie unevenly.
         """
-        if isinstance(self.source, Windows) or self.source.labels is None:
+        if self.source.labels is None:
             return [self.accumulation] * self.accumulation
         labels = self.source.labels_of(self.offsets(step))
         mine = labels.reshape(self.accumulation, self.world_size, -1)[:, self.rank].sum(axis=1)
@@ -163,14 +167,7 @@ class TrainLoader:
 
 
 def validation_windows(
-    tokens: TokenSet | Records,
-    *,
-    length: int,
-    total_tokens: int,
-    batch: int,
-    rank: int = 0,
-    world_size: int = 1,
-    segment: int | None = None,
+    data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1, segment=None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(inputs, targets) of this rank's share of fixed, non-overlapping windows.
 
@@ -181,20 +178,20 @@ def validation_windows(
     if total_tokens < 1 or total_tokens % segment or segment % length:
         sizes = f"{total_tokens} validation tokens in segments of {segment} and windows of {length}"
         raise UserError(f"{sizes}: each must be a multiple of the next")
-    source = windows_of(tokens, length)
+    source = windows_of(data, length)
     if (most := source.count * length) < total_tokens:
+        has = f"{data.directory} has {data.total_tokens} validation tokens"
+        few = f"too few for {total_tokens} targets in windows of {length}"
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""
-        has = f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for"
-        targets = f"{total_tokens} targets in windows of {length}"
-        raise UserError(f"{has} {targets}; {change}prepare a larger validation set")
-    if isinstance(tokens, Records):
+        raise UserError(f"{has}, {few}; {change}prepare a larger validation set")
+    if isinstance(data, Records):
         windows = np.arange(total_tokens // length) * source.stride
-        if tokens.labels is not None and not tokens.labels_of(windows).any():
-            first = f"the first {len(windows)} validation records of {tokens.directory}"
+        if data.labels is not None and not data.labels_of(windows).any():
+            first = f"the first {len(windows)} validation records of {data.directory}"
             raise UserError(f"{first} have no label; raise eval.tokens")
     else:
         count = total_tokens // segment
-        starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)
+        starts = np.arange(count) * (data.total_tokens - 1 - segment) // max(1, count - 1)
         windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
     mine = windows[rank::world_size]
     batches = (mine[first : first + batch] for first in range(0, len(mine), batch))

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
-from support.files import digest, reading
+from support.files import digest, first_line, reading
 
 # Samples with their size in GPT-2 tokens where known.
 WEB, EDU = {"sample-10BT": 10_355_324_043}, {"sample-10BT": None, "sample-100BT": None}
@@ -66,10 +66,9 @@ class ParquetStream:
                 self._dataset = None
                 gc.collect()
         except Exception as error:  # readers and network clients below share no base class
-            reason = str(error).strip().splitlines() or [type(error).__name__]
+            what = f"{self._arguments.get('data_files') or self._path}: {first_line(error)}"
             again = "rerun the same command to continue, or pass local copies with --from-files"
-            where = self._arguments.get("data_files") or self._path
-            raise UserError(f"cannot read {where}: {reason[0]}; {again}") from None
+            raise UserError(f"cannot read {what}; {again}") from None
 
     def state(self) -> dict:
         return self._dataset.state_dict()

@@ -5,7 +5,6 @@ much is safely on disk, and where in the source that ends; `manifest.json` repla
 """
 
 import os
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -28,12 +27,7 @@ from support import files
 
 
 def write_manifest(
-    directory: Path,
-    tokeniser: Tokeniser | type[Tokeniser],
-    shards: list[Shard],
-    documents: int,
-    settings: dict,
-    encoders: Collection[str] = (),
+    directory: Path, tokeniser, shards: list[Shard], documents: int, settings: dict, encoders=()
 ) -> None:
     """Declare the set complete. No dates in it: the same text gives the same bytes.
 
@@ -93,7 +87,7 @@ class ShardWriter:
 
     @property
     def _temporary(self) -> Path:
-        return self._path.with_name(self._path.name + ".tmp")
+        return self._path.with_suffix(".bin.tmp")
 
     def append(self, tokens: np.ndarray, encoder: str) -> None:
         """Add tokens, and the name of what encoded them, to the current shard."""
@@ -133,9 +127,8 @@ class ShardWriter:
             with files.writing(self._path):
                 os.fsync(self._file.fileno())
         body = {key: getattr(self, key) for key in ("settings", "split", "partial", "documents")}
-        body["shards"] = [asdict(shard) for shard in self.shards]
-        body["encoders"] = sorted(self.encoders)
-        body |= {"source_state": source_state, "skip": skip}
+        body |= {"shards": [asdict(shard) for shard in self.shards]}
+        body |= {"encoders": sorted(self.encoders), "source_state": source_state, "skip": skip}
         record = {"sha256": files.digest(body), "progress": body}
         files.write_json(self.directory / PROGRESS, record)
 
@@ -158,21 +151,18 @@ class ShardWriter:
             if not (self.directory / shard.name).exists():
                 raise UserError(f"{self.directory / shard.name} is gone {restart}")
         if progress["partial"]:
-            self._reopen(progress["partial"], restart)
+            self.partial = progress["partial"]
+            size = HEADER_BYTES + 2 * self.partial
+            with files.writing(self._path):
+                if self._path.exists():  # killed between the rename and the record of it
+                    self._path.replace(self._temporary)
+                if not self._temporary.exists() or self._temporary.stat().st_size < size:
+                    raise UserError(f"{self._temporary} was lost or cut {restart}")
+                self._file = self._temporary.open("r+b", buffering=0)
+                self._file.truncate(size)
+                self._file.seek(size)
         self._remove_strays()
         return progress["source_state"], progress["skip"]
-
-    def _reopen(self, partial: int, restart: str) -> None:
-        size = HEADER_BYTES + 2 * partial
-        with files.writing(self._path):
-            if self._path.exists():  # killed between the rename and the record of it
-                self._path.replace(self._temporary)
-            if not self._temporary.exists() or self._temporary.stat().st_size < size:
-                raise UserError(f"{self._temporary} was lost or cut {restart}")
-            self._file = self._temporary.open("r+b", buffering=0)
-            self._file.truncate(size)
-            self._file.seek(size)
-        self.partial = partial
 
     def _remove_strays(self) -> None:
         """Delete what was begun after the last record: it is about to be written again."""
@@ -188,8 +178,8 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the manifest, after which the set is complete."""
         self.close_shard()
-        complete = (self.shards, self.documents, self.settings, self.encoders)
-        write_manifest(self.directory, self.tokeniser, *complete)
+        written = (self.shards, self.documents, self.settings, self.encoders)
+        write_manifest(self.directory, self.tokeniser, *written)
         forget_progress(self.directory)
 
     def close(self) -> None:

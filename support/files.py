@@ -21,6 +21,11 @@ from typing import BinaryIO
 from lssar.errors import UserError
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, short enough for one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError while writing `path` into one line for the user."""
