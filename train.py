@@ -50,11 +50,12 @@ from data.tokeniser import get_tokeniser
 from lssar.backends import used_backend
 from lssar.errors import UserError
 from model import GPT
+from support.files import lookup
 from training import checkpoint, distributed
 from training.batches import Batches
 from training.distributed import StopSignal, World
 from training.estimate import dry_run, peak_flops, refuse_too_large, summary
-from training.run_log import RunLog, how_stopped, machine, other_machine
+from training.run_log import RUN, RunLog, machine, other_machine
 
 EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
@@ -95,7 +96,7 @@ def status(config: Config) -> int:
     directory, steps, step = config.run_directory, config.train.steps, 0
     with contextlib.suppress(UserError):
         step = checkpoint.read_description(checkpoint.find(directory))[1].step
-    how = "finished" if step >= steps else how_stopped(directory)
+    how = "finished" if step >= steps else lookup(directory / RUN, "stopped")
     print(f"{directory}: {step} of {steps} steps are saved; {how or 'not finished'}")
     return 0 if step >= steps else EXIT_PREEMPTED if how else 1
 

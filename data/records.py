@@ -1,13 +1,11 @@
 """Sets of records: independent sequences of one length, perhaps with labels.
 
-A record has `points` positions of `channels` tokens, position by position. Whole records lie in
-ordinary shards (data/shards.py); beside them
+A record has `points` positions of `channels` tokens. Records lie in ordinary shards; beside them
 
     records.json        {"points": 1000, "channels": 2, "outputs": 0, "settings": {...}}
     labels_train.npy    where outputs > 0: float32 (records, points - 1, outputs), NaN for "none"
 
-A model reads all positions of a record but the last and predicts each one's successor, or its
-label where there are labels.
+A model reads all positions of a record but the last and predicts each one's successor or label.
 """
 
 from pathlib import Path
@@ -33,9 +31,8 @@ class Records:
         self.stride = points * channels
         self.count, rest = divmod(tokens.total_tokens, self.stride)
         if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
-            wrong = f"{tokens.total_tokens} tokens are not records of {self.stride}"
-            where = f"{self.directory} is damaged"
-            raise UserError(f"{where}: {wrong} with a label each; simulate it again")
+            wrong = f"{tokens.total_tokens} tokens are not records of {self.stride} with labels"
+            raise UserError(f"{self.directory} is damaged: {wrong}; simulate it again")
         if labels is not None and np.isinf(labels).any():
             raise UserError(f"{self.directory} has infinite labels; simulate it again")
         self.total_tokens = self.count * (points - 1)  # positions that a model reads
@@ -81,8 +78,7 @@ def open_data(
         if about[key] != wanted:
             has = f"{directory} has {about[key]} {key} per position, the model {wanted}"
             raise UserError(f"{has}; set model.{key} = {about[key]} or choose other data")
-    tokens = open_split(directory, split, vocab_size=vocab_size)
-    labels = None
+    tokens, labels = open_split(directory, split, vocab_size=vocab_size), None
     if outputs:
         path = directory / f"labels_{split}.npy"
         with reading(path), open_regular(path):

@@ -28,18 +28,15 @@ class RunLog(contextlib.ExitStack):
         super().__init__()
         self.config, self.path, self.world = config, config.run_directory, world
         self.bar = None
-        if world.is_main:
-            self._lock()
-
-    def _lock(self) -> None:
-        """Two runs must not write into one directory."""
-        try:
+        if not world.is_main:
+            return
+        try:  # two runs must not write into one directory
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.enter_context((self.path / ".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            remedy = "choose another --log.name"
-            raise UserError(f"{self.path} is in use by another training; {remedy}") from None
+            busy = f"{self.path} is in use by another training"
+            raise UserError(f"{busy}; choose another --log.name") from None
         except OSError as error:
             reason = f"cannot write the run directory {self.path}: {error.strerror}"
             raise UserError(f"{reason}; choose another --log.directory") from None
@@ -54,17 +51,15 @@ class RunLog(contextlib.ExitStack):
         files.write_text(self.path / METRICS, "".join(map(files.checked_line, metrics)))
         with files.writing(self.path / METRICS):
             # Unbuffered: a failed write must fail where it is made, not again at the close.
-            opened = (self.path / METRICS).open("ab", buffering=0)
-            self._metrics = self.enter_context(opened)
+            self._metrics = self.enter_context((self.path / METRICS).open("ab", buffering=0))
         self._wandb = start_wandb(self.config, self.path)
         if self._wandb is not None:
             self.callback(_quietly, self._wandb.finish)
         for line in summary:
             self.say(line)
         if sys.stderr.isatty():
-            total = self.config.train.steps
-            bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
-            self.bar = self.enter_context(bar)
+            length = {"total": self.config.train.steps, "initial": step, "unit": "step"}
+            self.bar = self.enter_context(tqdm(**length, dynamic_ncols=True))
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -106,9 +101,9 @@ class RunLog(contextlib.ExitStack):
     def stopped(self, step: int, by: str) -> None:
         """Also into run.json: torchrun does not pass the exit code on."""
         if self.world.is_main:
-            about = self._about | {"stopped": f"by {by} after step {step}"}
-            files.write_json(self.path / RUN, about)
-            self.say(f"stopped by {by} after step {step}; rerun with --resume")
+            how = f"by {by} after step {step}"
+            files.write_json(self.path / RUN, self._about | {"stopped": how})
+            self.say(f"stopped {how}; rerun with --resume")
 
     def finish(self, step: int) -> None:
         if self.world.is_main:
@@ -140,11 +135,6 @@ def other_machine(saved: dict, now: dict) -> str | None:
     other = f"not the machine of the checkpoint (saved -> now): {listed}"
     effect = "sums are rounded in another order, so the weights will differ in the last bits"
     return "; for the same, start with ".join([f"{other}; {effect}", *remedies])
-
-
-def how_stopped(run_directory: Path) -> str | None:
-    """What run.json says if a signal stopped the run after it saved."""
-    return files.lookup(run_directory / RUN, "stopped")
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
@@ -204,6 +194,6 @@ def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
         points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), **plots.line(i, marker=i == 1), label=label)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.legend()
     plots.save(figure, file)
