@@ -65,12 +65,11 @@ def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
 
 
 def begun_revision(out: Path) -> str | None:
-    """The commit that a set, finished or not, was begun with: it stays with it."""
+    """The commit that a set, finished or not, was begun with."""
     return (recorded_settings(out) or {}).get("source", {}).get("revision")
 
 
 def latest_revision(repository: str, advice: str) -> str:
-    """The hub's newest commit of the data set."""
     with _asking_hub(repository, advice) as hub:
         return hub.HfApi().dataset_info(repository).sha
 

@@ -13,7 +13,7 @@ from data.shards import MANIFEST, TokenSet
 from lssar.errors import UserError
 from support.files import open_regular, reading, sha256_of
 
-# A file of up to a megabyte is hashed whole; of a larger one these blocks, the ends among them.
+# A file of up to a megabyte is hashed whole; of a larger one, these blocks, spread over all of it.
 BLOCKS, BLOCK_BYTES = 16, 2**16
 SAMPLED = "sample "
 
@@ -31,7 +31,7 @@ def identity(*splits: TokenSet | Records) -> dict:
 
 
 def _hash(path: Path, size: int) -> str:
-    """sha256 of a small file; for a large one, marked as such, of blocks spread over it."""
+    """sha256 of a small file; of a large one, that of a sample, and marked as such."""
     if size <= BLOCKS * BLOCK_BYTES:
         return sha256_of(path)
     digest = hashlib.sha256()
@@ -43,9 +43,9 @@ def _hash(path: Path, size: int) -> str:
 
 
 def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice) -> str | None:
-    """Refuse other data than the saved unless accepted; returns what to warn of.
+    """Refuse data other than the saved unless accepted; returns a warning, if there is one.
 
-    Of the files with other time stamps, this process reads its share again.
+    This process rereads its share of the files whose time stamps have changed.
     """
     other = list(_differences(saved, now))
     touched = {} if other else {n: f for n, f in now["files"].items() if f != saved["files"][n]}

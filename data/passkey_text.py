@@ -60,7 +60,7 @@ def _filler(tokeniser: str, tokens: int) -> np.ndarray:
 
 
 def shortest_length(tokeniser: Tokeniser) -> int:
-    """That holds a prompt with any key."""
+    """The shortest length that holds a prompt with any key."""
     fixed = f"{TASK}\n\n{KEY_LINE.format(key=LARGEST_KEY)}\n\n{QUESTION}"
     longest_key = max(len(tokeniser.encode(f" {key}")) for key in (LARGEST_KEY, 48917, 39999))
     return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2

@@ -177,7 +177,7 @@ def _start_worker() -> None:
 
 @contextlib.contextmanager
 def deaf_children() -> Iterator[None]:
-    """Processes started in here never hear Ctrl-C, not even while they import; we do, after."""
+    """Processes started in this block never see Ctrl-C; the parent sees it after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -71,8 +71,7 @@ def prepare(source, arguments: argparse.Namespace) -> None:
 def _fill(writer: ShardWriter, source, workers: int) -> None:
     val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
     most = max_tokens or sys.maxsize
-    state, skip = writer.resume()
-    last_record = time.monotonic()
+    (state, skip), last_record = writer.resume(), time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 30.0
     bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
@@ -99,9 +98,7 @@ def _fill(writer: ShardWriter, source, workers: int) -> None:
             if time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
                 writer.save(chunk.state, done)
                 last_record = time.monotonic()
-            read = source.fraction()
-            estimate = int(writer.total / read) if read else None
-            bar.total = max_tokens or source.expected_tokens or estimate
+            bar.total = max_tokens or source.expected_tokens(writer.total)
 
 
 def _refuse_too_little(writer: ShardWriter) -> None:
@@ -220,7 +217,7 @@ def main(argv: list[str]) -> None:
 
 
 def compare_with_published(out: Path) -> None:
-    """Say when the text is not that of the published numbers: each Python has its own library."""
+    """Note that the corpus is not the published one: each Python has its own library."""
     published, mine = lookup(PUBLISHED, "corpora", "corpora/stdlib"), describe_set(out)
     # A copy of the code may come without results.
     if published and mine["tokens_sha256"] != published["tokens_sha256"]:

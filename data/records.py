@@ -20,8 +20,6 @@ from support.files import open_regular, reading
 
 
 class Records:
-    """One split of a set, as the loader reads it."""
-
     def __init__(self, tokens: TokenSet, points: int, channels: int, labels: np.ndarray | None):
         self.tokens, self.points, self.channels, self.labels = tokens, points, channels, labels
         self.directory, self.tokeniser = tokens.directory, None

@@ -257,10 +257,7 @@ def verify(directory: str | Path) -> dict[str, int]:
 
 
 def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
-    totals = {"train": 0, "val": 0}
-    for shard in shards:
-        totals[shard.split] += shard.tokens
-    return totals
+    return {split: sum(s.tokens for s in shards if s.split == split) for split in ("train", "val")}
 
 
 def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int:

@@ -1,8 +1,8 @@
 """Where text comes from: the hub, parquet files, a user's own files, the standard library.
 
 A source has a `prefix` for its shards' names, a `description` for the manifest, `pieces(state)`
-that starts or continues at a state, `state()` after the last piece (plain JSON), the `fraction()`
-read so far and `expected_tokens`, each None where it is not known.
+that starts or continues at a state, `state()` after the last piece (plain JSON), and
+`expected_tokens(written)` of the whole when so many are written, None if not known.
 """
 
 import codecs
@@ -79,7 +79,7 @@ class HubSource:
 
     def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
-        self.expected_tokens = samples[sample]
+        self._tokens = samples[sample]
         self.description = {"kind": name, "sample": sample, "revision": revision}
         self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
 
@@ -89,14 +89,12 @@ class HubSource:
     def state(self) -> dict:
         return {"stream": self._stream.state()}
 
-    def fraction(self) -> None:
-        return None
+    def expected_tokens(self, written: int) -> int | None:
+        return self._tokens
 
 
 class TextSource:
     """Local .txt, .jsonl and .parquet files, in the order of their names."""
-
-    expected_tokens = None
 
     def __init__(self, files: list[Path], field: str, kind: dict, prefix: str = "text"):
         """`kind`: the description but for the files."""
@@ -162,8 +160,7 @@ class TextSource:
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
-                place = f"line at byte {start}"
-                raise UserError(f"{path} is not UTF-8 ({place}); {CONVERT}") from None
+                raise UserError(f"{path} is not UTF-8 (byte {start} on); {CONVERT}") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
             text = row.get(self._field, ...) if isinstance(row, dict) else ...
@@ -177,16 +174,15 @@ class TextSource:
     def state(self) -> dict:
         return {"file": self._index, "at": self._parquet.state() if self._parquet else self._at}
 
-    def fraction(self) -> float | None:
+    def expected_tokens(self, written: int) -> int | None:
         within = self._at if isinstance(self._at, int) else 0
         done = sum(self._sizes[: self._index]) + min(within, self._sizes[self._index])
-        return done / self.total_bytes if self.total_bytes else None
+        return written * self.total_bytes // done if done else None
 
 
 class NumberedSource:
-    """Items 0 ... count - 1, by `document(number)` a text or END_OF_VALIDATION."""
+    """Items 0 ... count - 1: `document(number)` is a text or END_OF_VALIDATION."""
 
-    expected_tokens = None
     _next = 0
 
     def pieces(self, state: int | None) -> Iterator[Piece]:
@@ -201,12 +197,12 @@ class NumberedSource:
     def state(self) -> int:
         return self._next
 
-    def fraction(self) -> float:
-        return self._next / self.count
+    def expected_tokens(self, written: int) -> int:
+        return written * self.count // self._next
 
 
 class StdlibSource(NumberedSource):
-    """The Python standard library's own sources, split by file; another Python, another text.
+    """The Python standard library's own sources, split by file; each Python has its own.
 
     Files come in the order of a hash of their names and a tenth of them is validation, so both
     splits are a fair sample of the whole from their first bytes on.

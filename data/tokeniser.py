@@ -20,7 +20,7 @@ from lssar.errors import UserError, did_you_mean
 EOT_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 GPT2_EOT = 50256
-# What tiktoken itself demands of the two files.
+# sha256 of the two files, as tiktoken demands them.
 BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -66,8 +66,6 @@ class Tokeniser:
 
 
 class BytesTokeniser(Tokeniser):
-    """UTF-8 bytes as ids 0..255, and 256 for EOT."""
-
     name, vocab_size, eot = "bytes", 257, 256
     spellings = np.array([*(bytes([i]) for i in range(256)), EOT_TEXT.encode()], dtype=object)
 
@@ -76,8 +74,6 @@ class BytesTokeniser(Tokeniser):
 
 
 class Gpt2Tokeniser(Tokeniser):
-    """GPT-2's byte-pair encoding by tiktoken."""
-
     name, vocab_size, eot = "gpt2", 50257, GPT2_EOT
     merges_sha256 = BPE_FILES["vocab.bpe"]
 
@@ -107,7 +103,7 @@ class Gpt2Tokeniser(Tokeniser):
         return Encoder(f"tiktoken {importlib.metadata.version('tiktoken')}", self.encode)
 
     def fast_encoder(self) -> Encoder | None:
-        """splintr's over the same merges, if installed; checked by `pipeline.ChunkEncoder`."""
+        """splintr's, over the same merges, if installed; `pipeline.ChunkEncoder` checks it."""
         if importlib.util.find_spec("splintr") is None:
             return None
         import splintr
@@ -123,7 +119,7 @@ class Gpt2Tokeniser(Tokeniser):
         return Encoder(f"splintr-rs {version}, checked with {self.encoder().name}", encode)
 
     def spells(self, ids: np.ndarray, text: str) -> bool:
-        """Whether the ids are this text to the byte: `decode`, fast enough for every document."""
+        """Whether the ids decode to this text, byte by byte; fast enough for every document."""
         known = not len(ids) or ids.max() < self.eot
         return known and b"".join(self.spellings[ids].tolist()) == _valid_unicode(text).encode()
 

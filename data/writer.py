@@ -49,7 +49,7 @@ def write_manifest(
 
 
 def forget_progress(directory: Path) -> None:
-    """Once the manifest is there. A kill between the two is noticed when the command is rerun."""
+    """Called once the manifest is written, and by a rerun after a kill between the two."""
     with files.writing(directory):
         (directory / PROGRESS).unlink(missing_ok=True)
         files.sync(directory)
@@ -73,7 +73,6 @@ class ShardWriter:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Tokens of each split so far."""
         return tokens_by_split([*self.shards, Shard("", self.split, self.partial)])
 
     @property
@@ -176,7 +175,6 @@ class ShardWriter:
                     path.unlink()
 
     def finish(self) -> None:
-        """Write the manifest, after which the set is complete."""
         self.close_shard()
         written = (self.shards, self.documents, self.settings, self.encoders)
         write_manifest(self.directory, self.tokeniser, *written)

@@ -212,7 +212,7 @@ def lookup(path: Path, *keys: str):
 
 
 def refuse_wrong_types(values: dict, kinds: dict, where: str = "") -> None:
-    """TypeError for a value that is not of its kind; true and false are no numbers."""
+    """TypeError for a value that is not of its kind; true and false are not numbers."""
     for key, kind in kinds.items():
         if not isinstance(values[key], kind) or isinstance(values[key], bool):
             raise TypeError(f"{key} = {values[key]!r} is of a wrong type{where}")

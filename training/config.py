@@ -143,7 +143,6 @@ class Config:
         return get_mechanism(**{"train_length": self.train.length, **settings})
 
     def model_config(self):
-        """The `model.ModelConfig`."""
         from model import preset  # imports torch: a mistyped key is found faster without it
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
@@ -264,7 +263,7 @@ Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> Found:
-    """A file's values over those of its bases."""
+    """A file's values, on top of those of its bases."""
     try:
         resolved = path.resolve()
         values = tomllib.loads(read_text(path, limit=LARGEST_FILE))

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics.jsonl, the progress bar, wandb, the loss curve."""
+"""A run's directory and screen: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
 import fcntl
