@@ -46,13 +46,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from data.identity import identity, resumed
+from data.loader import Batches
 from data.tokeniser import get_tokeniser
 from lssar.backends import used_backend
 from lssar.errors import UserError
 from model import GPT
 from support.files import lookup
 from training import checkpoint, distributed
-from training.batches import Batches
 from training.distributed import StopSignal, World
 from training.estimate import dry_run, peak_flops, refuse_too_large, summary
 from training.run_log import RUN, RunLog, machine, other_machine

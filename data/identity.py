@@ -8,8 +8,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.records import Records
-from data.shards import MANIFEST, TokenSet
+from data.loader import Tokens
+from data.shards import MANIFEST
 from lssar.errors import UserError
 from support.files import open_regular, reading, sha256_of
 
@@ -18,7 +18,7 @@ BLOCKS, BLOCK_BYTES = 16, 2**16
 SAMPLED = "sample "
 
 
-def identity(*splits: TokenSet | Records) -> dict:
+def identity(*splits: Tokens) -> dict:
     """What a checkpoint records of the data, as plain values."""
     directory, files = splits[0].directory, {}
     for name, sha256 in (item for split in splits for item in split.files.items()):

@@ -6,23 +6,23 @@ run are numbered: number g, in epoch g // W, is window permute(g % W), a permuta
 (seed, epoch), so that nothing repeats within an epoch. Step s takes the numbers from
 s * global_batch on. How many processes and micro-batches share a step only decides who reads what.
 
-In a set of records (data/records.py) the windows are the records. `shuffle=False` takes windows in
-order, as llm.c does, whatever the seed.
+In a set of records the windows are the records. `shuffle=False` takes windows in order, as llm.c
+does, whatever the seed.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.records import Records
-from data.shards import TokenSet
+from data.shards import DESCRIPTION, TokenSet, describe, open_split
 from lssar.errors import UserError
+from support.files import open_regular, reading
 
-Tokens = TokenSet | Records
 ROUNDS = 6
 
 
@@ -59,11 +59,12 @@ class Windows:
     labels = None
 
     def __init__(self, tokens: TokenSet, length: int):
-        self.tokens, self.stride, self.count = tokens, length, (tokens.total_tokens - 1) // length
+        self.tokens, self.shape, self.stride = tokens, (length + 1,), length
+        self.count = (tokens.total_tokens - 1) // length
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
-        batch = torch.empty((len(offsets), self.stride + 1), dtype=torch.int64, pin_memory=pin)
+        """(len(offsets), *shape) int64 tokens, copied once, from the mapped file."""
+        batch = torch.empty((len(offsets), *self.shape), dtype=torch.int64, pin_memory=pin)
         self.tokens.fill(batch.numpy(), offsets)
         return batch
 
@@ -71,8 +72,82 @@ class Windows:
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-def windows_of(tokens: Tokens, length: int) -> Windows | Records:
-    return tokens.of_length(length) if isinstance(tokens, Records) else Windows(tokens, length)
+class Records(Windows):
+    """A split of independent sequences of one length, perhaps with labels.
+
+    A record has `points` positions of `channels` tokens. A model reads all positions but the last
+    and predicts each one's successor or label. Records lie in ordinary shards; beside them
+
+        records.json        {"points": 1000, "channels": 2, "outputs": 0, "settings": {...}}
+        labels_train.npy    if outputs > 0: float32 (records, points - 1, outputs), NaN for "none"
+    """
+
+    def __init__(self, tokens: TokenSet, points: int, channels: int, labels: np.ndarray | None):
+        self.tokens, self.shape, self.labels = tokens, (points, channels), labels
+        self.directory, self.tokeniser = tokens.directory, None
+        self.files = tokens.files | {DESCRIPTION: None}
+        if labels is not None:
+            self.files[Path(labels.filename).name] = None
+        self.stride = points * channels
+        self.count, rest = divmod(tokens.total_tokens, self.stride)
+        if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
+            wrong = f"{tokens.total_tokens} tokens are not records of {self.stride} with labels"
+            raise UserError(f"{self.directory} is damaged: {wrong}; simulate it again")
+        if labels is not None and np.isinf(labels).any():
+            raise UserError(f"{self.directory} has infinite labels; simulate it again")
+        self.total_tokens = self.count * (points - 1)  # positions that a model reads
+
+    def labels_of(self, offsets: np.ndarray) -> np.ndarray:
+        """How many labels each of these records has."""
+        return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
+
+    def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
+        """With labels, both in one float32 tensor, which is exact for tokens."""
+        batch = super().read(offsets, pin)
+        if self.labels is None:
+            return batch
+        labels = torch.from_numpy(self.labels[offsets // self.stride])
+        both = torch.cat((batch[:, :-1].float(), labels), dim=-1)
+        return both.pin_memory() if pin else both
+
+    def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (records, points - 1, channels) and their targets, of the same leading shape."""
+        if self.labels is None:
+            return super().split(batch)
+        channels = self.shape[1]
+        return batch[..., :channels].long(), batch[..., channels:].contiguous()
+
+
+Tokens = TokenSet | Records
+
+
+def open_data(
+    directory: str | Path, split: str, *, vocab_size: int, channels: int, outputs: int
+) -> Tokens:
+    """What a model with these inputs and outputs reads: a stream of tokens, or records."""
+    directory = Path(directory)
+    if channels == 1 and not outputs:
+        return open_split(directory, split, vocab_size=vocab_size)
+    about = describe(directory)
+    for key, wanted in {"channels": channels, "outputs": outputs}.items():
+        if about[key] != wanted:
+            has = f"{directory} has {about[key]} {key} per position, the model {wanted}"
+            raise UserError(f"{has}; set model.{key} = {about[key]} or choose other data")
+    tokens, labels = open_split(directory, split, vocab_size=vocab_size), None
+    if outputs:
+        path = directory / f"labels_{split}.npy"
+        with reading(path), open_regular(path):
+            labels = np.load(path, mmap_mode="r", allow_pickle=False)
+    return Records(tokens, about["points"], channels, labels)
+
+
+def windows_of(data: Tokens, length: int) -> Windows:
+    if not isinstance(data, Records):
+        return Windows(data, length)
+    if length != (only := data.shape[0] - 1):
+        has = f"{data.directory} has records of {only + 1} points"
+        raise UserError(f"{has}, to be read at train.length = {only}, not {length}")
+    return data
 
 
 @dataclass(eq=False)
@@ -196,3 +271,24 @@ def validation_windows(
     mine = windows[rank::world_size]
     batches = (mine[first : first + batch] for first in range(0, len(mine), batch))
     return (source.split(source.read(offsets)) for offsets in batches)
+
+
+class Batches:
+    """Both sets of a run and their batches, as its config describes them."""
+
+    def __init__(self, config, plan, rank: int = 0, device="cpu"):
+        """Refuses sets that are too small for one step or one validation."""
+        t, directory, ends = config.train, config.data.directory, config.data_ends()
+        self.train_set = open_data(directory, "train", **ends)
+        self.val_set = open_data(directory, "val", **ends)
+        share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
+        sizes = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch}
+        order = {"seed": t.seed, "shuffle": config.data.shuffle}
+        self.loader = TrainLoader(self.train_set, **sizes, **order, **share, device=device)
+        tokens, batch = config.eval.tokens, config.eval.batch or t.micro_batch
+        self._validation = {"total_tokens": tokens, "batch": batch, **share}
+        self.validation()
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the first eval.tokens of the validation set."""
+        return validation_windows(self.val_set, **self._validation)

@@ -208,7 +208,7 @@ def read_manifest(directory: Path) -> dict:
 
 
 def describe(directory: Path) -> dict:
-    """The `records.json` of a set of records (data/records.py)."""
+    """The `records.json` of a set of records (data/loader.py)."""
     path = directory / DESCRIPTION
     if not path.exists():
         what = f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records"

@@ -150,7 +150,7 @@ class Config:
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
     def data_ends(self) -> dict[str, int]:
-        """The arguments of `data.records.open_data` that make the data fit this model."""
+        """The arguments of `data.loader.open_data` that make the data fit this model."""
         m = self.model_config()
         return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
 

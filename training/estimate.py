@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from data.loader import Batches
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
 from lssar.reference import resolve
 from model import GPT
-from training.batches import Batches
 from training.config import BatchPlan, Config
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
