@@ -209,7 +209,7 @@ class Run:
                 raise self._diverged(f"{what} (their batches are above)")
         self.optimiser.zero_grad(set_to_none=True)
         p.step, p.val_loss = p.step + 1, None
-        self.log.advance()
+        self.log.bar.update()
         self.timed_steps += 1
         self.seconds += time.perf_counter() - began
 

@@ -94,16 +94,12 @@ class ShardWriter:
             if self._file is None:
                 # Unbuffered: a failed write must fail here, not in a later close.
                 self._file = self._temporary.open("wb", buffering=0)
-                self._write(bytes(HEADER_BYTES))
-            self._write(np.ascontiguousarray(tokens, dtype="<u2"))
+                files.write_all(self._file, bytes(HEADER_BYTES))
+            written = memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")
+            files.write_all(self._file, written)
         self.partial += len(tokens)
         self.encoders.add(encoder)
         self.documents += int(np.count_nonzero(tokens == self.tokeniser.eot))
-
-    def _write(self, data: bytes | np.ndarray) -> None:
-        view = memoryview(data).cast("B")
-        while len(view):
-            view = view[self._file.write(view) :]
 
     def close_shard(self) -> None:
         """Complete the current shard under its final name, if it has any tokens."""
@@ -111,7 +107,7 @@ class ShardWriter:
             return
         with files.writing(self._path):
             self._file.seek(0)
-            self._write(header_bytes(self.partial))
+            files.write_all(self._file, header_bytes(self.partial))
             os.fsync(self._file.fileno())
             self.close()
             checksum = files.sha256_of(self._temporary)

@@ -108,6 +108,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         sync(path.parent)
 
 
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """To an unbuffered file, which may take only a part at a time."""
+    while len(data):
+        data = data[file.write(data) :]
+
+
 def write_text(path: Path, text: str) -> None:
     data = text.encode()
     with whole_file(path) as file:

@@ -27,7 +27,7 @@ class RunLog(contextlib.ExitStack):
     def __init__(self, config: Config, world: World):
         super().__init__()
         self.config, self.path, self.world = config, config.run_directory, world
-        self.bar = None
+        self.bar = tqdm(disable=True)
         if not world.is_main:
             return
         try:  # two runs must not write into one directory
@@ -57,18 +57,14 @@ class RunLog(contextlib.ExitStack):
             self.callback(_quietly, self._wandb.finish)
         for line in summary:
             self.say(line)
-        if sys.stderr.isatty():
-            length = {"total": self.config.train.steps, "initial": step, "unit": "step"}
-            self.bar = self.enter_context(tqdm(**length, dynamic_ncols=True))
+        shown = {"unit": "step", "dynamic_ncols": True, "disable": None}  # None: on a terminal only
+        bar = tqdm(total=self.config.train.steps, initial=step, **shown)
+        self.bar = self.enter_context(bar)
 
     def say(self, text: str) -> None:
         if self.world.is_main:
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
-
-    def advance(self) -> None:
-        if self.bar is not None:
-            self.bar.update()
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
         """One measurement of training: to the screen, metrics.jsonl and wandb."""
@@ -78,7 +74,7 @@ class RunLog(contextlib.ExitStack):
         rate, mfu = f"{values['tokens_per_s']:,.0f}", values["mfu"]
         shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tokens/s": rate}
         shown["mfu"] = "n/a" if mfu is None else f"{mfu:.1%}"
-        if self.bar is None:
+        if self.bar.disable:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds_left))
             self.say(f"step {step}/{self.config.train.steps}  {text}  left {left}")
@@ -93,8 +89,7 @@ class RunLog(contextlib.ExitStack):
     def _record(self, **values) -> None:
         line = files.checked_line(values).encode()
         with files.writing(self.path / METRICS):
-            while line:
-                line = line[self._metrics.write(line) :]
+            files.write_all(self._metrics, line)
         if self._wandb is not None:
             _quietly(self._wandb.log, values, step=values["step"])
 
