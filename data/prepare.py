@@ -149,8 +149,7 @@ def make_parser() -> Parser:
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
     download.add_argument("--shards", type=positive, help="only the first so many training shards")
-    check = commands.add_parser("verify", help="re-read a set")
-    check.add_argument("directory", type=Path)
+    commands.add_parser("verify", help="re-read a set").add_argument("directory", type=Path)
     return parser
 
 
@@ -162,8 +161,8 @@ def make_source(arguments: argparse.Namespace):
         return TextSource(find_files(arguments.inputs), arguments.field, kind)
     (repository, prefix, samples), name = HUB[arguments.command], arguments.sample
     if name not in samples:
-        guess = did_you_mean(name, samples)
-        raise UserError(f"{arguments.command} has no sample {name!r}; {guess}")
+        what = f"{arguments.command} has no sample {name!r}"
+        raise UserError(f"{what}; {did_you_mean(name, samples)}")
     if files := find_files(arguments.from_files, (".parquet",)):
         return TextSource(files, "text", {"kind": arguments.command}, prefix)
     advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"

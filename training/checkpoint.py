@@ -61,12 +61,11 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     _refuse_damage(file)
     try:
         weights = load_file(file)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
-    try:
         with torch.device("meta"):
             model = GPT(config)
         model.load_state_dict(weights, assign=True)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{file} and {DESCRIPTION} do not belong together: {reason:.300}") from None

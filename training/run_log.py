@@ -58,8 +58,7 @@ class RunLog(contextlib.ExitStack):
         for line in summary:
             self.say(line)
         shown = {"unit": "step", "dynamic_ncols": True, "disable": None}  # None: on a terminal only
-        bar = tqdm(total=self.config.train.steps, initial=step, **shown)
-        self.bar = self.enter_context(bar)
+        self.bar = self.enter_context(tqdm(total=self.config.train.steps, initial=step, **shown))
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -87,9 +86,8 @@ class RunLog(contextlib.ExitStack):
             self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
 
     def _record(self, **values) -> None:
-        line = files.checked_line(values).encode()
         with files.writing(self.path / METRICS):
-            files.write_all(self._metrics, line)
+            files.write_all(self._metrics, files.checked_line(values).encode())
         if self._wandb is not None:
             _quietly(self._wandb.log, values, step=values["step"])
 
