@@ -21,10 +21,7 @@ RERUN = "check network and disk space and rerun the same command: it continues"
 
 
 def download(name: str, out: Path, train_shards: int | None) -> None:
-    """Fetch the validation shard and the first `train_shards` (default all); write a manifest.
-
-    Files already there with the right sha256 are kept, so an interrupted download continues.
-    """
+    """Fetch the validation shard and the first `train_shards`; what is there already is kept."""
     if name not in READY_MADE:
         raise UserError(f"no ready-made shards of {name!r}; {did_you_mean(name, READY_MADE)}")
     repository, shards = READY_MADE[name], []

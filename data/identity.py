@@ -43,14 +43,11 @@ def _hash(path: Path, size: int) -> str:
 
 
 def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice) -> str | None:
-    """Refuse data other than the saved unless accepted; returns a warning, if there is one.
-
-    This process rereads its share of the files whose time stamps have changed.
-    """
+    """Refuse data other than the saved unless accepted; returns a warning, if there is one."""
     other = list(_differences(saved, now))
     touched = {} if other else {n: f for n, f in now["files"].items() if f != saved["files"][n]}
     sampled = [name for name, file in touched.items() if file["content"].startswith(SAMPLED)]
-    for name in sorted(touched.keys() - sampled)[share]:
+    for name in sorted(touched.keys() - sampled)[share]:  # the processes share the reading
         if sha256_of(directory / name) != touched[name]["content"]:
             other.append(f"{name}: other contents than {MANIFEST} says")
     if other:

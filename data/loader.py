@@ -29,8 +29,8 @@ ROUNDS = 6
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """A pseudo-random permutation of range(size), computed only for these indices.
 
-    A Feistel network permutes the next larger range of 4^k numbers; a result outside
-    range(size) is permuted again until it falls inside, which keeps the map one-to-one.
+    A Feistel network permutes the next larger range of 4^k numbers; a result outside range(size)
+    is permuted again until it falls inside, which keeps the map one-to-one.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
@@ -213,10 +213,9 @@ class TrainLoader:
             yield self.source.split(self._take(step, part).to(self.device, non_blocking=True))
 
     def divisors(self, step: int) -> list[float]:
-        """What to divide each micro-batch's mean loss by.
+        """What to divide each micro-batch's mean loss by, to get the mean over the global batch.
 
-        The sum over a rank's micro-batches, averaged over the ranks, is then the mean over the
-        tokens of the global batch, or over its labels, which may lie unevenly.
+        Records may have labels at few positions: the mean is over labels, not positions.
         """
         if self.source.labels is None:
             return [self.accumulation] * self.accumulation

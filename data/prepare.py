@@ -171,10 +171,7 @@ def make_source(arguments: argparse.Namespace):
 
 
 def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | None:
-    """The first of all tokens; None leaves the border to the source.
-
-    By default llm.c's whole first shard for the hub, a twentieth of a user's own text.
-    """
+    """By default llm.c's first shard, a twentieth of own text; None: the source splits itself."""
     if arguments.command in GENERATED:
         return None
     tokens = arguments.val_tokens or arguments.shard_tokens

@@ -119,11 +119,7 @@ class TokenSet:
 
 
 def open_split(directory: str | Path, split: str, *, vocab_size: int | None = None) -> TokenSet:
-    """Open the `train` or `val` shards of a folder, checking every header and size.
-
-    `vocab_size` is the model's: tokens outside it are refused, and so is a set made with a
-    tokeniser that cannot be the model's.
-    """
+    """The `train` or `val` shards of a folder, checked, for a model with this vocabulary."""
     directory = Path(directory)
     if not directory.exists():
         raise UserError(f"{directory} does not exist; make it with data/prepare.py")
@@ -220,15 +216,13 @@ def describe(directory: Path) -> dict:
 
 
 def describe_set(directory: str | Path) -> dict:
-    """For a file of results: where the set is, which one, and what it was made from.
-
-    `tokens_sha256` is the same for the same shards, whatever else their manifest records.
-    """
+    """For a file of results: where the set is, its checksums, and what it was made from."""
     path = Path(directory) / MANIFEST
     about = {"data": str(directory), "manifest_sha256": None, "tokens_sha256": None, "source": None}
     if path.exists():
         manifest = read_manifest(path.parent)
         about["manifest_sha256"] = sha256_of(path)
+        # The same for the same shards, whatever else their manifest records.
         about["tokens_sha256"] = digest([shard["sha256"] for shard in manifest["shards"]])
         source = manifest.get("settings", {}).get("source", {})
         named = (source[k] for k in ("kind", "sample", "repository", "revision") if k in source)

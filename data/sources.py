@@ -202,10 +202,10 @@ class NumberedSource:
 
 
 class StdlibSource(NumberedSource):
-    """The Python standard library's own sources, split by file; each Python has its own.
+    """The Python standard library's own sources, which differ from Python to Python.
 
-    Files come in the order of a hash of their names and a tenth of them is validation, so both
-    splits are a fair sample of the whole from their first bytes on.
+    Files are ordered by a hash of their names and a tenth of them is validation, so both splits
+    are a fair sample of the whole from their first bytes on.
     """
 
     prefix = "stdlib"

@@ -29,10 +29,7 @@ from support import files
 def write_manifest(
     directory: Path, tokeniser, shards: list[Shard], documents: int, settings: dict, encoders=()
 ) -> None:
-    """Declare the set complete. No dates in it: the same text gives the same bytes.
-
-    `encoders` are names and versions of what wrote the tokens, if known.
-    """
+    """Declare the set complete. No dates in it: the same text gives the same bytes."""
     manifest = {
         "format": "llm.c version 1",
         "tokeniser": tokeniser.name,
@@ -41,7 +38,7 @@ def write_manifest(
         "documents": documents,
         "tokens": tokens_by_split(shards),
         "shards": [asdict(shard) for shard in shards],
-        "encoders": sorted(encoders) or None,
+        "encoders": sorted(encoders) or None,  # names and versions of what wrote the tokens
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
     }

@@ -181,10 +181,7 @@ def seal(value: dict) -> dict:
 
 
 def unseal(value: dict) -> dict:
-    """The value without its checksum; ValueError if that is wrong.
-
-    A value without a checksum, perhaps written by hand, is accepted.
-    """
+    """The value without its checksum, if it has one; ValueError if that is wrong."""
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object belongs")
     body = {key: part for key, part in value.items() if key != "sha256"}

@@ -131,12 +131,9 @@ def other_machine(saved: dict, now: dict) -> str | None:
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The measurements of a run, without damaged lines, which a warning names.
-
-    A kill may cut the last line short: what follows the last newline is dropped silently.
-    """
+    """The measurements of a run, without damaged lines, which a warning names."""
     file, measured = run_directory / METRICS, []
-    try:
+    try:  # a kill may cut the last line short
         *lines, _ = files.read_text(file, errors="replace").split("\n")
     except FileNotFoundError:
         return []
