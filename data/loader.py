@@ -213,10 +213,8 @@ class TrainLoader:
             yield self.source.split(self._take(step, part).to(self.device, non_blocking=True))
 
     def divisors(self, step: int) -> list[float]:
-        """What to divide each micro-batch's mean loss by, to get the mean over the global batch.
-
-        Records may have labels at few positions: the mean is over labels, not positions.
-        """
+        """What to divide each micro-batch's mean loss by so that their sum, averaged over ranks, is
+        the mean over the global batch: over its tokens, or its labels if some are missing."""
         if self.source.labels is None:
             return [self.accumulation] * self.accumulation
         labels = self.source.labels_of(self.offsets(step))

@@ -112,7 +112,7 @@ class TextSource:
 
     def pieces(self, state: dict | None) -> Iterator[Piece]:
         first, at = (state["file"], state["at"]) if state else (0, None)
-        for index, path in list(enumerate(self._files))[first:]:
+        for index, path in enumerate(self._files[first:], start=first):
             self._index, self._at = index, at if index == first else None
             with reading(path):
                 yield from self._read(path)
@@ -160,7 +160,7 @@ class TextSource:
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
-                raise UserError(f"{path} is not UTF-8 (byte {start} on); {CONVERT}") from None
+                raise UserError(f"{path} is not UTF-8 (line at byte {start}); {CONVERT}") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
             text = row.get(self._field, ...) if isinstance(row, dict) else ...
