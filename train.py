@@ -300,7 +300,7 @@ def initial_state(config: Config, store: checkpoint.Store, resume: bool) -> tupl
     or the latest checkpoint that can be read."""
     candidates = store.candidates()
     if candidates and not resume:
-        has = f"{config.run_directory} holds {candidates[0].name} already"
+        has = f"{config.run_directory} already holds {candidates[0].name}"
         raise UserError(f"{has}; rerun with --resume, or choose another --log.name")
     for path in candidates:
         try:

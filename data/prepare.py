@@ -134,7 +134,7 @@ def make_parser() -> Parser:
     workers = whole(0, MOST_PROCESSES)
     common.add_argument("--workers", type=workers, help="default one per core, 0 for none")
     val = argparse.ArgumentParser(add_help=False)
-    val.add_argument("--val-tokens", type=token_count, help="validation: the first of all tokens")
+    val.add_argument("--val-tokens", type=token_count, help="tokens for validation, from the start")
     for name, (repository, _, samples) in HUB.items():
         hub = commands.add_parser(name, parents=[common, val], help=repository)
         hub.add_argument("--sample", default="sample-10BT", help=" or ".join(samples))
@@ -148,7 +148,7 @@ def make_parser() -> Parser:
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    download.add_argument("--shards", type=positive, help="only the first so many training shards")
+    download.add_argument("--shards", type=positive, help="only the first N training shards")
     commands.add_parser("verify", help="re-read a set").add_argument("directory", type=Path)
     return parser
 
