@@ -219,17 +219,14 @@ class StdlibSource(NumberedSource):
         splits = {name: "val" if _name_hash(name) % 10 == 0 else "train" for name in names}
         names.sort(key=splits.get, reverse=True)  # validation first
         self._texts = {name: _python_source(root / name) for name in names}
-        self._items = list(self._texts.values())
-        self._items.insert(list(splits.values()).count("val"), END_OF_VALIDATION)
-        self.count = len(self._items)
+        items = list(self._texts.values())
+        items.insert(list(splits.values()).count("val"), END_OF_VALIDATION)
+        self.count, self.document = len(items), items.__getitem__
         # Patch releases of Python differ in a few files: the hashes tell which.
         hashes = {n: hashlib.sha256(text.encode()).hexdigest() for n, text in self._texts.items()}
         files = {name: {"split": splits[name], "sha256": hashes[name]} for name in names}
         version = platform.python_version()
         self.description = {"kind": "stdlib", "python": version, "files": files}
-
-    def document(self, number: int) -> str | None:
-        return self._items[number]
 
 
 def _wanted(path: Path) -> bool:

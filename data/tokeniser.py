@@ -79,6 +79,7 @@ class Gpt2Tokeniser(Tokeniser):
 
     def __init__(self):
         self._bpe = _load_tiktoken()
+        self._encode = functools.partial(self._bpe.encode_to_numpy, disallowed_special=())
         ranks = self._bpe._mergeable_ranks
         self.spellings = np.full(self.vocab_size, EOT_TEXT.encode(), dtype=object)
         self.spellings[list(ranks.values())] = list(ranks)
@@ -95,9 +96,6 @@ class Gpt2Tokeniser(Tokeniser):
             spans = zip([0, *cuts], [*cuts, len(text)], strict=True)
             ids = np.concatenate([self._encode(text[start:end]) for start, end in spans])
         return ids.astype(np.uint16)
-
-    def _encode(self, text: str) -> np.ndarray:
-        return self._bpe.encode_to_numpy(text, disallowed_special=())
 
     def encoder(self) -> Encoder:
         return Encoder(f"tiktoken {importlib.metadata.version('tiktoken')}", self.encode)
