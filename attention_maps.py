@@ -140,9 +140,8 @@ def main(argv: list[str]) -> None:
         if results.find(run=identity) is None:
             records = []
             for quantity, heads in statistics.items():
-                details = {"layer": layer, "heads": heads}
-                place = {"length": len(tokens), "details": details}
-                records.append(Record(quantity, identity, float(np.mean(heads)), **place))
+                more = {"length": len(tokens), "details": {"layer": layer, "heads": heads}}
+                records.append(Record(quantity, identity, float(np.mean(heads)), **more))
             results.add(*records)
         title = f"{name}, layer {layer}"
         shown = token_names(checkpoint.tokeniser(), tokens)

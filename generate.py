@@ -8,7 +8,6 @@ Text from any checkpoint, printed as it is made.
     --seed 0                                the same seed, the same text
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
@@ -74,11 +73,10 @@ def main(argv: list[str]) -> None:
     model = checkpoint.load(device)
     stream = model.stream(batch, arguments.tokens, stop=(tokeniser.eot,), **sampling)
     tokens = takewhile(lambda token: token != tokeniser.eot, map(int, stream))
-    sys.stdout.write(arguments.prompt)
+    print(arguments.prompt, end="")
     for piece in text_pieces(tokeniser, tokens):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        print(piece, end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":

@@ -46,15 +46,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from data.identity import identity, resumed
+from data.loader import Batches
 from data.tokeniser import get_tokeniser
 from lssar.backends import used_backend
 from lssar.errors import UserError
 from model import GPT
+from support.files import lookup
 from training import checkpoint, distributed
-from training.batches import Batches
 from training.distributed import StopSignal, World
 from training.estimate import dry_run, peak_flops, refuse_too_large, summary
-from training.run_log import RunLog, how_stopped, machine, other_machine
+from training.run_log import RUN, RunLog, machine, other_machine
 
 EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
@@ -95,7 +96,7 @@ def status(config: Config) -> int:
     directory, steps, step = config.run_directory, config.train.steps, 0
     with contextlib.suppress(UserError):
         step = checkpoint.read_description(checkpoint.find(directory))[1].step
-    how = "finished" if step >= steps else how_stopped(directory)
+    how = "finished" if step >= steps else lookup(directory / RUN, "stopped")
     print(f"{directory}: {step} of {steps} steps are saved; {how or 'not finished'}")
     return 0 if step >= steps else EXIT_PREEMPTED if how else 1
 
@@ -208,7 +209,7 @@ class Run:
                 raise self._diverged(f"{what} (their batches are above)")
         self.optimiser.zero_grad(set_to_none=True)
         p.step, p.val_loss = p.step + 1, None
-        self.log.advance()
+        self.log.bar.update()
         self.timed_steps += 1
         self.seconds += time.perf_counter() - began
 
@@ -299,7 +300,7 @@ def initial_state(config: Config, store: checkpoint.Store, resume: bool) -> tupl
     or the latest checkpoint that can be read."""
     candidates = store.candidates()
     if candidates and not resume:
-        has = f"{config.run_directory} holds {candidates[0].name} already"
+        has = f"{config.run_directory} already holds {candidates[0].name}"
         raise UserError(f"{has}; rerun with --resume, or choose another --log.name")
     for path in candidates:
         try:

@@ -11,7 +11,7 @@ from data.tokeniser import Gpt2Tokeniser
 from data.writer import recorded_settings, write_manifest
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
-from support.files import locked, sha256_of
+from support.files import first_line, locked, sha256_of
 
 READY_MADE = {
     "fineweb": "kjj0/fineweb10B-gpt2",
@@ -21,22 +21,26 @@ RERUN = "check network and disk space and rerun the same command: it continues"
 
 
 def download(name: str, out: Path, train_shards: int | None) -> None:
-    """Fetch the validation shard and the first `train_shards` (default all); write a manifest.
-
-    Files already there with the right sha256 are kept, so an interrupted download continues.
-    """
+    """Fetch the validation shard and the first `train_shards`; what is there already is kept."""
     if name not in READY_MADE:
         raise UserError(f"no ready-made shards of {name!r}; {did_you_mean(name, READY_MADE)}")
-    repository = READY_MADE[name]
+    repository, shards = READY_MADE[name], []
     with locked(out):
         revision = begun_revision(out) or latest_revision(repository, RERUN)
+        where = {"repo_type": "dataset", "revision": revision, "local_dir": out}
         listing = _list_shards(repository, revision)
         training = [n for n in listing if SHARD_NAME.fullmatch(n)["split"] == "train"]
         wanted = [n for n in listing if n not in training] + training[:train_shards]
-        shards = []
         for number, file in enumerate(wanted, start=1):
             print(f"{number}/{len(wanted)} {file}", flush=True)
-            shards.append(_fetch(repository, revision, file, out, *listing[file]))
+            path, sha256 = out / file, listing[file]
+            if not path.exists() or sha256_of(path) != sha256:
+                with _asking_hub(f"{repository}/{file}", RERUN) as hub:
+                    hub.hf_hub_download(repository, file, **where, force_download=path.exists())
+                if sha256_of(path) != sha256:
+                    raise UserError(f"{path} arrived damaged (sha256); rerun the same command")
+            split = SHARD_NAME.fullmatch(file)["split"]
+            shards.append(Shard(file, split, check_shard(path), sha256))
         documents = sum(count_documents(out, shard, Gpt2Tokeniser) for shard in shards)
         source = {"kind": "download", "repository": repository, "revision": revision}
         write_manifest(out, Gpt2Tokeniser, shards, documents, {"source": source})
@@ -53,39 +57,26 @@ def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
     try:
         yield huggingface_hub
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        why = f"{type(error).__name__}: {reason}"
+        why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"cannot fetch {what} from the hub ({why}); {advice}") from None
 
 
 def begun_revision(out: Path) -> str | None:
-    """The commit that a set, finished or not, was begun with: it stays with it."""
+    """The commit that a set, finished or not, was begun with."""
     return (recorded_settings(out) or {}).get("source", {}).get("revision")
 
 
 def latest_revision(repository: str, advice: str) -> str:
-    """The hub's newest commit of the data set."""
     with _asking_hub(repository, advice) as hub:
         return hub.HfApi().dataset_info(repository).sha
 
 
-def _list_shards(repository: str, revision: str) -> dict[str, tuple[int, str]]:
-    """The commit's shards in order: name -> (bytes, sha256)."""
+def _list_shards(repository: str, revision: str) -> dict[str, str]:
+    """The commit's shards in order: name -> sha256."""
     with _asking_hub(repository, RERUN) as hub:
         tree = hub.HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
-        found = {f.path: (f.lfs.size, f.lfs.sha256) for f in tree if getattr(f, "lfs", None)}
+        found = {file.path: file.lfs.sha256 for file in tree if getattr(file, "lfs", None)}
     matches = filter(None, map(SHARD_NAME.fullmatch, found))
     if not (ordered := sorted(matches, key=lambda match: int(match["index"]))):
         raise UserError(f"{repository} lists no shards on the hub")
     return {match.string: found[match.string] for match in ordered}
-
-
-def _fetch(repository: str, revision: str, name: str, out: Path, size: int, sha256: str) -> Shard:
-    path = out / name
-    if not (path.exists() and path.stat().st_size == size and sha256_of(path) == sha256):
-        where = {"repo_type": "dataset", "revision": revision, "local_dir": out}
-        with _asking_hub(f"{repository}/{name}", RERUN) as hub:
-            hub.hf_hub_download(repository, name, **where, force_download=path.exists())
-        if sha256_of(path) != sha256:
-            raise UserError(f"{path} arrived damaged (sha256); rerun the same command")
-    return Shard(name, SHARD_NAME.fullmatch(name)["split"], check_shard(path), sha256)

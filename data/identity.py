@@ -8,17 +8,17 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.records import Records
-from data.shards import MANIFEST, TokenSet
+from data.loader import Tokens
+from data.shards import MANIFEST
 from lssar.errors import UserError
 from support.files import open_regular, reading, sha256_of
 
-# A file of up to a megabyte is hashed whole; of a larger one these blocks, the ends among them.
+# A file of up to a megabyte is hashed whole; of a larger one, these blocks, spread over all of it.
 BLOCKS, BLOCK_BYTES = 16, 2**16
 SAMPLED = "sample "
 
 
-def identity(*splits: TokenSet | Records) -> dict:
+def identity(*splits: Tokens) -> dict:
     """What a checkpoint records of the data, as plain values."""
     directory, files = splits[0].directory, {}
     for name, sha256 in (item for split in splits for item in split.files.items()):
@@ -31,7 +31,7 @@ def identity(*splits: TokenSet | Records) -> dict:
 
 
 def _hash(path: Path, size: int) -> str:
-    """sha256 of a small file; for a large one, marked as such, of blocks spread over it."""
+    """sha256 of a small file; of a large one, that of a sample, and marked as such."""
     if size <= BLOCKS * BLOCK_BYTES:
         return sha256_of(path)
     digest = hashlib.sha256()
@@ -43,28 +43,25 @@ def _hash(path: Path, size: int) -> str:
 
 
 def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice) -> str | None:
-    """Refuse other data than the saved unless accepted; returns what to warn of.
-
-    Of the files with other time stamps, this process reads its share again.
-    """
+    """Refuse data other than the saved unless accepted; returns a warning, if there is one."""
     other = list(_differences(saved, now))
     touched = {} if other else {n: f for n, f in now["files"].items() if f != saved["files"][n]}
     sampled = [name for name, file in touched.items() if file["content"].startswith(SAMPLED)]
-    for name in sorted(touched.keys() - sampled)[share]:
+    for name in sorted(touched.keys() - sampled)[share]:  # the processes share the reading
         if sha256_of(directory / name) != touched[name]["content"]:
             other.append(f"{name}: other contents than {MANIFEST} says")
-    listed = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
-    if other and not accept:
-        other = f"--resume contradicts the data of the checkpoint (saved -> now): {listed}"
-        remedy = "set data.directory to that data, or add --accept-data to train on these"
-        raise UserError(f"{other}; {remedy}")
     if other:
-        return f"training continues on other data (--accept-data): {listed}"
+        listed = "; ".join(other if len(other) < 4 else [*other[:3], f"and {len(other) - 3} more"])
+        if accept:
+            return f"training continues on other data (--accept-data): {listed}"
+        remedy = "set data.directory to that data, or add --accept-data to train on these"
+        contradicts = "--resume contradicts the data of the checkpoint (saved -> now)"
+        raise UserError(f"{contradicts}: {listed}; {remedy}")
     if not sampled:
         return None
-    count = f"{len(sampled)} such files"
-    written = f"{directory / sampled[0]} was written since the checkpoint ({count})"
-    return f"{written}; a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    written = f"{directory / sampled[0]} was written since the checkpoint"
+    rest = f"a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    return f"{written} ({len(sampled)} such files); {rest}"
 
 
 def _differences(saved: dict, now: dict) -> Iterator[str]:

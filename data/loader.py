@@ -6,30 +6,31 @@ run are numbered: number g, in epoch g // W, is window permute(g % W), a permuta
 (seed, epoch), so that nothing repeats within an epoch. Step s takes the numbers from
 s * global_batch on. How many processes and micro-batches share a step only decides who reads what.
 
-In a set of records (data/records.py) the windows are the records. `shuffle=False` takes windows in
-order, as llm.c does, whatever the seed.
+In a set of records the windows are the records. `shuffle=False` takes windows in order, as llm.c
+does, whatever the seed.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.records import Records
-from data.shards import TokenSet
+from data.shards import DESCRIPTION, TokenSet, describe, open_split
 from lssar.errors import UserError
+from support.files import open_regular, reading
 
 ROUNDS = 6
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """A pseudo-random permutation of range(size), computed where it is asked for.
+    """A pseudo-random permutation of range(size), computed only for these indices.
 
-    A Feistel network permutes the next larger range of 4^k numbers; a result outside
-    range(size) is permuted again until it falls inside, which keeps the map one-to-one.
+    A Feistel network permutes the next larger range of 4^k numbers; a result outside range(size)
+    is permuted again until it falls inside, which keeps the map one-to-one.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
@@ -55,12 +56,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class Windows:
     """A token stream as windows of `length` inputs and the tokens that follow them."""
 
+    labels = None
+
     def __init__(self, tokens: TokenSet, length: int):
-        self.tokens, self.stride, self.count = tokens, length, (tokens.total_tokens - 1) // length
+        self.tokens, self.shape, self.stride = tokens, (length + 1,), length
+        self.count = (tokens.total_tokens - 1) // length
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """(len(offsets), length + 1) int64 tokens, copied once, from the mapped file."""
-        batch = torch.empty((len(offsets), self.stride + 1), dtype=torch.int64, pin_memory=pin)
+        """(len(offsets), *shape) int64 tokens, copied once, from the mapped file."""
+        batch = torch.empty((len(offsets), *self.shape), dtype=torch.int64, pin_memory=pin)
         self.tokens.fill(batch.numpy(), offsets)
         return batch
 
@@ -68,15 +72,89 @@ class Windows:
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-def windows_of(tokens: TokenSet | Records, length: int) -> Windows | Records:
-    return tokens.of_length(length) if isinstance(tokens, Records) else Windows(tokens, length)
+class Records(Windows):
+    """A split of independent sequences of one length, perhaps with labels.
+
+    A record has `points` positions of `channels` tokens. A model reads all positions but the last
+    and predicts each one's successor or label. Records lie in ordinary shards; beside them
+
+        records.json        {"points": 1000, "channels": 2, "outputs": 0, "settings": {...}}
+        labels_train.npy    if outputs > 0: float32 (records, points - 1, outputs), NaN for "none"
+    """
+
+    def __init__(self, tokens: TokenSet, points: int, channels: int, labels: np.ndarray | None):
+        self.tokens, self.shape, self.labels = tokens, (points, channels), labels
+        self.directory, self.tokeniser = tokens.directory, None
+        self.files = tokens.files | {DESCRIPTION: None}
+        if labels is not None:
+            self.files[Path(labels.filename).name] = None
+        self.stride = points * channels
+        self.count, rest = divmod(tokens.total_tokens, self.stride)
+        if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
+            wrong = f"{tokens.total_tokens} tokens are not records of {self.stride} with labels"
+            raise UserError(f"{self.directory} is damaged: {wrong}; simulate it again")
+        if labels is not None and np.isinf(labels).any():
+            raise UserError(f"{self.directory} has infinite labels; simulate it again")
+        self.total_tokens = self.count * (points - 1)  # positions that a model reads
+
+    def labels_of(self, offsets: np.ndarray) -> np.ndarray:
+        """How many labels each of these records has."""
+        return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
+
+    def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
+        """With labels, both in one float32 tensor, which is exact for tokens."""
+        batch = super().read(offsets, pin)
+        if self.labels is None:
+            return batch
+        labels = torch.from_numpy(self.labels[offsets // self.stride])
+        both = torch.cat((batch[:, :-1].float(), labels), dim=-1)
+        return both.pin_memory() if pin else both
+
+    def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (records, points - 1, channels) and their targets, of the same leading shape."""
+        if self.labels is None:
+            return super().split(batch)
+        channels = self.shape[1]
+        return batch[..., :channels].long(), batch[..., channels:].contiguous()
+
+
+Tokens = TokenSet | Records
+
+
+def open_data(
+    directory: str | Path, split: str, *, vocab_size: int, channels: int, outputs: int
+) -> Tokens:
+    """What a model with these inputs and outputs reads: a stream of tokens, or records."""
+    directory = Path(directory)
+    if channels == 1 and not outputs:
+        return open_split(directory, split, vocab_size=vocab_size)
+    about = describe(directory)
+    for key, wanted in {"channels": channels, "outputs": outputs}.items():
+        if about[key] != wanted:
+            has = f"{directory} has {about[key]} {key} per position, the model {wanted}"
+            raise UserError(f"{has}; set model.{key} = {about[key]} or choose other data")
+    tokens, labels = open_split(directory, split, vocab_size=vocab_size), None
+    if outputs:
+        path = directory / f"labels_{split}.npy"
+        with reading(path), open_regular(path):
+            labels = np.load(path, mmap_mode="r", allow_pickle=False)
+    return Records(tokens, about["points"], channels, labels)
+
+
+def windows_of(data: Tokens, length: int) -> Windows:
+    if not isinstance(data, Records):
+        return Windows(data, length)
+    if length != (only := data.shape[0] - 1):
+        has = f"{data.directory} has records of {only + 1} points"
+        raise UserError(f"{has}, to be read at train.length = {only}, not {length}")
+    return data
 
 
 @dataclass(eq=False)
 class TrainLoader:
     """This rank's micro-batches of any step."""
 
-    tokens: TokenSet | Records
+    tokens: Tokens
     _: KW_ONLY
     global_batch: int
     length: int
@@ -98,24 +176,25 @@ class TrainLoader:
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
         if self.windows < self.global_batch:
-            raise UserError(self._too_little(self.windows // at_once * at_once * self.length))
+            self._refuse_too_little(at_once)
         self.device = torch.device(self.device)
         ahead = self.device.type == "cuda" if self.prefetch is None else self.prefetch
         self._thread = ThreadPoolExecutor(1) if ahead else None
         self._ahead: tuple[tuple[int, int], Future] | None = None
 
-    def _too_little(self, fitting: int) -> str:
-        """The message, where steps of `fitting` tokens could be made."""
+    def _refuse_too_little(self, at_once: int) -> None:
+        """Naming the largest step of whole micro-batches that the data allow, if any."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
             few = f"{tokens} training tokens, too few for one sequence of length {length}"
             remedy = f"set train.length = {max(1, tokens - 1)} or less"
-            return f"{directory} has {few} and its targets; {remedy}"
-        now = self.global_batch * length if fitting else self.micro_batch
-        change = f"set train.batch_tokens to {fitting}" if fitting else "lower train.micro_batch"
-        few = f"fewer than the {self.global_batch} of one step"
-        has = f"{directory} has {self.windows} training sequences of length {length}"
-        return f"{has}, {few}; {change} (now {now}) or add data"
+            raise UserError(f"{directory} has {few} and its targets; {remedy}")
+        few = f"{self.windows} training sequences of length {length}, fewer than"
+        remedy = f"lower train.micro_batch (now {self.micro_batch})"
+        if fitting := self.windows // at_once * at_once * length:
+            remedy = f"set train.batch_tokens to {fitting} (now {self.global_batch * length})"
+        one_step = f"the {self.global_batch} of one step"
+        raise UserError(f"{directory} has {few} {one_step}; {remedy} or add data")
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""
@@ -134,12 +213,9 @@ class TrainLoader:
             yield self.source.split(self._take(step, part).to(self.device, non_blocking=True))
 
     def divisors(self, step: int) -> list[float]:
-        """What to divide each micro-batch's mean loss by.
-
-        The sum over a rank's micro-batches, averaged over the ranks, is then the mean over the
-        tokens of the global batch, or over its labels, which may lie unevenly.
-        """
-        if isinstance(self.source, Windows) or self.source.labels is None:
+        """What to divide each micro-batch's mean loss by so that their sum, averaged over ranks, is
+        the mean over the global batch: over its tokens, or its labels if some are missing."""
+        if self.source.labels is None:
             return [self.accumulation] * self.accumulation
         labels = self.source.labels_of(self.offsets(step))
         mine = labels.reshape(self.accumulation, self.world_size, -1)[:, self.rank].sum(axis=1)
@@ -163,14 +239,7 @@ class TrainLoader:
 
 
 def validation_windows(
-    tokens: TokenSet | Records,
-    *,
-    length: int,
-    total_tokens: int,
-    batch: int,
-    rank: int = 0,
-    world_size: int = 1,
-    segment: int | None = None,
+    data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1, segment=None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(inputs, targets) of this rank's share of fixed, non-overlapping windows.
 
@@ -181,21 +250,42 @@ def validation_windows(
     if total_tokens < 1 or total_tokens % segment or segment % length:
         sizes = f"{total_tokens} validation tokens in segments of {segment} and windows of {length}"
         raise UserError(f"{sizes}: each must be a multiple of the next")
-    source = windows_of(tokens, length)
+    source = windows_of(data, length)
     if (most := source.count * length) < total_tokens:
+        has = f"{data.directory} has {data.total_tokens} validation tokens"
+        few = f"too few for {total_tokens} targets in windows of {length}"
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""
-        has = f"{tokens.directory} has {tokens.total_tokens} validation tokens, too few for"
-        targets = f"{total_tokens} targets in windows of {length}"
-        raise UserError(f"{has} {targets}; {change}prepare a larger validation set")
-    if isinstance(tokens, Records):
+        raise UserError(f"{has}, {few}; {change}prepare a larger validation set")
+    if isinstance(data, Records):
         windows = np.arange(total_tokens // length) * source.stride
-        if tokens.labels is not None and not tokens.labels_of(windows).any():
-            first = f"the first {len(windows)} validation records of {tokens.directory}"
+        if data.labels is not None and not data.labels_of(windows).any():
+            first = f"the first {len(windows)} validation records of {data.directory}"
             raise UserError(f"{first} have no label; raise eval.tokens")
     else:
         count = total_tokens // segment
-        starts = np.arange(count) * (tokens.total_tokens - 1 - segment) // max(1, count - 1)
+        starts = np.arange(count) * (data.total_tokens - 1 - segment) // max(1, count - 1)
         windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
     mine = windows[rank::world_size]
     batches = (mine[first : first + batch] for first in range(0, len(mine), batch))
     return (source.split(source.read(offsets)) for offsets in batches)
+
+
+class Batches:
+    """Both sets of a run and their batches, as its config describes them."""
+
+    def __init__(self, config, plan, rank: int = 0, device="cpu"):
+        """Refuses sets that are too small for one step or one validation."""
+        t, directory, ends = config.train, config.data.directory, config.data_ends()
+        self.train_set = open_data(directory, "train", **ends)
+        self.val_set = open_data(directory, "val", **ends)
+        share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
+        sizes = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch}
+        order = {"seed": t.seed, "shuffle": config.data.shuffle}
+        self.loader = TrainLoader(self.train_set, **sizes, **order, **share, device=device)
+        tokens, batch = config.eval.tokens, config.eval.batch or t.micro_batch
+        self._validation = {"total_tokens": tokens, "batch": batch, **share}
+        self.validation()
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the first eval.tokens of the validation set."""
+        return validation_windows(self.val_set, **self._validation)

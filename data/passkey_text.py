@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -59,7 +60,7 @@ def _filler(tokeniser: str, tokens: int) -> np.ndarray:
 
 
 def shortest_length(tokeniser: Tokeniser) -> int:
-    """That holds a prompt with any key."""
+    """The shortest length that holds a prompt with any key."""
     fixed = f"{TASK}\n\n{KEY_LINE.format(key=LARGEST_KEY)}\n\n{QUESTION}"
     longest_key = max(len(tokeniser.encode(f" {key}")) for key in (LARGEST_KEY, 48917, 39999))
     return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
@@ -77,9 +78,7 @@ class PasskeySource(NumberedSource):
     DOCUMENTS, VALIDATION, SHORTEST, LONGEST = 60_000, 1_200, 290, 384
     SEED = 2**31  # not one that an evaluation would take
     count = DOCUMENTS + 1
-
-    def describe(self) -> dict:
-        return {"kind": "passkey", "documents": self.DOCUMENTS, "seed": self.SEED}
+    description: ClassVar = {"kind": "passkey", "documents": DOCUMENTS, "seed": SEED}
 
     def document(self, number: int) -> str | None:
         if number == self.VALIDATION:

@@ -124,23 +124,22 @@ class ChunkEncoder:
 _encoder_of_worker = functools.cache(ChunkEncoder)
 
 
-def _encode_in_worker(tokeniser: str, fast: bool, chunk: Chunk) -> Encoded:
-    return _encoder_of_worker(tokeniser, fast)(chunk.pieces)
+def _encode_in_worker(tokeniser: str, fast: bool, pieces: list[Piece]) -> Encoded:
+    return _encoder_of_worker(tokeniser, fast)(pieces)
 
 
 def encoded(
     stream: Iterable[Chunk], tokeniser: str, workers: int, *, fast: bool = True
 ) -> Iterator[tuple[Chunk, np.ndarray, str]]:
     """(chunk, its tokens, what encoded them) in order, by `workers` processes; 0: in this one."""
+    get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
     kept, given = itertools.tee(stream)
+    pieces, told = (chunk.pieces for chunk in given), False
     if workers == 0:
-        encoder = ChunkEncoder(tokeniser, fast)
-        answers = (encoder(chunk.pieces) for chunk in given)
+        answers = map(ChunkEncoder(tokeniser, fast), pieces)
     else:
-        get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
         encode = functools.partial(_encode_in_worker, tokeniser, fast)
-        answers = in_processes(encode, given, workers)
-    told = False
+        answers = in_processes(encode, pieces, workers)
     for chunk, answer in zip(kept, answers, strict=True):
         if answer.dropped and not told:
             told = True
@@ -178,7 +177,7 @@ def _start_worker() -> None:
 
 @contextlib.contextmanager
 def deaf_children() -> Iterator[None]:
-    """Processes started in here never hear Ctrl-C, not even while they import; we do, after."""
+    """Processes started in this block never see Ctrl-C; the parent sees it after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

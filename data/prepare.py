@@ -48,15 +48,11 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
 SECONDS_BETWEEN_RECORDS = 5.0  # what a kill can cost; each record syncs the disk
 
 
-def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> None:
-    """Write the source's shards to --out, continuing if that was interrupted.
-
-    The first `val_tokens` are validation; None leaves the border to the source.
-    """
+def prepare(source, arguments: argparse.Namespace) -> None:
+    """Write the source's shards to --out, continuing if that was interrupted."""
     out, tokeniser = arguments.out, get_tokeniser(arguments.tokeniser)
-    sizes = {"shard_tokens": arguments.shard_tokens, "val_tokens": val_tokens}
-    sizes["max_tokens"] = arguments.max_tokens
-    settings = {"tokeniser": arguments.tokeniser, **sizes, "source": source.describe()}
+    kept = ("tokeniser", "shard_tokens", "val_tokens", "max_tokens")
+    settings = {key: getattr(arguments, key) for key in kept} | {"source": source.description}
     with locked(out):
         refuse_other_settings(out, recorded_settings(out), settings)
         if (out / MANIFEST).exists():
@@ -65,7 +61,7 @@ def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> No
             return
         writer = ShardWriter(out, source.prefix, tokeniser, settings, arguments.shard_tokens)
         with contextlib.closing(writer):
-            _fill(writer, source, number_of_workers(arguments))
+            _fill(writer, source, arguments.workers)
             _refuse_too_little(writer)
             writer.finish()
     found = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
@@ -75,8 +71,7 @@ def prepare(source, arguments: argparse.Namespace, val_tokens: int | None) -> No
 def _fill(writer: ShardWriter, source, workers: int) -> None:
     val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
     most = max_tokens or sys.maxsize
-    state, skip = writer.resume()
-    last_record = time.monotonic()
+    (state, skip), last_record = writer.resume(), time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 30.0
     bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
@@ -103,9 +98,7 @@ def _fill(writer: ShardWriter, source, workers: int) -> None:
             if time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
                 writer.save(chunk.state, done)
                 last_record = time.monotonic()
-            read = source.fraction()
-            estimate = int(writer.total / read) if read else None
-            bar.total = max_tokens or source.expected_tokens or estimate
+            bar.total = max_tokens or source.expected_tokens(writer.total)
 
 
 def _refuse_too_little(writer: ShardWriter) -> None:
@@ -114,8 +107,8 @@ def _refuse_too_little(writer: ShardWriter) -> None:
     for split, tokens in writer.totals.items():
         if tokens == 0:
             small = f"the source is too small: its {writer.total} tokens leave nothing for {split}"
-            remedy = f"add text or choose a smaller --val-tokens, and delete {writer.directory}"
-            raise UserError(f"{small}; {remedy}")
+            remedy = f"choose a smaller --val-tokens, and delete {writer.directory}"
+            raise UserError(f"{small}; add text or {remedy}")
 
 
 def token_count(text: str) -> int:
@@ -141,7 +134,7 @@ def make_parser() -> Parser:
     workers = whole(0, MOST_PROCESSES)
     common.add_argument("--workers", type=workers, help="default one per core, 0 for none")
     val = argparse.ArgumentParser(add_help=False)
-    val.add_argument("--val-tokens", type=token_count, help="validation: the first of all tokens")
+    val.add_argument("--val-tokens", type=token_count, help="tokens for validation, from the start")
     for name, (repository, _, samples) in HUB.items():
         hub = commands.add_parser(name, parents=[common, val], help=repository)
         hub.add_argument("--sample", default="sample-10BT", help=" or ".join(samples))
@@ -155,9 +148,8 @@ def make_parser() -> Parser:
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    download.add_argument("--shards", type=positive, help="only the first so many training shards")
-    check = commands.add_parser("verify", help="re-read a set")
-    check.add_argument("directory", type=Path)
+    download.add_argument("--shards", type=positive, help="only the first N training shards")
+    commands.add_parser("verify", help="re-read a set").add_argument("directory", type=Path)
     return parser
 
 
@@ -169,8 +161,8 @@ def make_source(arguments: argparse.Namespace):
         return TextSource(find_files(arguments.inputs), arguments.field, kind)
     (repository, prefix, samples), name = HUB[arguments.command], arguments.sample
     if name not in samples:
-        guess = did_you_mean(name, samples)
-        raise UserError(f"{arguments.command} has no sample {name!r}; {guess}")
+        what = f"{arguments.command} has no sample {name!r}"
+        raise UserError(f"{what}; {did_you_mean(name, samples)}")
     if files := find_files(arguments.from_files, (".parquet",)):
         return TextSource(files, "text", {"kind": arguments.command}, prefix)
     advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
@@ -179,27 +171,17 @@ def make_source(arguments: argparse.Namespace):
 
 
 def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | None:
-    """By default llm.c's whole first shard for the hub, a twentieth of a user's own text."""
+    """By default llm.c's first shard, a twentieth of own text; None: the source splits itself."""
     if arguments.command in GENERATED:
         return None
-    bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
     tokens = arguments.val_tokens or arguments.shard_tokens
     if arguments.val_tokens is None and arguments.command == "text":
+        bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
         tokens = min(tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
     if tokens > arguments.shard_tokens:
         fit = f"--val-tokens {tokens} do not fit in one shard of {arguments.shard_tokens}"
         raise UserError(f"{fit}; choose fewer or a larger --shard-tokens")
     return tokens
-
-
-def number_of_workers(arguments: argparse.Namespace) -> int:
-    if arguments.workers is not None:
-        return arguments.workers
-    if arguments.tokeniser == "bytes":
-        return 0  # encoding bytes costs less than handing them to another process
-    if hasattr(os, "sched_getaffinity"):  # what a container or a batch system allows us
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def main(argv: list[str]) -> None:
@@ -208,8 +190,7 @@ def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if arguments.command == "verify":
         found = "{train:,} training tokens, {val:,} validation tokens"
-        totals = found.format(**verify(arguments.directory))
-        print(f"{arguments.directory} is sound: {totals}")
+        print(f"{arguments.directory} is sound:", found.format(**verify(arguments.directory)))
         return
     if arguments.command == "download":
         download(arguments.name, arguments.out, arguments.shards)
@@ -217,16 +198,22 @@ def main(argv: list[str]) -> None:
     if arguments.tokeniser is None:
         arguments.tokeniser = "bytes" if arguments.command in GENERATED else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
+    if arguments.workers is None:
+        # What a container or a batch system allows us, where the system can say.
+        allowed = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))(0)
+        # Encoding bytes costs less than handing them to another process.
+        arguments.workers = 0 if arguments.tokeniser == "bytes" else len(allowed)
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
-    prepare(source, arguments, number_of_validation_tokens(arguments, source))
+    arguments.val_tokens = number_of_validation_tokens(arguments, source)
+    prepare(source, arguments)
     if arguments.command == "stdlib":
         compare_with_published(arguments.out)
 
 
 def compare_with_published(out: Path) -> None:
-    """Say when the text is not that of the published numbers: each Python has its own library."""
+    """Note that the corpus is not the published one: each Python has its own library."""
     published, mine = lookup(PUBLISHED, "corpora", "corpora/stdlib"), describe_set(out)
     # A copy of the code may come without results.
     if published and mine["tokens_sha256"] != published["tokens_sha256"]:

@@ -61,9 +61,8 @@ def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
 
 
 def check_ids(ids: np.ndarray, vocab_size: int | None, where: object) -> None:
-    """Refuse ids the vocabulary does not have."""
-    if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
-        outside = f"token {int(ids.max())}, outside the vocabulary of {vocab_size}"
+    if vocab_size is not None and (largest := int(ids.max(initial=0))) >= vocab_size:
+        outside = f"token {largest}, outside the vocabulary of {vocab_size}"
         raise UserError(f"{where} holds {outside}; was it made with another tokeniser?")
 
 
@@ -120,11 +119,7 @@ class TokenSet:
 
 
 def open_split(directory: str | Path, split: str, *, vocab_size: int | None = None) -> TokenSet:
-    """Open the `train` or `val` shards of a folder, checking every header and size.
-
-    `vocab_size` is the model's: tokens outside it are refused, and so is a set made with a
-    tokeniser that cannot be the model's.
-    """
+    """The `train` or `val` shards of a folder, checked, for a model with this vocabulary."""
     directory = Path(directory)
     if not directory.exists():
         raise UserError(f"{directory} does not exist; make it with data/prepare.py")
@@ -134,9 +129,9 @@ def open_split(directory: str | Path, split: str, *, vocab_size: int | None = No
         tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
         limit = ids if vocab_size is None else vocab_size
         if not 0 <= limit - ids < MAX_PADDING:
-            sizes = f"with {tokeniser!r} ({ids} ids) but the model has a vocabulary of {vocab_size}"
-            remedy = "prepare it with the model's tokeniser"
-            raise UserError(f"{directory} was tokenised {sizes}; {remedy}")
+            made = f"{directory} was tokenised with {tokeniser!r} ({ids} ids)"
+            model = f"the model has a vocabulary of {vocab_size}"
+            raise UserError(f"{made} but {model}; prepare it with the model's tokeniser")
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
@@ -145,9 +140,9 @@ def open_split(directory: str | Path, split: str, *, vocab_size: int | None = No
 
 def _checked(directory: Path, shard: Shard, vocab_size: int | None) -> Shard:
     """The shard with the token count of its header, which must be the manifest's."""
-    tokens = check_shard(directory / shard.name, vocab_size=vocab_size)
+    path = directory / shard.name
+    tokens = check_shard(path, vocab_size=vocab_size)
     if shard.tokens not in (-1, tokens):
-        path = directory / shard.name
         raise UserError(f"{path} has {tokens} tokens, {MANIFEST} says {shard.tokens}")
     return replace(shard, tokens=tokens)
 
@@ -171,23 +166,16 @@ def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
         return shards, manifest
     if not found:
         raise UserError(f"{directory} has no token shards; make some with data/prepare.py")
-    _refuse_gaps(directory, found)
-    return [Shard(match.string, match["split"], -1) for match in found], None
-
-
-def _refuse_gaps(directory: Path, found: list[re.Match]) -> None:
-    """Without a manifest, only the numbers in the names can show that a shard is missing."""
+    # Without a manifest, only the numbers in the names can show that a shard is missing.
     first, last = found[0], found[-1]
     if first["prefix"] != last["prefix"]:
         names = f"{first.string} and {last.string}"
         raise UserError(f"{directory} mixes shards of two sets, {names}; separate them")
     for before, after in itertools.pairwise(found):
-        step = int(after["index"]) - int(before["index"])
-        names = f"{before.string} and {after.string}"
-        if step == 0:
-            raise UserError(f"{directory} has two shards of one number: {names}")
-        if step != 1:
-            raise UserError(f"{directory} lacks the shards between {names}")
+        if (step := int(after["index"]) - int(before["index"])) != 1:
+            problem = "lacks the shards between" if step else "has two shards of one number:"
+            raise UserError(f"{directory} {problem} {before.string} and {after.string}")
+    return [Shard(match.string, match["split"], -1) for match in found], None
 
 
 def _require(sound: bool, what: str) -> None:
@@ -216,7 +204,7 @@ def read_manifest(directory: Path) -> dict:
 
 
 def describe(directory: Path) -> dict:
-    """The `records.json` of a set of records (data/records.py)."""
+    """The `records.json` of a set of records (data/loader.py)."""
     path = directory / DESCRIPTION
     if not path.exists():
         what = f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records"
@@ -228,27 +216,20 @@ def describe(directory: Path) -> dict:
 
 
 def describe_set(directory: str | Path) -> dict:
-    """For a file of results: where the set is, which one, and what it was made from.
-
-    `tokens_sha256` is the same for the same shards, whatever else their manifest records.
-    """
+    """For a file of results: where the set is, its checksums, and what it was made from."""
     path = Path(directory) / MANIFEST
-    manifest = read_manifest(path.parent) if path.exists() else None
-    return {
-        "data": str(directory),
-        "manifest_sha256": sha256_of(path) if manifest else None,
-        "tokens_sha256": digest([s["sha256"] for s in manifest["shards"]]) if manifest else None,
-        "source": _source_of(manifest) if manifest else None,
-    }
-
-
-def _source_of(manifest: dict) -> str | None:
-    """`Python 3.11.7 standard library`, or the name, sample and revision of a set on the hub."""
-    source = manifest.get("settings", {}).get("source", {})
-    if source.get("kind") == "stdlib":
-        return f"Python {source.get('python')} standard library"
-    named = (source[key] for key in ("kind", "sample", "repository", "revision") if key in source)
-    return ", ".join(map(str, named)) or None
+    about = {"data": str(directory), "manifest_sha256": None, "tokens_sha256": None, "source": None}
+    if path.exists():
+        manifest = read_manifest(path.parent)
+        about["manifest_sha256"] = sha256_of(path)
+        # The same for the same shards, whatever else their manifest records.
+        about["tokens_sha256"] = digest([shard["sha256"] for shard in manifest["shards"]])
+        source = manifest.get("settings", {}).get("source", {})
+        named = (source[k] for k in ("kind", "sample", "repository", "revision") if k in source)
+        about["source"] = ", ".join(map(str, named)) or None
+        if source.get("kind") == "stdlib":
+            about["source"] = f"Python {source.get('python')} standard library"
+    return about
 
 
 def verify(directory: str | Path) -> dict[str, int]:
@@ -270,10 +251,7 @@ def verify(directory: str | Path) -> dict[str, int]:
 
 
 def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
-    totals = {"train": 0, "val": 0}
-    for shard in shards:
-        totals[shard.split] += shard.tokens
-    return totals
+    return {split: sum(s.tokens for s in shards if s.split == split) for split in ("train", "val")}
 
 
 def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int:

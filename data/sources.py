@@ -1,8 +1,8 @@
 """Where text comes from: the hub, parquet files, a user's own files, the standard library.
 
-A source has a `prefix` for its shards' names, `describe()` for the manifest, `pieces(state)` that
-starts or continues at a state, `state()` after the last piece (plain JSON), `fraction()` of the
-whole that has been read and `expected_tokens`, each None where it is not known.
+A source has a `prefix` for its shards' names, a `description` for the manifest, `pieces(state)`
+that starts or continues at a state, `state()` after the last piece (plain JSON), and
+`expected_tokens(written)` of the whole when so many are written, None if not known.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from typing import BinaryIO
 from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
-from support.files import digest, reading
+from support.files import digest, first_line, reading
 
 # Samples with their size in GPT-2 tokens where known.
 WEB, EDU = {"sample-10BT": 10_355_324_043}, {"sample-10BT": None, "sample-100BT": None}
@@ -43,15 +43,22 @@ class ParquetStream:
         self._path, self._field, self._arguments = path, field, arguments
         self._dataset = None
 
-    def texts(self, state: dict | None) -> Iterator[str]:
+    def pieces(self, state: dict | None) -> Iterator[Piece]:
+        ensure_hub_cache()
         try:
-            self._dataset = self._load()
+            import datasets
+
+            datasets.utils.logging.set_verbosity_error()
+            options = {"streaming": True, "columns": [self._field], "batch_size": 1024}
+            options |= self._arguments
+            self._dataset = datasets.load_dataset(self._path, split="train", **options)
             if state is not None:
                 self._dataset.load_state_dict(state)
             rows = iter(self._dataset)
             try:
                 for row in rows:
-                    yield row[self._field]
+                    if text := row[self._field]:
+                        yield text, True
             finally:
                 # A half-read parquet stream can crash the interpreter at exit.
                 rows.close()
@@ -59,18 +66,9 @@ class ParquetStream:
                 self._dataset = None
                 gc.collect()
         except Exception as error:  # readers and network clients below share no base class
-            reason = str(error).strip().splitlines() or [type(error).__name__]
+            what = f"{self._arguments.get('data_files') or self._path}: {first_line(error)}"
             again = "rerun the same command to continue, or pass local copies with --from-files"
-            where = self._arguments.get("data_files") or self._path
-            raise UserError(f"cannot read {where}: {reason[0]}; {again}") from None
-
-    def _load(self):
-        ensure_hub_cache()
-        import datasets
-
-        datasets.utils.logging.set_verbosity_error()
-        options = {"columns": [self._field], "batch_size": 1024, **self._arguments}
-        return datasets.load_dataset(self._path, split="train", streaming=True, **options)
+            raise UserError(f"cannot read {what}; {again}") from None
 
     def state(self) -> dict:
         return self._dataset.state_dict()
@@ -81,57 +79,48 @@ class HubSource:
 
     def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
-        self.expected_tokens = samples[sample]
+        self._tokens = samples[sample]
+        self.description = {"kind": name, "sample": sample, "revision": revision}
         self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
-        self._description = {"kind": name, "sample": sample, "revision": revision}
-
-    def describe(self) -> dict:
-        return self._description
 
     def pieces(self, state: dict | None) -> Iterator[Piece]:
-        texts = self._stream.texts(state and state["stream"])
-        return ((text, True) for text in texts if text)
+        return self._stream.pieces(state and state["stream"])
 
     def state(self) -> dict:
         return {"stream": self._stream.state()}
 
-    def fraction(self) -> None:
-        return None
+    def expected_tokens(self, written: int) -> int | None:
+        return self._tokens
 
 
 class TextSource:
     """Local .txt, .jsonl and .parquet files, in the order of their names."""
 
-    expected_tokens = None
-
     def __init__(self, files: list[Path], field: str, kind: dict, prefix: str = "text"):
-        """`kind`: what `describe` says besides the files."""
-        self.files, self.prefix = files, prefix
-        self._field, self._kind = field, kind
-        self._sizes = [path.stat().st_size for path in self.files]
+        """`kind`: the description but for the files."""
+        self.prefix, self._files, self._field = prefix, files, field
+        self._sizes = [path.stat().st_size for path in files]
         self.total_bytes = sum(self._sizes)
-        for path in self.files:
+        # A resumed preparation must find the same names and sizes.
+        listing = [[path.name, size] for path, size in zip(files, self._sizes, strict=True)]
+        found = {"files": len(files), "bytes": self.total_bytes, "listing": digest(listing)}
+        self.description = kind | found
+        for path in files:
             if path.suffix == ".parquet":
                 check_parquet(path, field)
         self._index, self._at, self._parquet = 0, None, None
 
-    def describe(self) -> dict:
-        """With the names and sizes that a resumed preparation must find unchanged."""
-        listing = [[path.name, size] for path, size in zip(self.files, self._sizes, strict=True)]
-        found = {"files": len(listing), "bytes": self.total_bytes, "listing": digest(listing)}
-        return self._kind | found
-
     def pieces(self, state: dict | None) -> Iterator[Piece]:
         first, at = (state["file"], state["at"]) if state else (0, None)
-        for index in range(first, len(self.files)):
+        for index, path in enumerate(self._files[first:], start=first):
             self._index, self._at = index, at if index == first else None
-            with reading(self.files[index]):
-                yield from self._read(self.files[index])
+            with reading(path):
+                yield from self._read(path)
 
     def _read(self, path: Path) -> Iterator[Piece]:
         if path.suffix == ".parquet":
             self._parquet = ParquetStream("parquet", self._field, data_files=[str(path)])
-            yield from ((text, True) for text in self._parquet.texts(self._at) if text)
+            yield from self._parquet.pieces(self._at)
             self._parquet = None
             return
         read = self._document if path.name.removesuffix(".gz").endswith(".txt") else self._lines
@@ -171,31 +160,29 @@ class TextSource:
             try:
                 row = json.loads(line)
             except UnicodeDecodeError:
-                where = f"the line at byte {start}"
-                raise UserError(f"{path} is not UTF-8 ({where}); {CONVERT}") from None
+                raise UserError(f"{path} is not UTF-8 (line at byte {start}); {CONVERT}") from None
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
-            known = isinstance(row, dict) and self._field in row
-            if not known or not isinstance(row[self._field], str | None):
+            text = row.get(self._field, ...) if isinstance(row, dict) else ...
+            if not isinstance(text, str | None):
                 there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
                 lacks = f"no text in {self._field!r} (there is: {there})"
                 raise UserError(f"{path}, line at byte {start}: {lacks}; name it with --field")
-            if row[self._field]:
-                yield row[self._field], True
+            if text:
+                yield text, True
 
     def state(self) -> dict:
         return {"file": self._index, "at": self._parquet.state() if self._parquet else self._at}
 
-    def fraction(self) -> float | None:
+    def expected_tokens(self, written: int) -> int | None:
         within = self._at if isinstance(self._at, int) else 0
         done = sum(self._sizes[: self._index]) + min(within, self._sizes[self._index])
-        return done / self.total_bytes if self.total_bytes else None
+        return written * self.total_bytes // done if done else None
 
 
 class NumberedSource:
-    """Items 0 ... count - 1, by `document(number)` a text or END_OF_VALIDATION."""
+    """Items 0 ... count - 1: `document(number)` is a text or END_OF_VALIDATION."""
 
-    expected_tokens = None
     _next = 0
 
     def pieces(self, state: int | None) -> Iterator[Piece]:
@@ -210,15 +197,15 @@ class NumberedSource:
     def state(self) -> int:
         return self._next
 
-    def fraction(self) -> float:
-        return self._next / self.count
+    def expected_tokens(self, written: int) -> int:
+        return written * self.count // self._next
 
 
 class StdlibSource(NumberedSource):
-    """The Python standard library's own sources, split by file; another Python, another text.
+    """The Python standard library's own sources, which differ from Python to Python.
 
-    Files come in the order of a hash of their names and a tenth of them is validation, so both
-    splits are a fair sample of the whole from their first bytes on.
+    Files are ordered by a hash of their names and a tenth of them is validation, so both splits
+    are a fair sample of the whole from their first bytes on.
     """
 
     prefix = "stdlib"
@@ -229,22 +216,17 @@ class StdlibSource(NumberedSource):
         names = sorted((path.as_posix() for path in found if _wanted(path)), key=_name_hash)
         if not names:
             raise UserError(f"this Python has no library sources in {root}; use the text source")
-        names.sort(key=_split_of, reverse=True)  # validation first
+        splits = {name: "val" if _name_hash(name) % 10 == 0 else "train" for name in names}
+        names.sort(key=splits.get, reverse=True)  # validation first
         self._texts = {name: _python_source(root / name) for name in names}
-        self._items = list(self._texts.values())
-        self._items.insert(sum(_split_of(name) == "val" for name in names), END_OF_VALIDATION)
-        self.count = len(self._items)
-
-    def describe(self) -> dict:
-        """Patch releases of Python differ in a few files: the hashes tell which."""
-        files = {}
-        for name, text in self._texts.items():
-            sha256 = hashlib.sha256(text.encode()).hexdigest()
-            files[name] = {"split": _split_of(name), "sha256": sha256}
-        return {"kind": "stdlib", "python": platform.python_version(), "files": files}
-
-    def document(self, number: int) -> str | None:
-        return self._items[number]
+        items = list(self._texts.values())
+        items.insert(list(splits.values()).count("val"), END_OF_VALIDATION)
+        self.count, self.document = len(items), items.__getitem__
+        # Patch releases of Python differ in a few files: the hashes tell which.
+        hashes = {n: hashlib.sha256(text.encode()).hexdigest() for n, text in self._texts.items()}
+        files = {name: {"split": splits[name], "sha256": hashes[name]} for name in names}
+        version = platform.python_version()
+        self.description = {"kind": "stdlib", "python": version, "files": files}
 
 
 def _wanted(path: Path) -> bool:
@@ -255,10 +237,6 @@ def _wanted(path: Path) -> bool:
 
 def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-
-
-def _split_of(name: str) -> str:
-    return "val" if _name_hash(name) % 10 == 0 else "train"
 
 
 def _python_source(path: Path) -> str:

@@ -20,7 +20,7 @@ from lssar.errors import UserError, did_you_mean
 EOT_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 GPT2_EOT = 50256
-# What tiktoken itself demands of the two files.
+# sha256 of the two files, as tiktoken demands them.
 BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -43,16 +43,19 @@ class Encoder(NamedTuple):
 
 
 class Tokeniser:
-    """Exact conversion between text and uint16 ids: `encode(text)` and `decode(ids)`.
-
-    The text "<|endoftext|>" is text, never the EOT id. Ids outside the vocabulary, which a padded
-    model can emit, become U+FFFD.
-    """
+    """Exact conversion between text and uint16 ids. "<|endoftext|>" is text, never the EOT id."""
 
     name: str
     vocab_size: int
     eot: int
     merges_sha256: str | None = None
+    spellings: np.ndarray  # the bytes of every token, by its id
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids outside the vocabulary, which a padded model can emit, become U+FFFD."""
+        known, other = range(self.vocab_size), REPLACEMENT.encode()
+        pieces = (self.spellings[i] if i in known else other for i in map(int, ids))
+        return b"".join(pieces).decode(errors="replace")
 
     def encoder(self) -> Encoder:
         return Encoder("utf-8", self.encode)
@@ -63,27 +66,23 @@ class Tokeniser:
 
 
 class BytesTokeniser(Tokeniser):
-    """UTF-8 bytes as ids 0..255, and 256 for EOT."""
-
     name, vocab_size, eot = "bytes", 257, 256
+    spellings = np.array([*(bytes([i]) for i in range(256)), EOT_TEXT.encode()], dtype=object)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_valid_unicode(text).encode(), dtype=np.uint8).astype(np.uint16)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        spelling = {i: bytes([i]) for i in range(256)} | {self.eot: EOT_TEXT.encode()}
-        pieces = (spelling.get(int(i), REPLACEMENT.encode()) for i in ids)
-        return b"".join(pieces).decode(errors="replace")
-
 
 class Gpt2Tokeniser(Tokeniser):
-    """GPT-2's byte-pair encoding by tiktoken."""
-
     name, vocab_size, eot = "gpt2", 50257, GPT2_EOT
     merges_sha256 = BPE_FILES["vocab.bpe"]
 
     def __init__(self):
         self._bpe = _load_tiktoken()
+        self._encode = functools.partial(self._bpe.encode_to_numpy, disallowed_special=())
+        ranks = self._bpe._mergeable_ranks
+        self.spellings = np.full(self.vocab_size, EOT_TEXT.encode(), dtype=object)
+        self.spellings[list(ranks.values())] = list(ranks)
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -98,24 +97,11 @@ class Gpt2Tokeniser(Tokeniser):
             ids = np.concatenate([self._encode(text[start:end]) for start, end in spans])
         return ids.astype(np.uint16)
 
-    def _encode(self, text: str) -> np.ndarray:
-        return self._bpe.encode_to_numpy(text, disallowed_special=())
-
-    def decode(self, ids: Iterable[int]) -> str:
-        pieces, known = [], []
-        for i in map(int, ids):
-            if 0 <= i < self.vocab_size:
-                known.append(i)
-            else:
-                pieces += [self._bpe.decode(known, errors="replace"), REPLACEMENT]
-                known = []
-        return "".join([*pieces, self._bpe.decode(known, errors="replace")])
-
     def encoder(self) -> Encoder:
         return Encoder(f"tiktoken {importlib.metadata.version('tiktoken')}", self.encode)
 
     def fast_encoder(self) -> Encoder | None:
-        """splintr's over the same merges, if installed; checked by `pipeline.ChunkEncoder`."""
+        """splintr's, over the same merges, if installed; `pipeline.ChunkEncoder` checks it."""
         if importlib.util.find_spec("splintr") is None:
             return None
         import splintr
@@ -131,16 +117,9 @@ class Gpt2Tokeniser(Tokeniser):
         return Encoder(f"splintr-rs {version}, checked with {self.encoder().name}", encode)
 
     def spells(self, ids: np.ndarray, text: str) -> bool:
-        """Whether the ids are this text to the byte: `decode`, fast enough for every document."""
+        """Whether the ids decode to this text, byte by byte; fast enough for every document."""
         known = not len(ids) or ids.max() < self.eot
-        return known and b"".join(self._spellings[ids].tolist()) == _valid_unicode(text).encode()
-
-    @functools.cached_property
-    def _spellings(self) -> np.ndarray:
-        """The bytes of every token, by its id."""
-        table, ranks = np.empty(self.eot, dtype=object), self._bpe._mergeable_ranks
-        table[list(ranks.values())] = list(ranks)
-        return table
+        return known and b"".join(self.spellings[ids].tolist()) == _valid_unicode(text).encode()
 
 
 TOKENISERS: dict[str, type[Tokeniser]] = {"gpt2": Gpt2Tokeniser, "bytes": BytesTokeniser}

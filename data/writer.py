@@ -5,7 +5,6 @@ much is safely on disk, and where in the source that ends; `manifest.json` repla
 """
 
 import os
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -28,17 +27,9 @@ from support import files
 
 
 def write_manifest(
-    directory: Path,
-    tokeniser: Tokeniser | type[Tokeniser],
-    shards: list[Shard],
-    documents: int,
-    settings: dict,
-    encoders: Collection[str] = (),
+    directory: Path, tokeniser, shards: list[Shard], documents: int, settings: dict, encoders=()
 ) -> None:
-    """Declare the set complete. No dates in it: the same text gives the same bytes.
-
-    `encoders` are names and versions of what wrote the tokens, if known.
-    """
+    """Declare the set complete. No dates in it: the same text gives the same bytes."""
     manifest = {
         "format": "llm.c version 1",
         "tokeniser": tokeniser.name,
@@ -47,7 +38,7 @@ def write_manifest(
         "documents": documents,
         "tokens": tokens_by_split(shards),
         "shards": [asdict(shard) for shard in shards],
-        "encoders": sorted(encoders) or None,
+        "encoders": sorted(encoders) or None,  # names and versions of what wrote the tokens
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
     }
@@ -55,7 +46,7 @@ def write_manifest(
 
 
 def forget_progress(directory: Path) -> None:
-    """Once the manifest is there. A kill between the two is noticed when the command is rerun."""
+    """Called once the manifest is written, and by a rerun after a kill between the two."""
     with files.writing(directory):
         (directory / PROGRESS).unlink(missing_ok=True)
         files.sync(directory)
@@ -79,7 +70,6 @@ class ShardWriter:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Tokens of each split so far."""
         return tokens_by_split([*self.shards, Shard("", self.split, self.partial)])
 
     @property
@@ -93,7 +83,7 @@ class ShardWriter:
 
     @property
     def _temporary(self) -> Path:
-        return self._path.with_name(self._path.name + ".tmp")
+        return self._path.with_suffix(".bin.tmp")
 
     def append(self, tokens: np.ndarray, encoder: str) -> None:
         """Add tokens, and the name of what encoded them, to the current shard."""
@@ -101,16 +91,12 @@ class ShardWriter:
             if self._file is None:
                 # Unbuffered: a failed write must fail here, not in a later close.
                 self._file = self._temporary.open("wb", buffering=0)
-                self._write(bytes(HEADER_BYTES))
-            self._write(np.ascontiguousarray(tokens, dtype="<u2"))
+                files.write_all(self._file, bytes(HEADER_BYTES))
+            written = memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")
+            files.write_all(self._file, written)
         self.partial += len(tokens)
         self.encoders.add(encoder)
         self.documents += int(np.count_nonzero(tokens == self.tokeniser.eot))
-
-    def _write(self, data: bytes | np.ndarray) -> None:
-        view = memoryview(data).cast("B")
-        while len(view):
-            view = view[self._file.write(view) :]
 
     def close_shard(self) -> None:
         """Complete the current shard under its final name, if it has any tokens."""
@@ -118,7 +104,7 @@ class ShardWriter:
             return
         with files.writing(self._path):
             self._file.seek(0)
-            self._write(header_bytes(self.partial))
+            files.write_all(self._file, header_bytes(self.partial))
             os.fsync(self._file.fileno())
             self.close()
             checksum = files.sha256_of(self._temporary)
@@ -133,9 +119,8 @@ class ShardWriter:
             with files.writing(self._path):
                 os.fsync(self._file.fileno())
         body = {key: getattr(self, key) for key in ("settings", "split", "partial", "documents")}
-        body["shards"] = [asdict(shard) for shard in self.shards]
-        body["encoders"] = sorted(self.encoders)
-        body |= {"source_state": source_state, "skip": skip}
+        body |= {"shards": [asdict(shard) for shard in self.shards]}
+        body |= {"encoders": sorted(self.encoders), "source_state": source_state, "skip": skip}
         record = {"sha256": files.digest(body), "progress": body}
         files.write_json(self.directory / PROGRESS, record)
 
@@ -158,21 +143,18 @@ class ShardWriter:
             if not (self.directory / shard.name).exists():
                 raise UserError(f"{self.directory / shard.name} is gone {restart}")
         if progress["partial"]:
-            self._reopen(progress["partial"], restart)
+            self.partial = progress["partial"]
+            size = HEADER_BYTES + 2 * self.partial
+            with files.writing(self._path):
+                if self._path.exists():  # killed between the rename and the record of it
+                    self._path.replace(self._temporary)
+                if not self._temporary.exists() or self._temporary.stat().st_size < size:
+                    raise UserError(f"{self._temporary} was lost or cut {restart}")
+                self._file = self._temporary.open("r+b", buffering=0)
+                self._file.truncate(size)
+                self._file.seek(size)
         self._remove_strays()
         return progress["source_state"], progress["skip"]
-
-    def _reopen(self, partial: int, restart: str) -> None:
-        size = HEADER_BYTES + 2 * partial
-        with files.writing(self._path):
-            if self._path.exists():  # killed between the rename and the record of it
-                self._path.replace(self._temporary)
-            if not self._temporary.exists() or self._temporary.stat().st_size < size:
-                raise UserError(f"{self._temporary} was lost or cut {restart}")
-            self._file = self._temporary.open("r+b", buffering=0)
-            self._file.truncate(size)
-            self._file.seek(size)
-        self.partial = partial
 
     def _remove_strays(self) -> None:
         """Delete what was begun after the last record: it is about to be written again."""
@@ -186,10 +168,9 @@ class ShardWriter:
                     path.unlink()
 
     def finish(self) -> None:
-        """Write the manifest, after which the set is complete."""
         self.close_shard()
-        complete = (self.shards, self.documents, self.settings, self.encoders)
-        write_manifest(self.directory, self.tokeniser, *complete)
+        written = (self.shards, self.documents, self.settings, self.encoders)
+        write_manifest(self.directory, self.tokeniser, *written)
         forget_progress(self.directory)
 
     def close(self) -> None:

@@ -46,8 +46,7 @@ import numpy as np
 import torch
 
 import train
-from data.loader import validation_windows
-from data.records import describe, open_data
+from data.loader import describe, open_data, validation_windows
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
 from physics.simulate import save

@@ -40,7 +40,7 @@ def answer_early(parse: Callable[[list[str]], object]) -> None:
 
 
 def quiet_imports() -> None:
-    """From here until `run`, Ctrl-C ends a script without a traceback out of torch's imports."""
+    """From here until `run`, Ctrl-C ends a script without a traceback from torch's imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
         signal.signal(signal.SIGINT, _leave)
 

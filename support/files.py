@@ -21,6 +21,11 @@ from typing import BinaryIO
 from lssar.errors import UserError
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, short enough for one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError while writing `path` into one line for the user."""
@@ -103,6 +108,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         sync(path.parent)
 
 
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """To an unbuffered file, which may take only a part at a time."""
+    while len(data):
+        data = data[file.write(data) :]
+
+
 def write_text(path: Path, text: str) -> None:
     data = text.encode()
     with whole_file(path) as file:
@@ -170,10 +181,7 @@ def seal(value: dict) -> dict:
 
 
 def unseal(value: dict) -> dict:
-    """The value without its checksum; ValueError if that is wrong.
-
-    A value without a checksum, perhaps written by hand, is accepted.
-    """
+    """The value without its checksum, if it has one; ValueError if that is wrong."""
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object belongs")
     body = {key: part for key, part in value.items() if key != "sha256"}
@@ -207,7 +215,7 @@ def lookup(path: Path, *keys: str):
 
 
 def refuse_wrong_types(values: dict, kinds: dict, where: str = "") -> None:
-    """TypeError for a value that is not of its kind; true and false are no numbers."""
+    """TypeError for a value that is not of its kind; true and false are not numbers."""
     for key, kind in kinds.items():
         if not isinstance(values[key], kind) or isinstance(values[key], bool):
             raise TypeError(f"{key} = {values[key]!r} is of a wrong type{where}")

@@ -60,7 +60,7 @@ def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
 
 
 def coloured(styles: list[dict]) -> list[dict]:
-    """The same styles; in a busy chart only the first four keep their colour, and the control."""
+    """The styles; in a busy chart only the first four and the control keep their colour."""
     free = [i for i, found in enumerate(styles) if found["color"] != INK]
     if len(free) <= MOST_COLOURS:
         return styles

@@ -27,8 +27,7 @@ import generate
 import passkey
 from data.passkey_text import make_prompt
 from data.pipeline import deaf_children
-from data.records import describe
-from data.shards import open_split
+from data.shards import describe, open_split
 from data.tokeniser import get_tokeniser
 from data.writer import read_progress
 from evaluating.results import Record, Results, read_results

@@ -1,1 +1,1 @@
-"""What train.py leans on: configs, data, checkpoints, processes, the log, estimates."""
+"""What train.py leans on: configs, checkpoints, processes, the log, estimates."""

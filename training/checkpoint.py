@@ -61,12 +61,11 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     _refuse_damage(file)
     try:
         weights = load_file(file)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
-    try:
         with torch.device("meta"):
             model = GPT(config)
         model.load_state_dict(weights, assign=True)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{file} and {DESCRIPTION} do not belong together: {reason:.300}") from None
@@ -118,8 +117,7 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
 def _refuse_damage(file: Path) -> None:
     recorded = _description(file.parent)[2]
     if file.name in recorded and files.sha256_of(file) != recorded[file.name]:
-        other = f"{DESCRIPTION} has another sha256"
-        raise UserError(f"{file} is damaged: {other}; use another checkpoint")
+        raise UserError(f"{file} is damaged (sha256 unlike {DESCRIPTION}); use another checkpoint")
 
 
 class Store:
@@ -129,7 +127,7 @@ class Store:
         self.directory = Path(run_directory) / "checkpoints"
 
     def candidates(self) -> list[Path]:
-        """Complete checkpoints: first the one that `latest` names, then from the newest back."""
+        """Complete checkpoints: the one that `latest` names, then the others, newest first."""
         found = sorted(self.directory.glob("step-*[0-9]"), reverse=True)
         latest = self._pointer("latest")
         return sorted((p for p in found if (p / WEIGHTS).is_file()), key=lambda p: p != latest)
@@ -203,8 +201,7 @@ def read_trainer(directory: Path) -> dict:
         with files.open_regular(file) as opened:
             return torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{file} is missing or damaged ({first})") from None
+        raise UserError(f"{file} is missing or damaged ({files.first_line(error)})") from None
 
 
 def take_weights(model: GPT, path: str) -> None:

@@ -27,12 +27,12 @@ RULES = {
     "must be above 0": lambda x: 0 < x < math.inf,
     "must be 0 or more": lambda x: 0 <= x < math.inf,
     "must be in [0, 1)": lambda x: 0 <= x < 1,
-    "no path has a zero byte": lambda text: "\0" not in text,
+    "must not have a zero byte": lambda text: "\0" not in text,
 }
 Count, CountOrZero = Annotated[int, "must be above 0"], Annotated[int, "must be 0 or more"]
 Positive, NotNegative = Annotated[float, "must be above 0"], Annotated[float, "must be 0 or more"]
 Beta = Annotated[float, "must be in [0, 1)"]
-PathText = Annotated[str, "no path has a zero byte"]
+PathText = Annotated[str, "must not have a zero byte"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,6 @@ class Config:
         return get_mechanism(**{"train_length": self.train.length, **settings})
 
     def model_config(self):
-        """The `model.ModelConfig`."""
         from model import preset  # imports torch: a mistyped key is found faster without it
 
         changes = {k: v for k, v in asdict(self.model).items() if v is not None}
@@ -151,7 +150,7 @@ class Config:
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
     def data_ends(self) -> dict[str, int]:
-        """The arguments of `data.records.open_data` that make the data fit this model."""
+        """The arguments of `data.loader.open_data` that make the data fit this model."""
         m = self.model_config()
         return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
 
@@ -160,7 +159,7 @@ class Config:
         t = self.train
         if t.batch_tokens % t.length:
             nearest = max(1, round(t.batch_tokens / t.length)) * t.length
-            what = f"train.batch_tokens = {t.batch_tokens} is no multiple of length = {t.length}"
+            what = f"train.batch_tokens = {t.batch_tokens} is not a multiple of length = {t.length}"
             raise UserError(f"{what}; nearest: {nearest}")
         sequences = t.batch_tokens // t.length
         if sequences % world_size:
@@ -264,7 +263,7 @@ Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> Found:
-    """A file's values over those of its bases."""
+    """A file's values, on top of those of its bases."""
     try:
         resolved = path.resolve()
         values = tomllib.loads(read_text(path, limit=LARGEST_FILE))
@@ -289,7 +288,7 @@ def _flatten(values: dict, where: str) -> Found:
     for section, content in values.items():
         if not isinstance(content, dict):
             known = "], [".join(_SECTIONS)
-            outside = f"{section} = {_shown(content)} stands outside a section"
+            outside = f"{section} = {_shown(content)} is outside any section"
             raise UserError(f"{where}: {outside}; put it under one of [{known}]")
         if section not in _SECTIONS:
             guess = did_you_mean(section, _SECTIONS)
@@ -378,7 +377,7 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     rule = "needs train.init_from, and a model without model.outputs"
     require(has_moments or not t.init_optimiser, "train.init_optimiser", rule)
     nearest = max(1, tokens // t.length) * t.length
-    require(tokens % t.length == 0, "eval.tokens", f"no multiple of length; nearest: {nearest}")
+    require(tokens % t.length == 0, "eval.tokens", f"not a multiple of length; nearest: {nearest}")
     plain = Path(run).name == run and run != ".." and run.isprintable()
     require(plain, "log.name", "must be a plain name: no slashes, no control characters")
     checks = {"attention": config.mechanism, "model": config.model_config}

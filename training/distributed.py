@@ -166,7 +166,6 @@ def finish() -> None:
 
 
 def gather_rng(world: World) -> list[dict[str, Tensor]]:
-    """The random state of every rank."""
     states = {"cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(world.device)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from data.loader import Batches
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
 from lssar.reference import resolve
 from model import GPT
-from training.batches import Batches
 from training.config import BatchPlan, Config
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
@@ -93,10 +93,7 @@ def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> 
 
 
 def summary(config: Config, plan: BatchPlan, device: torch.device, planned=False) -> list[str]:
-    """The lines that a run prints before its first step, after which it names its backend.
-
-    `planned`: for a device that need not be here, with the backend that it would use.
-    """
+    """What a run prints before its first step; `planned`: for a device that need not be here."""
     backend = planned_backend(config, device.type, everywhere=planned)
     e, t, m = estimate(config, backend), config.train, config.model_config()
     p = f" (p = {m.attention.p:g})" if m.attention.sharpened else ""

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: metrics.jsonl, the progress bar, wandb, the loss curve."""
+"""A run's directory and screen: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
 import fcntl
@@ -27,19 +27,16 @@ class RunLog(contextlib.ExitStack):
     def __init__(self, config: Config, world: World):
         super().__init__()
         self.config, self.path, self.world = config, config.run_directory, world
-        self.bar = None
-        if world.is_main:
-            self._lock()
-
-    def _lock(self) -> None:
-        """Two runs must not write into one directory."""
-        try:
+        self.bar = tqdm(disable=True)
+        if not world.is_main:
+            return
+        try:  # two runs must not write into one directory
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.enter_context((self.path / ".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            remedy = "choose another --log.name"
-            raise UserError(f"{self.path} is in use by another training; {remedy}") from None
+            busy = f"{self.path} is in use by another training"
+            raise UserError(f"{busy}; choose another --log.name") from None
         except OSError as error:
             reason = f"cannot write the run directory {self.path}: {error.strerror}"
             raise UserError(f"{reason}; choose another --log.directory") from None
@@ -54,26 +51,19 @@ class RunLog(contextlib.ExitStack):
         files.write_text(self.path / METRICS, "".join(map(files.checked_line, metrics)))
         with files.writing(self.path / METRICS):
             # Unbuffered: a failed write must fail where it is made, not again at the close.
-            opened = (self.path / METRICS).open("ab", buffering=0)
-            self._metrics = self.enter_context(opened)
+            self._metrics = self.enter_context((self.path / METRICS).open("ab", buffering=0))
         self._wandb = start_wandb(self.config, self.path)
         if self._wandb is not None:
             self.callback(_quietly, self._wandb.finish)
         for line in summary:
             self.say(line)
-        if sys.stderr.isatty():
-            total = self.config.train.steps
-            bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
-            self.bar = self.enter_context(bar)
+        shown = {"unit": "step", "dynamic_ncols": True, "disable": None}  # None: on a terminal only
+        self.bar = self.enter_context(tqdm(total=self.config.train.steps, initial=step, **shown))
 
     def say(self, text: str) -> None:
         if self.world.is_main:
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
-
-    def advance(self) -> None:
-        if self.bar is not None:
-            self.bar.update()
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
         """One measurement of training: to the screen, metrics.jsonl and wandb."""
@@ -83,7 +73,7 @@ class RunLog(contextlib.ExitStack):
         rate, mfu = f"{values['tokens_per_s']:,.0f}", values["mfu"]
         shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tokens/s": rate}
         shown["mfu"] = "n/a" if mfu is None else f"{mfu:.1%}"
-        if self.bar is None:
+        if self.bar.disable:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds_left))
             self.say(f"step {step}/{self.config.train.steps}  {text}  left {left}")
@@ -96,19 +86,17 @@ class RunLog(contextlib.ExitStack):
             self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
 
     def _record(self, **values) -> None:
-        line = files.checked_line(values).encode()
         with files.writing(self.path / METRICS):
-            while line:
-                line = line[self._metrics.write(line) :]
+            files.write_all(self._metrics, files.checked_line(values).encode())
         if self._wandb is not None:
             _quietly(self._wandb.log, values, step=values["step"])
 
     def stopped(self, step: int, by: str) -> None:
         """Also into run.json: torchrun does not pass the exit code on."""
         if self.world.is_main:
-            about = self._about | {"stopped": f"by {by} after step {step}"}
-            files.write_json(self.path / RUN, about)
-            self.say(f"stopped by {by} after step {step}; rerun with --resume")
+            how = f"by {by} after step {step}"
+            files.write_json(self.path / RUN, self._about | {"stopped": how})
+            self.say(f"stopped {how}; rerun with --resume")
 
     def finish(self, step: int) -> None:
         if self.world.is_main:
@@ -142,18 +130,10 @@ def other_machine(saved: dict, now: dict) -> str | None:
     return "; for the same, start with ".join([f"{other}; {effect}", *remedies])
 
 
-def how_stopped(run_directory: Path) -> str | None:
-    """What run.json says if a signal stopped the run after it saved."""
-    return files.lookup(run_directory / RUN, "stopped")
-
-
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The measurements of a run, without damaged lines, which a warning names.
-
-    A kill may cut the last line short: what follows the last newline is dropped silently.
-    """
+    """The measurements of a run, without damaged lines, which a warning names."""
     file, measured = run_directory / METRICS, []
-    try:
+    try:  # a kill may cut the last line short
         *lines, _ = files.read_text(file, errors="replace").split("\n")
     except FileNotFoundError:
         return []
@@ -204,6 +184,6 @@ def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
         points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), **plots.line(i, marker=i == 1), label=label)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.legend()
     plots.save(figure, file)

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from train_helpers import ROOT, losses, run_process, train_here, weights
 
-from data.loader import TrainLoader, validation_windows
-from data.records import open_data
+from data.loader import TrainLoader, open_data, validation_windows
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, ModelConfig, labelled_mse, preset

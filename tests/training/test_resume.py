@@ -13,7 +13,7 @@ from eval_helpers import tiny_model
 from train_helpers import arguments, losses, make_corpus, train_here, weights
 
 from data.identity import BLOCK_BYTES, BLOCKS, identity, resumed
-from data.records import open_data
+from data.loader import open_data
 from data.shards import open_split
 from lssar.errors import UserError
 from physics.simulate import main as simulate
