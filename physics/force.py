@@ -102,7 +102,7 @@ def predict(config: Config, device: torch.device) -> str:
     (best,) = open_checkpoints([str(Store(config.run_directory).best())])
     model = best.load(device)
     records = open_data(config.data.directory, "train", **config.data_ends())
-    size = {"length": records.points - 1, "total_tokens": records.total_tokens, "batch": BATCH}
+    size = {"length": records.shape[0] - 1, "total_tokens": records.total_tokens, "batch": BATCH}
     inputs = (x.to(device) for x, _ in validation_windows(records, **size))
     parts = [model(x)[:, 1::2].float().cpu().numpy() for x in inputs]
     # A label of one means this much: of the whole set, or of each sequence.
