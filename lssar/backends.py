@@ -6,6 +6,7 @@ row block by row block or at once, and never by something else.
 """
 
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -225,11 +226,17 @@ def _rowblock(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
-    """PyTorch's flash attention; the scale of ssmax is a factor of q."""
+    """PyTorch's flash attention; the scales of ssmax and of the cosine are factors of q."""
     length, keys = q.shape[-2], k.shape[-2]
-    if params is not None:
-        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=params.dtype)
-        q = (q * (params.view(-1, 1, 1) * row_count.log().unsqueeze(-1))).to(q.dtype)
+    if m.scale != "1/sqrt(d)":
+        wide = torch.promote_types(q.dtype, torch.float32)
+        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=wide)
+        if params is not None:
+            factor: float | Tensor = params.view(-1, 1, 1)
+        else:
+            factor = math.sqrt(q.shape[-1]) * math.log(q.shape[-1])
+            q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1).to(k.dtype)
+        q = (q * (factor * row_count.log().unsqueeze(-1))).to(k.dtype)
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # SDPA aligns is_causal with the first key, a cache needs the last.
@@ -289,7 +296,7 @@ def _with_notice(device: str, reason: str | None) -> str | None:
     return reason
 
 
-_SOFTMAX = {"scale": ("1/sqrt(d)", "s log N / sqrt(d)"), "length": PARTS["length"]}
+_SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
 # Both fused kernels know every part; `fused.unfused` says which of them do not go together.
 _FUSED = Computes(
     PARTS | {"numerics": ("safe",)},

@@ -122,6 +122,7 @@ MECHANISMS: dict[str, Mechanism] = {
         Mechanism("identity", "x", phi="identity", norm="none"),
         Mechanism("exp", "exp(x)", norm="none"),
         Mechanism("identity-l1", "x (l1)", phi="identity"),
+        Mechanism("cos-softmax", "Softmax of cosines", scale="log d log N"),
         Mechanism("softmax-inverse", "-Softmax", post="negate"),
         Mechanism("softmax-recentred", "Softmax, re-centred", post="recentre"),
         Mechanism("softmax-recentred-l1", "Softmax, re-centred, l1", post="recentre, l1"),

@@ -33,6 +33,7 @@ MECHANISMS = {
     "ssmax": ("#CC79A7", "^"),
     "sigmoid": ("#56B4E9", "v"),
     "relu": ("#E69F00", "P"),
+    "cos-": ("#808000", "p"),  # softmax of cosines
     "softmax-": ("#8B5A2B", "X"),  # inverse, re-centred, re-weighted
     "": ("#6A51A3", "h"),
 }

@@ -72,9 +72,11 @@ def row(name, q, keys, *, p=15.0, alpha=0.0, train_length=1024, length=None, par
     n, d = len(keys), len(q)
     big_l = train_length if length is None else length
     exponent = adaptive_p(p, alpha, n, train_length)
-    if name in ("lssa", "lssar"):
-        scale = math.log(d) * math.log(n)
-        a = l1([softplus(scale * cosine(q, key)) for key in keys])
+    if name in ("lssa", "lssar", "cos-softmax"):
+        scores = [math.log(d) * math.log(n) * cosine(q, key) for key in keys]
+        if name == "cos-softmax":
+            return softmax(scores)
+        a = l1([softplus(score) for score in scores])
         return a if name == "lssa" else reweight(a, exponent)
 
     x = [dot(q, key) / math.sqrt(d) for key in keys]

@@ -44,8 +44,9 @@ def params_of(name, heads=2):
     return torch.linspace(0.3, 1.7, heads, dtype=torch.float64)
 
 
-def test_the_registry_holds_the_24_mechanisms_of_the_paper():
+def test_the_registry_holds_the_24_mechanisms_of_the_paper_and_a_control():
     assert set(NAMES) == {
+        "cos-softmax",
         *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "relu-length"),
         *("relu-shen", "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1"),
         *("mish-l1", "identity", "exp", "identity-l1", "softmax-inverse", "softmax-recentred"),
@@ -431,11 +432,11 @@ def test_backend_errors_say_why_and_what_exists():
     q, k, v = random_qkv(4, 4, 8)
     with pytest.raises(UserError, match=r"'sdp'.*did you mean 'sdpa'"):
         attend(q, k, v, "softmax", backend="sdp")
-    with pytest.raises(UserError, match=r"'sdpa'.*'lssar': scale = 'log d log N'"):
+    with pytest.raises(UserError, match=r"'sdpa'.*'lssar': phi = 'softplus'"):
         attend(q, k, v, "lssar", backend="sdpa")
     with pytest.raises(UserError, match=r"'sdpa'.*window"):
         attend(q, k, v, get_mechanism("softmax", window=2), backend="sdpa")
-    for name in set(NAMES) - {"softmax", "ssmax"}:
+    for name in set(NAMES) - {"softmax", "ssmax", "cos-softmax"}:
         with pytest.raises(UserError, match="'sdpa'"):
             attend(q, k, v, name, backend="sdpa")
 

@@ -51,4 +51,4 @@ def test_every_mechanism_runs_with_nothing_but_torch_installed():
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "24 mechanisms\n"
+    assert done.stdout == "25 mechanisms\n"
