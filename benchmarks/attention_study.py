@@ -178,8 +178,9 @@ def spans(study: Study) -> None:
         one_row = Case(MECHANISMS["softmax"], "sdpa", length, options.threads, seen=ONE_ROW)
         cases = [replace(one_row, seen=FULL), one_row]
         for name in options.mechanisms:
-            mechanism = mechanism_of(name, "cpu", options.p)
-            cases += [Case(mechanism, "cpu", length, options.threads, seen=s) for s in SPANS]
+            backend = "triton" if options.device == "cuda" else "cpu"
+            mechanism = mechanism_of(name, backend, options.p)
+            cases += [Case(mechanism, backend, length, options.threads, seen=s) for s in SPANS]
         for case in cases:
             if reason := case.cannot(options):
                 raise UserError(f"{case} cannot be measured here: {reason}")
