@@ -147,10 +147,11 @@ def refuse_unknown(option: str, names: list[str], known: Iterable[str]) -> None:
 def spans(study: Study) -> None:
     options = study.options
     refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
-    mechanisms = [mechanism_of(name, "cpu", options.p) for name in options.mechanisms]
+    backend = "triton" if options.device == "cuda" else "cpu"
+    mechanisms = [mechanism_of(name, backend, options.p) for name in options.mechanisms]
     for length in options.lengths:
         kernel = [
-            Case(m, "cpu", length, options.threads, seen=s) for m in mechanisms for s in SPANS
+            Case(m, backend, length, options.threads, seen=s) for m in mechanisms for s in SPANS
         ]
         softmax = kernel[0].baseline
         add_times(study, [softmax, replace(softmax, seen=ONE_ROW), *kernel])

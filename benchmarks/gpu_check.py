@@ -2,14 +2,17 @@
 
 To be run first on a new GPU. Every backend against the float64 reference in fp32, bf16 and fp16,
 compiled and not, at odd and decode shapes, output and gradients; the model compiled, under autocast
-and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); the
-attention benchmark. Each group runs in its own process, so that a crash does not end the others.
-`--device cpu` rehearses it on a CPU, in ten minutes or, with --quick, in two.
+and decoding from its cache; training under torchrun on two devices (nccl; gloo on a CPU); time and
+memory of mechanisms, windows, packed documents, shared heads and decoding, with PyTorch's softmax
+and FlexAttention beside; at the end a block to paste into a report. Each group runs in its own
+process, so that a crash does not end the others. `--device cpu` rehearses it on a CPU, in a quarter
+of an hour or, with --quick, in two minutes.
 """
 
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,10 +27,14 @@ from torch import Tensor
 
 import benchmark
 from attention import KVCache
-from benchmarks import measure
+from benchmarks import attention_study as bench
+from benchmarks import measure, study
+from benchmarks.flex import flex_steps
 from benchmarks.measure import DTYPES
+from evaluating.results import Record
 from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS as REGISTRY
 from lssar.mechanisms import Mechanism, get_mechanism
 from model import GPT, preset
 from support.command import revision
@@ -53,6 +60,7 @@ def main(options: Namespace) -> int:
     device, quick = options.device, options.quick
     groups = {backend: (check_backend, backend, device, quick) for backend in BACKENDS}
     groups |= {"model": (check_model, device, quick), "torchrun": (check_torchrun, device)}
+    groups |= {"flex": (check_flex, device, quick)}
     groups |= {"benchmark": (check_benchmark, device, quick, options.out)}
     rows = []
     for name, (check, *arguments) in groups.items():
@@ -63,8 +71,7 @@ def main(options: Namespace) -> int:
     wide = max(len(r["name"]) for r in rows)
     for r in rows:
         print(f"{r['name']:{wide}}  {r['status']:7}  {r['detail']}")
-    shown = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print(f"\n{machine['name']}, torch {machine['torch']}: {shown}")
+    print(f"\n== to paste into a report\n{block(head | {'counts': counts}, rows)}\n")
     if options.out:
         print(f"written: {options.out}")
     return 1 if counts[FAIL] else 0
@@ -320,19 +327,73 @@ def run(*arguments: str) -> None:
         raise RuntimeError(f"{' '.join(arguments[:3])}: exit {done.returncode}: {said[-1:]}")
 
 
+FUSED = {"cuda": "triton", "cpu": "cpu"}
+FLEX_TOLERANCE = {"cuda": 0.05, "cpu": 1e-4}  # of outputs about one, in bf16 and fp32
+
+
+def check_flex(device: str, quick: bool) -> Iterator[dict]:
+    """Softmax by FlexAttention, by PyTorch's call and by our kernel, with every span, in turns."""
+    seen = (bench.FULL, bench.WINDOW, bench.DOCUMENTS, bench.GROUPED)
+    options = benchmark.make_parser("spans").parse_args([])
+    options.heads, options.head_dim, options.device = 12, 64, device
+    options.dtype = "bf16" if device == "cuda" else "fp32"
+    for length in (300,) if device == "cpu" else (2048, 16384):
+        inputs = bench.make_inputs(options, length)
+        for span in seen[1:2] if quick else seen:
+            ours = bench.Case(get_mechanism("softmax"), FUSED[device], length, seen=span)
+            steps = {"SDPA, full rows": bench.steps_of(ours.baseline, inputs)}
+            steps |= {
+                "FlexAttention": flex_steps(span, inputs),
+                "ours": bench.steps_of(ours, inputs),
+            }
+            error = (steps["FlexAttention"][0]() - steps["ours"][0]()).abs().max().item()
+            phases = bench.PHASES[: 1 if device == "cpu" else 2]  # it has no backward on a CPU
+            turns = {(w, p): steps[w][i] for w in steps for i, p in enumerate(phases)}
+            seconds = measure.round_seconds(turns, device, 2 if quick else options.rounds)
+            medians = {key: 1000 * statistics.median(times) for key, times in seconds.items()}
+            found = {f"{who} {study.title(p)} ms": time for (who, p), time in medians.items()}
+            if span == bench.GROUPED:
+                for case in (ours, ours.without):
+                    task = (measure.peak_megabytes, device, bench.make_steps, case, options)
+                    peaks = measure.in_new_process(*task, warm_up=bench.warm_up)
+                    found[f"{case.seen} MB"] = peaks[-1]
+            numbers = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
+            status = PASS if error <= FLEX_TOLERANCE[device] else FAIL
+            detail = f"{numbers}; outputs differ by {error:.1e}"
+            yield row(f"{span} at {length}", status, detail, numbers=found)
+
+
 def check_benchmark(device: str, quick: bool, out: Path | None) -> Iterator[dict]:
-    """The attention benchmark, beside the report; its numbers also go into it."""
-    arguments = ["attention", "--device", device]
+    """Time and memory beside PyTorch's softmax, in files beside the report and in it."""
+    lengths = ["--lengths", "1024,2048,4096,8192,16384", "--batch", "4"] if device == "cuda" else []
+    studies = {"attention": ["attention", *lengths]}
+    every = ["--mechanisms", ",".join(REGISTRY), "--backends", f"sdpa,{FUSED[device]}"]
+    studies["mechanisms"] = ["attention", *every, "--lengths", "2048"]
+    studies["spans"] = ["spans", "--lengths", "2048,16384" if device == "cuda" else "2048"]
     if quick:
-        arguments += ["--lengths", "64,128", "--mechanisms", "lssar", "--rounds", "2"]
-    elif device == "cuda":
-        arguments += ["--lengths", "1024,2048,4096,8192,16384", "--batch", "4"]
-    if not out:
-        benchmark.main(arguments)
-        yield row("attention", PASS, "its table is above")
-        return
-    path = out.with_name(f"{out.stem}_attention.json")
-    path.unlink(missing_ok=True)  # like the report: of this check, not of an earlier one
-    benchmark.main([*arguments, "--out", str(path)])
-    result = json.loads(path.read_text())
-    yield row("attention", PASS, f"{len(result['records'])} numbers in {path}", result=result)
+        few = ["--lengths", "64,128", "--mechanisms", "lssar", "--rounds", "2"]
+        studies = {"attention": ["attention", *few], "spans": ["spans", *few]}
+    with tempfile.TemporaryDirectory() as folder:
+        out = out or Path(folder, "check.json")
+        for name, arguments in studies.items():
+            path = out.with_name(f"{out.stem}_{name}.json")
+            path.unlink(missing_ok=True)  # like the report: of this check, not of an earlier one
+            benchmark.main([*arguments, "--device", device, "--out", str(path)])
+            result = json.loads(path.read_text())
+            detail = f"{len(result['records'])} numbers in {path.name}"
+            yield row(name, PASS, detail, result=result)
+
+
+def block(head: dict, rows: list[dict]) -> str:
+    """What to paste into a report: what failed, and what every bar of speed and memory is about."""
+    machine, counts = head["machine"], head["counts"]
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items())
+    versions = f"torch {machine['torch']}, CUDA {machine['cuda']}, revision {head['revision']}"
+    parts = [f"{machine['name']}, {versions}: {shown}"]
+    parts += [f"{r['name']}: {r['detail']}" for r in rows if r["status"] == FAIL or "numbers" in r]
+    for r in rows:
+        if "result" in r:
+            records = [Record(**found) for found in r["result"]["records"]]
+            kept = [x for x in records if x.quantity.endswith(("_ratio", "_share", "_MB"))]
+            parts.append(f"{r['name']}\n{study.text(kept, [])}")
+    return "\n\n".join(parts)

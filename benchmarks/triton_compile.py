@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,7 @@ OTHERS |= {
     "sigmoid, p=15": Form("sigmoid", power=15, log_n=True),
     "softmax, recentred": Form("exp", recentre=True),
 }
+FORMS = VARIANTS | OTHERS
 FLOAT_STATE = ("KEYS", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
 INTEGERS = ("FIRST", "LAST")
 SCALARS = ("scale", "bias", "unit", "p", "alpha", "train_length")
@@ -83,14 +85,10 @@ def resources(
     architecture: int,
 ) -> dict:
     """Compile one kernel to a cubin; its registers, spilled bytes and shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     rows, keys, warps, stages = config
-    source = _source(kernel_function(kernel), head_dim, dtype, variant, config)
-    target = GPUTarget("cuda", architecture, 32)
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=target, options=options)
+    compiled = compile_for(
+        architecture, kernel_function(kernel), head_dim, dtype, FORMS[variant], config
+    )
     registers, spilled = _ptxas(compiled.asm["ptx"], architecture)
     return {
         "kernel": kernel,
@@ -112,11 +110,20 @@ def _resources(job: dict) -> dict:
     return resources(**job)
 
 
-def _source(kernel, head_dim, dtype, variant, config):
-    """What the launcher would compile: contiguous heads, pointers and strides divisible by 16."""
+def compile_for(architecture: int, kernel, head_dim: int, dtype: str, form: Form, config: tuple):
+    """A kernel as the launcher would compile it, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = _source(kernel, head_dim, dtype, form, config)
+    options = {"num_warps": config[2], "num_stages": config[3]}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def _source(kernel, head_dim, dtype, form, config):
+    """Contiguous heads, pointers and strides divisible by 16."""
     from triton.compiler import ASTSource
 
-    form = (VARIANTS | OTHERS)[variant]
     constants = {"FORM": form, "SAVE": True, "d": head_dim, "d_v": head_dim, "repeats": 1}
     constants |= {"BLOCK_D": head_dim, "BLOCK_V": head_dim}
     constants |= {"BLOCK_M": config[0], "BLOCK_N": config[1]}
@@ -146,15 +153,26 @@ def _source(kernel, head_dim, dtype, variant, config):
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
+def nvidia_tool(name: str) -> Path:
+    """A program that comes with Triton."""
     import triton
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
+
+
+def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
     name = f"sm_{architecture}a" if architecture >= 90 else f"sm_{architecture}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [ptxas, "-v", f"-arch={name}", path, "-o", Path(folder) / "kernel.cubin"]
+        command = [
+            nvidia_tool("ptxas"),
+            "-v",
+            f"-arch={name}",
+            path,
+            "-o",
+            Path(folder) / "kernel.cubin",
+        ]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
@@ -171,7 +189,8 @@ def _print(row: dict) -> None:
     print(COLUMNS.format(*(row[c] for c in columns), tile, *(row[c] for c in counts)), flush=True)
 
 
-def main(args: Namespace) -> None:
+def check(args: Namespace) -> None:
+    """Refuse what cannot be compiled or written."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError("TRITON_INTERPRET=1 is set: nothing would be compiled; unset it")
     if args.out:
@@ -179,6 +198,18 @@ def main(args: Namespace) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UserError("triton is not installed; pip install triton")
 
+
+def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: int) -> Iterator:
+    """The results of `function` in order, compiled by this many processes."""
+    with tempfile.TemporaryDirectory() as cache:
+        # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
+        os.environ["TRITON_CACHE_DIR"] = cache
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            yield from pool.imap(function, todo)
+
+
+def main(args: Namespace) -> None:
+    check(args)
     if args.head_dim and args.head_dim not in HEAD_DIMS:
         raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64, 128 or 256")
 
@@ -191,13 +222,9 @@ def main(args: Namespace) -> None:
         for job in jobs(head_dim, args.first)
     ]
     rows = []
-    with tempfile.TemporaryDirectory() as cache:
-        # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
-        os.environ["TRITON_CACHE_DIR"] = cache
-        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-            for row in pool.imap(_resources, todo):
-                rows.append(row)
-                _print(row)
+    for row in in_processes(_resources, todo, args.workers):
+        rows.append(row)
+        _print(row)
     if args.out:
         table = {
             "status": "compiled with ptxas, not run on hardware",

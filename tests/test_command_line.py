@@ -20,6 +20,7 @@ COMMANDS = {
     "benchmark.py attention": [],
     "benchmark.py attention --table cost": [],
     "benchmark.py compile": [],
+    "benchmark.py counts": [],
     "benchmark.py gpu-check": [],
     "benchmark.py sparsity": [],
     "benchmark.py threads": [],

@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 import benchmark
-from benchmarks import gpu_check
+from benchmarks import attention_study, gpu_check
+from benchmarks.flex import flex_steps
 from benchmarks.gpu_check import (
     COMPILED_MECHANISMS,
     FAIL,
@@ -25,8 +28,10 @@ from benchmarks.gpu_check import (
 from benchmarks.measure import DTYPES
 from lssar.backends import BACKENDS, Backend
 from lssar.errors import UserError
+from lssar.mechanisms import get_mechanism
 
 ROOT = Path(__file__).parents[2]
+FLEX_SPANS = (*attention_study.SPANS[:3], attention_study.GROUPED)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,71 @@ def test_the_benchmarks_numbers_are_in_the_report(report):
     assert {r["length"] for r in entry["result"]["records"]} == {64, 128}
 
 
+def test_spans_are_measured_too(report):
+    (entry,) = (c for c in report[1]["checks"] if c["name"] == "benchmark: spans")
+    variants = {r["variant"] for r in entry["result"]["records"]}
+    for seen in attention_study.SPANS[1:]:
+        assert any(v.endswith(seen) for v in variants)
+
+
+def test_the_last_thing_said_is_a_block_to_paste(rehearsed):
+    done, result = rehearsed
+    _, _, pasted = done.stdout.partition("== to paste into a report\n")
+    assert result["revision"] in pasted and f"torch {torch.__version__}" in pasted
+    assert f"{result['counts'][PASS]} pass, 0 FAIL" in pasted
+    assert "flex: window of 128 at 300: SDPA, full rows forward ms" in pasted
+    for part in ("benchmark: attention", "benchmark: spans", "forward ratio", "one row at the end"):
+        assert part in pasted
+
+
+def test_the_block_has_failures_flex_and_the_bars_but_not_every_time():
+    head = {"revision": "abc+", "counts": {PASS: 3, FAIL: 1, SKIPPED: 0}}
+    head["machine"] = {"name": "A100", "torch": "2.13", "cuda": "12.8"}
+    place = {"run": "LSSAR p=15", "variant": "triton, random", "length": 16384}
+    numbers = {"forward_ms": 7.123, "forward_ratio": 0.61, "forward_backward_MB": 812.5}
+    records = [{"quantity": q, "value": value, **place} for q, value in numbers.items()]
+    rows = [
+        gpu_check.row("triton: lssar bf16", FAIL, "dq at odd: 1.0 of 0.1 allowed"),
+        gpu_check.row("triton: lssa bf16", PASS, "out at odd"),
+        gpu_check.row("flex: full rows at 2048", PASS, "ours forward ms 3", numbers={}),
+        gpu_check.row("benchmark: attention", PASS, "3 numbers", result={"records": records}),
+    ]
+    pasted = gpu_check.block(head, rows)
+    for part in (
+        "A100, torch 2.13, CUDA 12.8, revision abc+: 3 pass, 1 FAIL, 0 skipped",
+        "triton: lssar bf16: dq at odd: 1.0 of 0.1 allowed",
+        "flex: full rows at 2048: ours forward ms 3",
+        "0.61",
+        "812.50",
+        "16,384",
+    ):
+        assert part in pasted
+    assert "lssa bf16" not in pasted and "7.12" not in pasted
+
+
+@pytest.mark.parametrize("seen", FLEX_SPANS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_asked_for_the_same_span(seen):
+    """Its forward on a CPU; there is no backward."""
+    options = Namespace(batch=2, heads=8, head_dim=16, device="cpu", dtype="fp32", inputs="random")
+    inputs = attention_study.make_inputs(options, 301)
+    case = attention_study.Case(get_mechanism("softmax"), "eager", 301, seen=seen)
+    expected, found = attention_study.steps_of(case, inputs)[0](), flex_steps(seen, inputs)[0]()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
+def test_the_script_says_at_once_that_there_is_no_gpu_and_installs_nothing(tmp_path):
+    for name in ("gpu_check.sh", "env.sh"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    command = ["bash", str(tmp_path / "scripts/gpu_check.sh"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: no GPU was found.*--device cpu.*\n", done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
+
+
 def test_full_check_covers_types_shapes_and_compilation_of_every_backend():
     for backend in BACKENDS:
         found = list(cases(backend, "cuda", quick=False))
@@ -178,15 +248,15 @@ def fine(*_):
 def test_a_group_that_dies_is_a_failure_and_the_next_one_still_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "BACKENDS", {})
     monkeypatch.setattr(gpu_check, "check_model", crash)
-    for name in ("check_torchrun", "check_benchmark"):
+    for name in ("check_torchrun", "check_flex", "check_benchmark"):
         monkeypatch.setattr(gpu_check, name, fine)
     out = tmp_path / "new" / "x.json"
     assert benchmark.main(["gpu-check", "--device", "cpu", "--out", str(out)]) == 1
     saved = json.loads(out.read_text())
-    assert [c["status"] for c in saved["checks"]] == [FAIL, *2 * (PASS, SKIPPED)]
-    assert saved["counts"] == {PASS: 2, FAIL: 1, SKIPPED: 2}
+    assert [c["status"] for c in saved["checks"]] == [FAIL, *3 * (PASS, SKIPPED)]
+    assert saved["counts"] == {PASS: 3, FAIL: 1, SKIPPED: 3}
     assert "killed" in saved["checks"][0]["detail"]
-    assert "2 pass, 1 FAIL, 2 skipped" in capsys.readouterr().out
+    assert "3 pass, 1 FAIL, 3 skipped" in capsys.readouterr().out
 
 
 def interpreted(code):
