@@ -10,8 +10,8 @@ import triton.language as tl
 
 from lssar.triton_math import LOG2_E, head_of, load_rows, load_vector, store_rows
 
-# (BLOCK_M rows, BLOCK_N keys, warps, stages): of a few dozen, what `benchmark.py counts` found best
-# on both architectures. Some spill a few registers, in front of the loop.
+# (BLOCK_M rows, BLOCK_N keys, warps, stages): of several tried, the best by `benchmark.py counts`
+# over both architectures. Some spill a few registers.
 CONFIGS = {
     ("forward", 64): (128, 64, 4, 3),
     ("forward", 128): (128, 64, 8, 3),
