@@ -111,6 +111,8 @@ class Computes:
                 return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
         if m.sharpened not in self.sharpened:
             return f"it does not compute {m.name!r}: p = {m.p!r}"
+        if m.softcap is not None:
+            return f"it does not cap scores: softcap = {m.softcap!r}"
         if call.spans and not self.spans:
             return "it has no windows, packed documents or padding"
         if call.grouped and not self.grouped:

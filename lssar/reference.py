@@ -104,6 +104,8 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     else:
         q = q / math.sqrt(d)
     x = grouped_product(q, k.mT)
+    if m.softcap is not None:
+        x = m.softcap * (x / m.softcap).tanh()
     if m.bias == "-log N":
         x = x - row_count.log()
     elif m.bias == "-log L":
