@@ -68,8 +68,6 @@ def visibility(
     counts = None
     if not plain:
         counts = _counts(mechanism, family, mask_function, tokens, places, kv_offset)
-        if can_look_at(tokens) and torch.equal(counts, (places + 1).expand_as(counts)):
-            counts = None
     return packed(arrange(tokens, q_length, places, counts), batch_size, q_length, device)
 
 

@@ -114,7 +114,7 @@ def arrange(
     keys, look = mask.shape[1], can_look_at(mask)
     if places is None:
         places = torch.arange(keys - queries, keys, device=mask.device)
-    if look and counts is None and mask.all():
+    if look and mask.all() and (counts is None or bool((counts == places + 1).all())):
         return Arrangement(keys)
     asking = mask[:, places]
     seen = mask.cumsum(1)[:, places] if counts is None else counts
