@@ -121,8 +121,8 @@ class LssarModel(LssarPreTrainedModel):
         output_attentions: bool | None = None,
         **_,
     ) -> BaseModelOutputWithPast:
-        """`attention_mask` (B, keys): 0 for padding, left or right. `position_ids` (B, L): from 0 in
-        each sequence; where they start again, the next one begins."""
+        """`attention_mask` (B, keys): 0 for padding, left or right. `position_ids` (B, L): from 0
+        in each sequence; where they start again, the next one begins."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds")
         if output_attentions:

@@ -48,6 +48,10 @@ def attend(
     `BACKENDS` to insist on it.
     """
     check_shapes(q, k, v)
+    if torch.jit.is_tracing():
+        raise UserError(
+            "torch.jit.trace cannot record attention; use torch.export or torch.compile"
+        )
     m = resolve(mechanism, keys=k.shape[2])
     params = parameters_of(m, params, q)
     span = span_of(first, m.window, q, k)
@@ -71,6 +75,7 @@ class Call:
     keys: int = 0  # Lk
     spans: bool = False  # some rows do not see all keys up to their own
     grouped: bool = False  # heads of q share one of k and v
+    transformed: bool = False  # inside torch.func.grad, vmap, jvp, ...
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
@@ -86,6 +91,8 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
         keys=k.shape[2],
         spans=not span.full,
         grouped=q.shape[1] != k.shape[1],
+        transformed=not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is not None,
     )
 
 
@@ -145,8 +152,11 @@ class Backend:
     run: Callable[..., Tensor]
     computes: Computes | None = None  # None: every call
     missing: Callable[[], str | None] = _present
+    transforms: bool = False  # made of operations that torch.func can transform
 
     def refuses(self, m: Mechanism, call: Call) -> str | None:
+        if call.transformed and not self.transforms:
+            return "torch.func cannot transform it; use backend='eager'"
         return None if self.computes is None else self.computes.refuses(m, call)
 
 
@@ -170,7 +180,7 @@ def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str
     for name, backend in BACKENDS.items():
         if name == "triton" and call.device != "cuda":  # the interpreter is for tests
             continue
-        if name == "rowblock" and call.entries <= limit:
+        if name == "rowblock" and (call.entries <= limit or call.device == "meta"):
             continue
         if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
             return name
@@ -307,9 +317,9 @@ _ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=_cpu_most_keys, mixed_
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
+    "sdpa": Backend(_sdpa, Computes(_SOFTMAX), transforms=True),
     "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
     "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(_rowblock),
-    "eager": Backend(_eager),
+    "eager": Backend(_eager, transforms=True),
 }

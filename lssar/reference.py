@@ -206,6 +206,11 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         rule = "attention needs one value for each key"
     elif not 1 <= q.shape[2] <= k.shape[2]:
         rule = "causal attention needs 1 <= Lq <= Lk"
+    elif not all(t.is_floating_point() for t in (q, k, v) if t is not None):
+        types = ", ".join(
+            f"{n} {t.dtype}" for n, t in zip("qkv", (q, k, v), strict=True) if t is not None
+        )
+        raise UserError(f"attention takes floating-point tensors; got {types}")
     else:
         return
     shapes = [
