@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from attention import rope_at
-from lssar.spans import Arrangement, arrange, can_look_at
+from lssar.spans import Arrangement, arrange, bounded, can_look_at
 from model import GPT, MEANING, ModelConfig, preset
 
 MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
@@ -119,6 +119,7 @@ class LssarModel(LssarPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **_,
     ) -> BaseModelOutputWithPast:
         """`attention_mask` (B, keys): 0 for padding, left or right. `position_ids` (B, L): from 0
@@ -128,6 +129,9 @@ class LssarModel(LssarPreTrainedModel):
         if output_attentions:
             raise ValueError("output_attentions: the weights are never made; see attention_maps.py")
         x = self.gpt.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if cu_seq_lens_q is not None and position_ids is None:  # packed, by their bounds
+            starts = bounded(cu_seq_lens_q.to(x.device), x.shape[1])
+            position_ids = (torch.arange(x.shape[1], device=x.device) - starts)[None]
         recomputing = self.gradient_checkpointing and self.training
         if past_key_values is None and use_cache and not recomputing:
             past_key_values = DynamicCache()

@@ -25,7 +25,7 @@ from lssar.errors import UserError
 from lssar.hf_masks import family_of, refuse, unpacked, visibility
 from lssar.hf_models import add_head_scales
 from lssar.mechanisms import MECHANISMS, Mechanism
-from lssar.spans import Arrangement, attend_padded
+from lssar.spans import Arrangement, attend_padded, bounded
 
 __all__ = ["add_head_scales", "attention_forward", "register", "visibility"]
 
@@ -78,7 +78,7 @@ def attention_forward(
     if cu_seq_lens_q is not None:
         arrangement = _apart(mechanism, family, arrangement, cu_seq_lens_q, query, key)
     root_d = math.sqrt(query.shape[3])
-    if scaling is not None and not math.isclose(scaling * root_d, 1):
+    if scaling is not None and abs(scaling * root_d - 1) > 1e-9:
         query = query * (scaling * root_d)  # a mechanism divides by sqrt(d) itself
     if sliding_window is not None:
         window = min(sliding_window, mechanism.window or sliding_window)
@@ -107,9 +107,7 @@ def _apart(
         refuse(mechanism, family, f"cu_seq_lens_q for {shape}; give one row and no cache")
     if arrangement is not None and arrangement.keys is not None:
         refuse(mechanism, family, "cu_seq_lens_q beside padding")
-    bounds = bounds.to(query.device, torch.int64)
-    place = torch.arange(query.shape[2], device=query.device)
-    first = bounds[torch.searchsorted(bounds, place, right=True) - 1][None]
+    first = bounded(bounds.to(query.device), query.shape[2])[None]
     if arrangement is not None and arrangement.first is not None:
         first = torch.maximum(first, arrangement.first)
     return Arrangement(key.shape[2], first)

@@ -35,6 +35,12 @@ def document_starts(starts: Tensor) -> Tensor:
     return (places * starts).cummax(-1).values
 
 
+def bounded(bounds: Tensor, length: int) -> Tensor:
+    """The start of each place's own sequence, (length,), of bounds 0, ..., length in a row."""
+    places = torch.arange(length, device=bounds.device)
+    return bounds.long()[torch.searchsorted(bounds, places, right=True) - 1]
+
+
 def padding(mask: Tensor, queries: int) -> Tensor:
     """The first token of left-padded sequences, (B, queries); the mask (B, L) is True at tokens."""
     if not _is_left_padded(mask):

@@ -95,8 +95,11 @@ def test_positions_that_start_again_begin_another_sequence(mechanism):
     place = torch.cat([torch.arange(r.shape[1]) for r in rows])[None]
     with torch.no_grad():
         alone = torch.cat([model(r).logits for r in rows], dim=1)
-        for options in ({}, {"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
-            packed = model(ids, position_ids=place, **options).logits
+        bounds = {"cu_seq_lens_q": torch.tensor([0, 5, 6, 14], dtype=torch.int32)}
+        given = {"position_ids": place}
+        kinds = ({}, {"use_cache": True}, {"attention_mask": torch.ones_like(ids)})
+        for options in (bounds, *(given | kind for kind in kinds)):
+            packed = model(ids, **options).logits
             torch.testing.assert_close(packed, alone, rtol=1e-3, atol=1e-3)
         # A cache goes on with the last sequence.
         first = model(ids[:, :10], position_ids=place[:, :10], use_cache=True).past_key_values

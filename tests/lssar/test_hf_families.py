@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="pip install -r requirements-downstre
 
 from hf_models import build, padded, tokens
 from transformers import AttentionInterface
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 import lssar.hf  # noqa: F401 - registers the mechanisms
 from lssar.errors import UserError
@@ -82,13 +82,20 @@ def test_lssar_of_a_family_is_the_reference_over_what_the_family_shows(family, m
     monkeypatch.setitem(AttentionInterface._global_mapping, "lssar", watched)
     with torch.no_grad():
         model(ids, use_cache=False)
-    model.config._attn_implementation = "eager"
-    made = create_masks_for_generate(model.config, torch.zeros(1, 11, 24), None, None)
-    masks = made if isinstance(made, dict) else {"all": made}
-    kinds = getattr(model.config, "layer_types", None) or ["all"] * 2
+    config = model.config
+    config._attn_implementation = "eager"
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds or ["sliding_attention" if window else "full_attention"] * 2
     assert len(calls) == 2
     for (q, k, v, out), kind in zip(calls, kinds, strict=True):
-        visible = masks[kind if kind in masks else "all"][0, 0] == 0
+        mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](
+            config=config,
+            inputs_embeds=torch.zeros(1, 11, 24),
+            attention_mask=None,
+            past_key_values=None,
+        )
+        visible = mask[0, 0] == 0
         head = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
         k, v = k[:, head], v[:, head]
         assert out.shape[3] == v.shape[3]
