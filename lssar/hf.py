@@ -9,7 +9,8 @@ Grouped-query heads, sliding windows, chunks, packed sequences, padding to eithe
 static caches. Another exponent or length gets a name of its own:
 `register("lssar-p3", get_mechanism("lssar", p=3))`. What a mechanism cannot do (bidirectional
 sequences, dropout on the weights, learned sinks, masks that are no spans) is an error, never
-something else in silence; so is a model whose layers do not call it.
+something else in silence; so is a model whose layers do not call it. An adapter (LoRA) does not
+carry the attention: give `attn_implementation` to its base model, or merge it.
 """
 
 import functools

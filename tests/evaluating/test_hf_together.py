@@ -33,7 +33,7 @@ for folder in json.loads(sys.argv[1]):
     with torch.no_grad():
         plain = model(ids).logits
         graph = torch.compile(model, backend="eager", fullgraph=True)(ids).logits
-    assert torch.equal(plain, graph), folder
+    assert torch.allclose(plain, graph, rtol=1e-3, atol=1e-3), folder
     found[folder] = plain.double().sum((0, 1)).tolist()
     if not sys.argv[2].endswith("done"):
         model.save_pretrained(sys.argv[2])
