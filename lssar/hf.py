@@ -81,7 +81,7 @@ def attention_forward(
     root_d = math.sqrt(query.shape[3])
     if scaling is not None and abs(scaling * root_d - 1) > 1e-9:
         query = query * (scaling * root_d)  # a mechanism divides by sqrt(d) itself
-    if sliding_window is not None:
+    if sliding_window is not None and attention_mask is None:  # else it is in the mask
         window = min(sliding_window, mechanism.window or sliding_window)
         mechanism = replace(mechanism, window=window)
     if softcap is not None:

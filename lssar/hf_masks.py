@@ -46,29 +46,32 @@ def visibility(
     row = torch.arange(q_length, device=device)
     if isinstance(q_offset, Tensor) and can_look_at(q_offset):
         q_offset = int(q_offset)
-    if isinstance(q_offset, Tensor):  # of a static cache in a compiled graph
-        end, places = kv_length, row + (q_offset - kv_offset)
-    else:
-        end = q_offset + q_length - kv_offset
-        places = row + (end - q_length)
+    fixed = isinstance(q_offset, Tensor)  # a static cache in a compiled graph
+    end = kv_length if fixed else q_offset + q_length - kv_offset
+    places = row + (q_offset - kv_offset)
     plain = mask_function is causal_mask_function
-    if attention_mask is None:
-        if plain and not isinstance(q_offset, Tensor):
-            return _full(batch_size, q_length, end, device)
-        tokens = torch.ones(batch_size, end, dtype=torch.bool, device=device)
-    else:
+    if attention_mask is None and plain and not fixed:
+        return _full(batch_size, q_length, end, device)
+    tokens = torch.ones(batch_size, end, dtype=torch.bool, device=device)
+    if attention_mask is not None:
         missing = kv_offset + end - attention_mask.shape[1]
-        if missing > 0 and not isinstance(q_offset, Tensor):
+        if not fixed and missing > 0:
             shape, keys = tuple(attention_mask.shape), kv_offset + end
-            refuse(mechanism, family, f"a mask of shape {shape} for {keys} keys; it must cover all")
-        tokens = F.pad(attention_mask.bool(), (0, max(missing, 0)))
-        tokens = tokens[:, kv_offset : kv_offset + end]
-    if isinstance(q_offset, Tensor):
+            what = f"a mask of shape {shape} for {keys} keys; it must cover all"
+            refuse(mechanism, family, what)
+        if missing > 0:
+            attention_mask = F.pad(attention_mask, (0, missing))
+        tokens = attention_mask[:, kv_offset : kv_offset + end].bool()
+    if fixed:
         tokens = tokens & (torch.arange(end, device=device) <= places[-1])
     counts = None
     if not plain:
         counts = _counts(mechanism, family, mask_function, tokens, places, kv_offset)
-    return packed(arrange(tokens, q_length, places, counts), batch_size, q_length, device)
+    if counts is None or fixed or attention_mask is not None or can_look_at(tokens):
+        arrangement = arrange(tokens, q_length, places, counts)
+    else:  # in a graph, where nobody sees that all are tokens
+        arrangement = Arrangement(end, places + 1 - counts)
+    return packed(arrangement, batch_size, q_length, device)
 
 
 def family_of(config) -> str:

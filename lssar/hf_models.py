@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from lssar.backends import _constant  # runs while a graph is traced, and leaves nothing in it
 from lssar.errors import UserError
 from lssar.hf_masks import family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
@@ -72,10 +73,8 @@ def install(register: Callable[[str, Mechanism], None]) -> None:
         with _recorded(self):
             return save(self, *args, **options)
 
-    PreTrainedModel.__init__ = __init__
-    PreTrainedModel.post_init = post_init
-    PreTrainedModel.set_attn_implementation = set_attn_implementation
-    PreTrainedModel.save_pretrained = save_pretrained
+    for method in (__init__, post_init, set_attn_implementation, save_pretrained):
+        setattr(PreTrainedModel, method.__name__, method)
 
 
 # --- the record in the config --------------------------------------------------------------------
@@ -87,8 +86,10 @@ def _recall(record: dict, register: Callable[[str, Mechanism], None]) -> None:
         name, mechanism = record["name"], Mechanism(**record["mechanism"])
     except (TypeError, KeyError) as error:
         raise UserError(f"config.{FIELD} = {record!r:.80} is not a mechanism: {error}") from None
-    known = REGISTERED.setdefault(name, mechanism)
-    if known != mechanism:
+    known = REGISTERED.get(name)
+    if known is None:
+        register(name, mechanism)
+    elif known != mechanism:
         meant = ", ".join(
             f"{f.name} = {getattr(known, f.name)!r}, not {getattr(mechanism, f.name)!r}"
             for f in fields(Mechanism)
@@ -96,7 +97,6 @@ def _recall(record: dict, register: Callable[[str, Mechanism], None]) -> None:
         )
         what = f"the weights were trained with another attention {name!r}: here {meant}"
         raise UserError(f"{what}; register that one under another name")
-    register(name, mechanism)
 
 
 def _described(m: Mechanism) -> dict[str, Any]:
@@ -170,12 +170,6 @@ def _refuse_model(model: PreTrainedModel, name: str):
 # --- what happens in a forward -------------------------------------------------------------------
 
 _calls = threading.local()
-
-
-def _constant(function: Callable) -> Callable:
-    """Run while a graph is traced, and leave nothing in it."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @_constant

@@ -96,7 +96,7 @@ class Mechanism:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value is not True and math.isfinite(value)
+    return isinstance(value, (int, float)) and value is not True and abs(value) < math.inf
 
 
 def _is_whole(value: Any) -> bool:
