@@ -46,8 +46,9 @@ def visibility(
     row = torch.arange(q_length, device=device)
     if isinstance(q_offset, Tensor) and can_look_at(q_offset):
         q_offset = int(q_offset)
-    fixed = isinstance(q_offset, Tensor)  # a static cache in a compiled graph
-    end = kv_length if fixed else q_offset + q_length - kv_offset
+    end, fixed = kv_length, True  # a static cache in a compiled graph
+    if not isinstance(q_offset, Tensor):
+        end, fixed = q_offset + q_length - kv_offset, False
     places = row + (q_offset - kv_offset)
     plain = mask_function is causal_mask_function
     if attention_mask is None and plain and not fixed:
