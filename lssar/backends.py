@@ -20,6 +20,7 @@ from lssar.mechanisms import PARTS, Mechanism
 from lssar.reference import (
     check_shapes,
     grouped_product,
+    no_autocast,
     parameters_of,
     resolve,
     weights_of_span,
@@ -224,7 +225,7 @@ def _eager(
     if span.first is not None:  # what no row sees may be anything, NaN too
         unseen = torch.arange(k.shape[2], device=v.device) < span.first.amin(1, keepdim=True)
         v = v.masked_fill(unseen[:, None, :, None], 0)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
@@ -317,7 +318,7 @@ _ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=_cpu_most_keys, mixed_
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(_sdpa, Computes(_SOFTMAX), transforms=True),
+    "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
     "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
     "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(_rowblock),

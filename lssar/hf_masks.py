@@ -93,9 +93,9 @@ def _counts(
     sequence, head = torch.arange(batch, device=tokens.device), key[:1]
     rank = tokens.cumsum(1)  # of each token in its sequence, from 1
     look = can_look_at(tokens)
-    rows = max(1, ENTRIES // (batch * keys)) if look else len(places)
+    blocks = places.split(max(1, ENTRIES // (batch * keys))) if look else (places,)
     found = []
-    for place in places.split(rows):
+    for place in blocks:
         visible = mask_function(
             sequence[:, None, None, None],
             head[None, :, None, None],
@@ -103,7 +103,7 @@ def _counts(
             (key + offset)[None, None, None, :],
         )
         asking, own = tokens[:, place, None], rank[:, place, None]
-        visible = visible.expand(batch, 1, len(place), keys)[:, 0] & tokens[:, None] & asking
+        visible = visible.expand(batch, 1, place.shape[0], keys)[:, 0] & tokens[:, None] & asking
         seen = visible.sum(-1)
         above = rank[:, None] > own - seen[..., None]
         span = above & (rank[:, None] <= own) & tokens[:, None] & asking

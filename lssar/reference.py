@@ -5,6 +5,7 @@ weights = attention_weights(q, k, "lssar")  # (B, H, Lq, Lk)
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -60,8 +61,12 @@ def weights_of_span(
     q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         return _weights(q.to(dtype), k.to(dtype), m, params, span)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
