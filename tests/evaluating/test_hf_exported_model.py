@@ -118,7 +118,7 @@ def test_packed_rows_may_be_padded(model):
     torch.testing.assert_close(packed, alone, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_a_compiled_graph_has_no_branch_on_a_mask(model, side):
     """Padding, packing, a static cache: one graph each, for several lengths."""
     graph = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
@@ -134,6 +134,7 @@ def test_a_compiled_graph_has_no_branch_on_a_mask(model, side):
         torch.testing.assert_close(got[mask == 1], expected[mask == 1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_takes_a_static_cache(model):
     graph, ids = torch.compile(model, backend="eager", fullgraph=True), random_ids(2, 9)
     mask = torch.ones_like(ids)

@@ -49,7 +49,8 @@ print(json.dumps(found))
 """
 
 
-def test_several_exports_and_the_repository_share_a_process(tmp_path, capsys):
+@pytest.mark.slow
+def test_several_exports_and_the_repository_share_a_process(tmp_path):
     models = {"a": tiny_model("lssar", seed=1), "b": tiny_model("lssar", seed=2)}
     for name, model in models.items():
         run = write_checkpoint(tmp_path / f"run-{name}", model, tokeniser="bytes")

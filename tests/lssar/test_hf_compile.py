@@ -15,6 +15,7 @@ from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 
 WINDOW = {"sliding_window": 4}
+MIXED = WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}
 
 
 def batch(side: str, *lengths: int):
@@ -35,9 +36,9 @@ def same(got, expected, mask=None):
     ("kind", "mechanism", "changes"),
     [
         ("llama", "lssar", {}),
-        ("gpt2", "softmax", {}),
-        ("mistral", "ssmax", WINDOW),
-        ("gemma3_text", "lssar", WINDOW | {"layer_types": ["full_attention", "sliding_attention"]}),
+        pytest.param("gpt2", "softmax", {}, marks=pytest.mark.slow),
+        pytest.param("mistral", "ssmax", WINDOW, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "lssar", MIXED, marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_for_every_length_and_mask(kind, mechanism, changes):
@@ -54,6 +55,7 @@ def test_one_graph_for_every_length_and_mask(kind, mechanism, changes):
             same(graph(ids, **given).logits, model(ids, **given).logits, mask)
 
 
+@pytest.mark.slow
 def test_packed_sequences_in_a_graph():
     model = build("llama", "lssar")
     graph = whole_graph(model)
@@ -70,6 +72,7 @@ def test_packed_sequences_in_a_graph():
         whole_graph(model)(ids, position_ids=place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_static_cache_in_a_graph(kind):
     model = build(kind, "lssar", **WINDOW)
@@ -84,7 +87,7 @@ def test_a_static_cache_in_a_graph(kind):
     same(torch.cat(parts, dim=1), expected, mask)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_exported_program_takes_other_lengths(masked):
     model, dim = build("llama", "lssar"), torch.export.Dim("length", min=3, max=64)
     example, mask = batch("left", 9, 4)
@@ -100,6 +103,7 @@ def test_an_exported_program_takes_other_lengths(masked):
         same(program(**given).logits, model(**given).logits, mask if masked else None)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_graph():
     model, (ids, mask) = build("llama", "lssar"), batch("right", 9, 5)
     found = []

@@ -121,7 +121,8 @@ def test_weights_of_one_attention_under_another_are_noticed(tmp_path):
     assert quiet_load(tmp_path / "c").config._attn_implementation == "sdpa"
 
 
-def test_a_variant_is_registered_again_by_loading_it(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_variant_is_registered_again_by_loading_it(tmp_path):
     register("lssar-p3-test", get_mechanism("lssar", p=3, window=5))
     model, ids = build("llama", "lssar-p3-test"), tokens(2, 9)
     model.save_pretrained(tmp_path)
@@ -141,6 +142,7 @@ print(model(ids).logits.double().abs().sum().item())
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_without_this_library_a_marked_model_is_not_loaded(tmp_path):
     build("llama", "lssar").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "lssar"
