@@ -7,14 +7,18 @@ A folder that Hugging Face transformers loads, with the tokeniser, on a machine 
     print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"))[0]))
 
 The folder holds safetensors weights, the configuration, the tokeniser (which begins a text with the
-end-of-text token, as `generate.py` does) and copies of the files of this repository that compute
-the model. It generates the tokens that `generate.py` does.
+end-of-text token, as `generate.py` does), a model card and copies of the files of this repository
+that compute the model. It generates the tokens that `generate.py` does. To publish it:
+
+    hf auth login
+    hf upload NAME/MODEL OUT
 """
 
 import ast
 import importlib.util
 import itertools
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -32,15 +36,21 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
     answer_early(make_parser().parse_args)
 
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.checkpoints import Checkpoint, mechanism_label, open_checkpoints
 from lssar.errors import UserError
-from support.files import write_text, writing
+from support.files import lookup, write_text, writing
 from training.checkpoint import load_model
+from training.run_log import RUN
 
 ROOT = Path(__file__).parent
 MODEL = "evaluating.hf_model"
 MODEL_MODULE = "modeling_lssar"
 KERNEL_MODULE = "lssar_cpu_source"
+CLASSES = {  # what transformers finds in the folder, by the name it looks for
+    "AutoConfig": "LssarConfig",
+    "AutoModel": "LssarModel",
+    "AutoModelForCausalLM": "LssarForCausalLM",
+}
 CPU_SOURCE = 'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n'
 WRITE_SOURCE = f"""if not SOURCE.exists():
     from .{KERNEL_MODULE} import TEXT
@@ -59,6 +69,11 @@ def main(argv: list[str]) -> None:
             f"{checkpoint.path} was trained with data.document_mask = true, which transformers' "
             "caches have no place for; train without it to export"
         )
+    from evaluating.hf_model import MODEL as KNOWN
+
+    if unknown := sorted(set(checkpoint.config.to_dict()) - set(KNOWN)):
+        has = ", ".join(f"{key} = {getattr(checkpoint.config, key)}" for key in unknown)
+        raise UserError(f"{checkpoint.path} has {has}, which an exported model does not know")
     out = arguments.out
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; give a new folder")
@@ -68,6 +83,7 @@ def main(argv: list[str]) -> None:
         temporary.mkdir(parents=True)
         write_model(checkpoint, temporary)
         write_tokeniser(checkpoint.tokeniser(), temporary)
+        write_card(checkpoint, temporary)
         write_code(temporary)
         if out.exists():
             out.rmdir()
@@ -83,10 +99,10 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     config = LssarConfig(**described, train_length=train_length, **ends)
     config.architectures = ["LssarForCausalLM"]
-    classes = {"AutoConfig": "LssarConfig", "AutoModelForCausalLM": "LssarForCausalLM"}
-    config.auto_map = {auto: f"{MODEL_MODULE}.{name}" for auto, name in classes.items()}
+    config.auto_map = {auto: f"{MODEL_MODULE}.{name}" for auto, name in CLASSES.items()}
     model = LssarForCausalLM(config)
-    model.gpt = load_model(checkpoint.path)[0]
+    model.model.gpt = load_model(checkpoint.path)[0]
+    model.tie_weights()
     model.generation_config.update(**ends, do_sample=False)
     model.save_pretrained(out)
 
@@ -128,6 +144,72 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         merges.append(tuple(parts))
     return merges
+
+
+CARD = """---
+library_name: transformers
+license: mit
+pipeline_tag: text-generation
+tags:
+- {mechanism}
+- length-extrapolation
+---
+
+# {run}
+
+A GPT-2 with rotary positions and {label} attention ({parameters:,} parameters: {layers} layers,
+{heads} heads, width {width}), of the paper *Softplus Attention with Re-weighting Boosts Length
+Extrapolation in Large Language Models*.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("NAME/MODEL", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("NAME/MODEL", trust_remote_code=True)
+print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"))[0]))
+```
+
+Packed sequences are told apart by `position_ids` that start again at 0. LoRA's default target is
+`qkv`. No attention weights are returned.
+
+## Training
+
+| | |
+|---|---|
+{rows}
+
+## Publish
+
+`hf upload NAME/MODEL .` in this folder, after `hf auth login`.
+"""
+
+
+def write_card(checkpoint: Checkpoint, out: Path) -> None:
+    """README.md, which the hub shows: what the model is, its numbers, the command of its run."""
+    info, config = checkpoint.info, checkpoint.config
+    file = checkpoint.path.parents[1] / RUN  # of RUN/checkpoints/step-N
+    script, *arguments = lookup(file, "command") or [""]
+    settings = {k: v for k, v in config.to_dict()["attention"].items() if k != "name"}
+    rows = {
+        "checkpoint": f"step {info.step}",
+        "trained at": f"length {info.train_length}, tokeniser {checkpoint.tokeniser().name}",
+        "validation loss": info.val_loss and f"{info.val_loss:.4f} nats per token",
+        "random numbers": None if info.seed is None else f"seed {info.seed}",
+        "attention": ", ".join(f"{k} = {v}" for k, v in settings.items()),
+        "command": script and f"`python {shlex.join([Path(script).name, *arguments])}`",
+        "revision": lookup(file, "revision"),
+    }
+    text = CARD.format(
+        mechanism=config.attention.name,
+        run=info.run,
+        label=mechanism_label(config.attention),
+        parameters=load_model(checkpoint.path)[0].parameter_count(),
+        layers=config.layers,
+        heads=config.heads,
+        width=config.width,
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value),
+    )
+    write_text(out / "README.md", text)
 
 
 def write_code(out: Path) -> None:

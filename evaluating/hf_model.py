@@ -1,10 +1,16 @@
 """A checkpoint's model as transformers knows models; `export_hf.py` copies this file."""
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+import sys
+from dataclasses import replace
 
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from attention import rope_at
+from lssar.spans import Arrangement, arrange, bounded, can_look_at
 from model import GPT, MEANING, ModelConfig, preset
 
 MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
@@ -23,7 +29,7 @@ class LssarConfig(PreTrainedConfig):
         self.meaning = meaning
         for key, default in MODEL.items():
             setattr(self, key, options.pop(key, default))
-        super().__init__(**options)
+        super().__init__(**({"tie_word_embeddings": True} | options))
 
     @classmethod
     def from_dict(cls, config_dict: dict, **options):
@@ -35,64 +41,178 @@ class LssarConfig(PreTrainedConfig):
 
 
 class Seen:
-    """The cache that GPT expects, around one of transformers or none, with the padding mask."""
+    """The cache that GPT's layers expect, around one of transformers or none.
 
-    def __init__(self, cache, tokens: Tensor, mask: Tensor | None):
+    `place` is where each token stands in its own sequence, and `mask` what it sees of the keys:
+    itself and the tokens before it back to place 0, none of them padding.
+    """
+
+    def __init__(self, cache, x: Tensor, mask: Tensor | None, place: Tensor | None):
         self.cache = cache
-        self.length = 0 if cache is None else int(cache.get_seq_length())
-        keys = self.length + tokens.shape[1]
-        if mask is None:
-            mask = None if cache is None else tokens.new_ones(len(tokens), keys)
-        elif mask.dim() != 2 or mask.shape[1] < keys:
+        batch, length = x.shape[:2]
+        start = 0 if cache is None else cache.get_seq_length()
+        if isinstance(start, Tensor) and can_look_at(start):
+            start = int(start)
+        rows = torch.arange(length, device=x.device) + start  # of the queries among the keys
+        fixed = isinstance(start, Tensor)  # a static cache in a compiled graph
+        keys = cache.get_max_length() if fixed else start + length
+        self.place = rows if place is None else place
+        self.mask: Arrangement | None = None
+        if mask is None and place is None and cache is None:
+            return
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] < (0 if fixed else keys)):
             shape, wanted = tuple(mask.shape), f"(batch, {keys}), 0 for padding"
             raise ValueError(f"attention_mask of shape {shape}: give {wanted}")
-        self.mask = None if mask is None else mask[:, :keys].bool()  # which keys are tokens
+        tokens = x.new_ones(batch, keys, dtype=torch.bool)
+        if mask is not None:
+            missing = max(0, keys - mask.shape[1])
+            tokens = nn.functional.pad(mask[:, :keys].bool(), (0, missing))
+        if fixed:
+            tokens = tokens & (torch.arange(keys, device=x.device) <= rows[-1])
+        count = tokens.cumsum(1)[:, rows]
+        if place is None:
+            self.place = (count - 1).clamp(min=0)
+        else:  # packed sequences: each token sees as many as its own has so far
+            count = torch.minimum(count, place + 1)
+        self.mask = arrange(tokens, length, rows, count)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (k, v) if self.cache is None else self.cache.update(k, v, layer)
 
 
-class LssarForCausalLM(PreTrainedModel, GenerationMixin):
+class LssarPreTrainedModel(PreTrainedModel):
     config_class = LssarConfig
-    base_model_prefix = "gpt"
+    base_model_prefix = "model"
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 - transformers reads them from the class
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """GPT initialises itself; this is for rows that are added later."""
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class LssarModel(LssarPreTrainedModel):
+    """Token ids or their embeddings in, hidden states out."""
 
     def __init__(self, config: LssarConfig):
         super().__init__(config)
         self.gpt = GPT(ModelConfig.from_dict({key: getattr(config, key) for key in MODEL}))
+        self.gradient_checkpointing = False
         self.post_init()
 
-    def _init_weights(self, module) -> None:
-        """GPT initialises itself."""
-
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.gpt.embedding
 
-    def set_input_embeddings(self, embedding) -> None:
+    def set_input_embeddings(self, embedding: nn.Embedding) -> None:
         self.gpt.embedding = embedding
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values=None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_,
+    ) -> BaseModelOutputWithPast:
+        """`attention_mask` (B, keys): 0 for padding, left or right. `position_ids` (B, L): from 0
+        in each sequence; where they start again, the next one begins."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give one of input_ids and inputs_embeds")
+        if output_attentions:
+            raise ValueError("output_attentions: the weights are never made; see attention_maps.py")
+        x = self.gpt.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if cu_seq_lens_q is not None and position_ids is None:  # packed, by their bounds
+            starts = bounded(cu_seq_lens_q.to(x.device), x.shape[1])
+            position_ids = (torch.arange(x.shape[1], device=x.device) - starts)[None]
+        recomputing = self.gradient_checkpointing and self.training
+        if past_key_values is None and use_cache and not recomputing:
+            past_key_values = DynamicCache()
+        seen = Seen(past_key_values, x, attention_mask, position_ids)
+        config, states = self.gpt.config, ()
+        rope = rope_at(seen.place, config.head_dim, config.interpolation)
+        for block in self.gpt.blocks:
+            states += (x,)
+            if recomputing:
+                x = self._gradient_checkpointing_func(block.__call__, x, rope, seen)
+            else:
+                x = block(x, rope, seen)
+        x = self.gpt.norm(x)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden = (*states, x) if output_hidden_states else None
+        return BaseModelOutputWithPast(x, past_key_values, hidden)
+
+
+class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {  # noqa: RUF012
+        "lm_head.weight": "model.gpt.embedding.weight"
+    }
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: LssarConfig):
+        super().__init__(config)
+        self.model = LssarModel(config)
+        self.lm_head = nn.Linear(config.width, config.vocab_rows, bias=False)
+        self.post_init()
+        if "peft" in sys.modules:  # whose table of default targets knows no other people's models
+            known = sys.modules["peft"].utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            known.setdefault(config.model_type, ["qkv"])
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **options):
+        embedding = super().resize_token_embeddings(new_num_tokens, *args, **options)
+        rows = embedding.num_embeddings
+        vocabulary = self.model.gpt.config.vocab_size if new_num_tokens is None else new_num_tokens
+        sizes = {"vocab_size": vocabulary, "vocab_rows": rows}
+        self.config.update(sizes)
+        self.model.gpt.config = replace(self.model.gpt.config, **sizes)
+        return embedding
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_) -> Tensor | None:
         """The padding mask is all that is needed, with a static cache too."""
         return attention_mask
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values=None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **_,
+        logits_to_keep: int | Tensor = 0,
+        **options,
     ) -> CausalLMOutputWithPast:
-        """`attention_mask` (B, keys): 0 for padding, left or right. Label -100 is ignored."""
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache()
-        hidden = self.gpt.hidden(input_ids, Seen(past_key_values, input_ids, attention_mask))
-        logits = self.gpt.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        """As `LssarModel`. Label -100 is ignored; with `num_items_in_batch` the loss is the sum
+        divided by it, as in every model of transformers."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **options,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = logits[..., : self.config.vocab_size].float().contiguous()
         loss = None
-        if labels is not None:
-            targets = labels[:, 1:].flatten()
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        if labels is not None or options.get("shift_labels") is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **options)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )

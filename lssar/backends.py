@@ -21,6 +21,7 @@ from lssar.mechanisms import PARTS, Mechanism
 from lssar.reference import (
     check_shapes,
     grouped_product,
+    no_autocast,
     parameters_of,
     resolve,
     weights_of_span,
@@ -49,6 +50,10 @@ def attend(
     `BACKENDS` to insist on it.
     """
     check_shapes(q, k, v)
+    if torch.jit.is_tracing():
+        raise UserError(
+            "torch.jit.trace cannot record attention; use torch.export or torch.compile"
+        )
     m = resolve(mechanism, keys=k.shape[2])
     params = parameters_of(m, params, q)
     span = span_of(first, m.window, q, k)
@@ -72,6 +77,7 @@ class Call:
     keys: int = 0  # Lk
     spans: bool = False  # some rows do not see all keys up to their own
     grouped: bool = False  # heads of q share one of k and v
+    transformed: bool = False  # inside torch.func.grad, vmap, jvp, ...
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
@@ -87,6 +93,8 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
         keys=k.shape[2],
         spans=not span.full,
         grouped=q.shape[1] != k.shape[1],
+        transformed=not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is not None,
     )
 
 
@@ -112,6 +120,8 @@ class Computes:
                 return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
         if m.sharpened not in self.sharpened:
             return f"it does not compute {m.name!r}: p = {m.p!r}"
+        if m.softcap is not None:
+            return f"it does not cap scores: softcap = {m.softcap!r}"
         if call.spans and not self.spans:
             return "it has no windows, packed documents or padding"
         if call.grouped and not self.grouped:
@@ -144,8 +154,11 @@ class Backend:
     run: Callable[..., Tensor]
     computes: Computes | None = None  # None: every call
     missing: Callable[[], str | None] = _present
+    transforms: bool = False  # made of operations that torch.func can transform
 
     def refuses(self, m: Mechanism, call: Call) -> str | None:
+        if call.transformed and not self.transforms:
+            return "torch.func cannot transform it; use backend='eager'"
         return None if self.computes is None else self.computes.refuses(m, call)
 
 
@@ -169,7 +182,7 @@ def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str
     for name, backend in BACKENDS.items():
         if name == "triton" and call.device != "cuda":  # the interpreter is for tests
             continue
-        if name == "rowblock" and call.entries <= limit:
+        if name == "rowblock" and (call.entries <= limit or call.device == "meta"):
             continue
         if backend.refuses(m, call) is None and (everywhere or backend.missing() is None):
             return name
@@ -213,7 +226,7 @@ def _eager(
     if span.first is not None:  # what no row sees may be anything, NaN too
         unseen = torch.arange(k.shape[2], device=v.device) < span.first.amin(1, keepdim=True)
         v = v.masked_fill(unseen[:, None, :, None], 0)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
@@ -316,5 +329,5 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
     "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(_rowblock),
-    "eager": Backend(_eager),
+    "eager": Backend(_eager, transforms=True),
 }

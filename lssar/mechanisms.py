@@ -52,6 +52,7 @@ class Mechanism:
     length: str = "train"
     numerics: str = "safe"
     window: int | None = None  # a query sees only the last `window` keys, and N <= window
+    softcap: float | None = None  # c: a score x becomes c tanh(x / c), as in Gemma 2
 
     def __post_init__(self) -> None:
         for part, known in PARTS.items():
@@ -69,6 +70,11 @@ class Mechanism:
             self._refuse("train_length", "it must be a whole number >= 1")
         if self.window is not None and not (_is_whole(self.window) and self.window >= 1):
             self._refuse("window", "it must be a whole number >= 1, or None for no window")
+        if self.softcap is not None:
+            if not (_is_number(self.softcap) and self.softcap > 0):
+                self._refuse("softcap", "it must be a number > 0, or None for no cap")
+            if self.scale == "log d log N":
+                self._refuse("softcap", "scores on the cosine are bounded already; leave it out")
         learnable = self.scale == "s log N / sqrt(d)" or self.norm == "gamma sqrt(N/2)"
         if learnable != (self.parameter_init is not None):
             rule = "must be a number" if learnable else "has no use: no part has a parameter"
@@ -90,7 +96,7 @@ class Mechanism:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value is not True and math.isfinite(value)
+    return isinstance(value, (int, float)) and value is not True and abs(value) < math.inf
 
 
 def _is_whole(value: Any) -> bool:

@@ -5,6 +5,7 @@ weights = attention_weights(q, k, "lssar")  # (B, H, Lq, Lk)
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -60,8 +61,12 @@ def weights_of_span(
     q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         return _weights(q.to(dtype), k.to(dtype), m, params, span)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
@@ -104,6 +109,8 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     else:
         q = q / math.sqrt(d)
     x = grouped_product(q, k.mT)
+    if m.softcap is not None:
+        x = m.softcap * (x / m.softcap).tanh()
     if m.bias == "-log N":
         x = x - row_count.log()
     elif m.bias == "-log L":
@@ -204,6 +211,11 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         rule = "attention needs one value for each key"
     elif not 1 <= q.shape[2] <= k.shape[2]:
         rule = "causal attention needs 1 <= Lq <= Lk"
+    elif not all(t.is_floating_point() for t in (q, k, v) if t is not None):
+        types = ", ".join(
+            f"{n} {t.dtype}" for n, t in zip("qkv", (q, k, v), strict=True) if t is not None
+        )
+        raise UserError(f"attention takes floating-point tensors; got {types}")
     else:
         return
     shapes = [

@@ -9,7 +9,7 @@ them is both at once. A query before its own first key sees nothing, and its out
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ def document_starts(starts: Tensor) -> Tensor:
     """The same from a mask (B, L) that is True where a document begins."""
     places = torch.arange(starts.shape[-1], device=starts.device)
     return (places * starts).cummax(-1).values
+
+
+def bounded(bounds: Tensor, length: int) -> Tensor:
+    """The start of each place's own sequence, (length,), of bounds 0, ..., length in a row."""
+    places = torch.arange(length, device=bounds.device)
+    return bounds.long()[torch.searchsorted(bounds, places, right=True) - 1]
 
 
 def padding(mask: Tensor, queries: int) -> Tensor:
@@ -93,14 +99,58 @@ def span_of(first: Tensor | None, window: int | None, q: Tensor, k: Tensor) -> S
 # --- padded batches ------------------------------------------------------------------------------
 
 
+class Arrangement(NamedTuple):
+    """An order of keys and queries in which what each query sees is a span."""
+
+    end: int  # of the keys; from here on they do not exist yet
+    first: Tensor | None = None  # (B, Lq), of the queries in this order; None: all see all
+    keys: Tensor | None = None  # (B, end), the order of the keys; None: as they are
+    queries: Tensor | None = None  # (B, Lq)
+
+
+def arrange(
+    mask: Tensor, queries: int, places: Tensor | None = None, counts: Tensor | None = None
+) -> Arrangement:
+    """Padding goes to the front of its row; the mask (B, n) is True at tokens.
+
+    `places` (queries,) says where the queries are among the n keys: they are the last ones unless
+    told otherwise, and nothing after them is a token. `counts` (B, queries) is the number of tokens
+    that each query sees, itself included and without a gap: all up to its own unless told.
+    """
+    keys, look = mask.shape[1], can_look_at(mask)
+    if places is None:
+        places = torch.arange(keys - queries, keys, device=mask.device)
+    if look and mask.all() and (counts is None or bool((counts == places + 1).all())):
+        return Arrangement(keys)
+    asking = mask[:, places]
+    seen = mask.cumsum(1)[:, places] if counts is None else counts
+    end = torch.arange(keys - queries + 1, keys + 1, device=mask.device)
+    if look and _is_left_padded(mask):
+        return Arrangement(keys, torch.where(asking, end - seen, keys))
+    order, asked = (x.to(torch.uint8).argsort(dim=1, stable=True) for x in (mask, asking))
+    first = torch.where(asking.gather(1, asked), end - seen.gather(1, asked), keys)
+    return Arrangement(keys, first, order, asked)
+
+
+def can_look_at(x: Tensor) -> bool:
+    """Whether a branch may depend on its values: not where a graph is made of them."""
+    return type(x) is Tensor and not (x.is_meta or torch.compiler.is_compiling())
+
+
 def attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, mechanism: str | Mechanism, mask: Tensor | None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mechanism: str | Mechanism,
+    mask: Tensor | Arrangement | None,
+    **options: Any,
 ) -> Tensor:
     """`attend` over the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
 
     Keys from n on do not exist yet: a cache with room for more may be given whole. Padding may be
     to the left, to the right or, in a cache, between the two; a row gives what its sequence gives
-    alone. The result is zero where a query is padding.
+    alone. The result is zero where a query is padding. `arrange` makes what several layers share
+    from a mask once.
     """
     from lssar.backends import attend
 
@@ -108,20 +158,12 @@ def attend_padded(
         return attend(q, k, v, mechanism, **options)
     if options.pop("first", None) is not None:
         raise UserError("attend_padded makes first from its mask; give one of the two")
-    queries, keys = q.shape[2], mask.shape[1]
-    k, v = k[:, :, :keys], v[:, :, :keys]
-    if mask.all():
-        return attend(q, k, v, mechanism, **options)
-    if _is_left_padded(mask):
-        return attend(q, k, v, mechanism, first=padding(mask, queries), **options)
-    # Padding moves to the front of its row, and back again: then it is a span.
-    order = mask.to(torch.uint8).argsort(dim=1, stable=True)
-    k, v = (_moved(x, order) for x in (k, v))
-    asking = mask[:, keys - queries :]
-    order = asking.to(torch.uint8).argsort(dim=1, stable=True)
-    first = torch.where(asking.gather(1, order), (~mask).sum(-1, keepdim=True), keys)
-    out = attend(_moved(q, order), k, v, mechanism, first=first, **options)
-    return _moved(out, order.argsort(dim=1))
+    end, first, keys, queries = mask if isinstance(mask, Arrangement) else arrange(mask, q.shape[2])
+    k, v = k[:, :, :end], v[:, :, :end]
+    if keys is not None and queries is not None:
+        q, k, v = _moved(q, queries), _moved(k, keys), _moved(v, keys)
+    out = attend(q, k, v, mechanism, first=first, **options)
+    return out if queries is None else _moved(out, queries.argsort(dim=1))
 
 
 def _moved(x: Tensor, order: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -140,11 +141,8 @@ def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tens
 
 # --- the operators -------------------------------------------------------------------------------
 
-# torch.compile's cache on disk knows an operator by its name: the name changes with what is saved.
 
-
-@torch.library.custom_op("lssa::triton_forward_v2", mutates_args=())
-def _forward(
+def _compute_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -191,7 +189,6 @@ def _sum_unit(form: Form, q: Tensor, k: Tensor) -> float:
     return 2.0 ** -math.ceil(math.log2(keys * largest)) if form.l1 else 1.0
 
 
-@_forward.register_fake
 def _forward_outputs(q, k, v, first, *settings_and_save):
     *settings, save = settings_and_save
     s = Settings(*settings)
@@ -209,8 +206,7 @@ def _forward_outputs(q, k, v, first, *settings_and_save):
     return room_like(q, v.shape[3]), exact, guide, stats, keys
 
 
-@torch.library.custom_op("lssa::triton_backward_v2", mutates_args=())
-def _backward(
+def _compute_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -262,8 +258,7 @@ def _sizes(v: Tensor, keys: Tensor, last: Tensor | None, queries: int, form: For
     return torch.stack([largest.amax(-1), smallest.amin(-1)], -1)
 
 
-@_backward.register_fake
-def _(grad, q, k, v, *_):
+def _backward_outputs(grad, q, k, v, *_):
     return room_like(q), room_like(k), room_like(v)
 
 
@@ -282,7 +277,22 @@ def _autograd(ctx, grad, *_):
     return *grads, None, *[None] * (len(Settings._fields) + 1)
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+def _operator(name: str, compute: Callable, outputs: Callable, **autograd: Callable) -> Callable:
+    """An operator of torch; every exported checkpoint brings a copy of this file, and the first
+    one that is imported registers."""
+    if not hasattr(torch.ops.lssa, name):
+        operator = torch.library.custom_op(f"lssa::{name}", compute, mutates_args=())
+        operator.register_fake(outputs)
+        if autograd:
+            operator.register_autograd(_autograd, **autograd)
+    return getattr(torch.ops.lssa, name)
+
+
+# torch.compile's cache on disk knows an operator by its name: the name changes with what is saved.
+_forward = _operator(
+    "triton_forward_v2", _compute_forward, _forward_outputs, setup_context=_setup_context
+)
+_backward = _operator("triton_backward_v2", _compute_backward, _backward_outputs)
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):

@@ -24,6 +24,16 @@ def tiny_model(attention: str = "softmax", train_length: int = 16, seed: int = 0
     return model
 
 
+def exported_model(model: GPT):
+    """The same weights as a model of transformers."""
+    from evaluating.hf_model import LssarConfig, LssarForCausalLM
+
+    config = LssarConfig(**model.config.to_dict(), train_length=16)
+    outside = LssarForCausalLM(config).eval()
+    outside.model.gpt.load_state_dict(model.state_dict())
+    return outside
+
+
 def write_checkpoint(directory: Path, model: GPT, *, run: str = "", **info) -> Path:
     directory.mkdir(parents=True)
     train_length = model.config.attention.train_length

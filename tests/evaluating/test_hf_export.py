@@ -10,14 +10,14 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
-from eval_helpers import tiny_model, write_checkpoint
+from eval_helpers import exported_model, tiny_model, write_checkpoint
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
 import export_hf
 import generate
 from data.tokeniser import BPE_FILES, get_tokeniser
-from evaluating.hf_model import LssarConfig, LssarForCausalLM
+from evaluating.hf_model import LssarForCausalLM
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
 from model import MEANING
@@ -91,22 +91,17 @@ def test_a_fresh_process_without_this_repository_writes_what_generate_writes(tmp
         ids = torch.tensor([[BYTES.eot, *BYTES.encode(PROMPTS[0]).tolist()]])
         tokens = model.generate(ids, NEW, temperature=0, stop=(BYTES.eot,))[0].tolist()
         assert found["alone"] == tokens
-        sums = {f"gpt.{n}": float(p.detach().double().sum()) for n, p in model.named_parameters()}
+        sums = {
+            f"model.gpt.{n}": float(p.detach().double().sum()) for n, p in model.named_parameters()
+        }
         assert found["parameters"] == pytest.approx(sums)
-
-
-def wrapped(model) -> LssarForCausalLM:
-    config = LssarConfig(**model.config.to_dict(), train_length=16)
-    outside = LssarForCausalLM(config).eval()
-    outside.gpt.load_state_dict(model.state_dict())
-    return outside
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, side):
     model = tiny_model(mechanism)
-    outside, rows = wrapped(model), [torch.randint(0, 257, (n,)) for n in (9, 3, 1)]
+    outside, rows = exported_model(model), [torch.randint(0, 257, (n,)) for n in (9, 3, 1)]
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad(rows, batch_first=True, padding_side=side)
     mask = pad([torch.ones_like(r) for r in rows], batch_first=True, padding_side=side)
@@ -119,7 +114,7 @@ def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, side):
 
 def test_the_loss_is_the_models_own_and_reaches_every_weight():
     model = tiny_model("lssar")
-    outside, ids = wrapped(model), torch.randint(0, 257, (2, 11))
+    outside, ids = exported_model(model), torch.randint(0, 257, (2, 11))
     labels = ids.clone()
     labels[1, 7:] = -100
     loss = outside(ids, labels=labels).loss
@@ -130,7 +125,7 @@ def test_the_loss_is_the_models_own_and_reaches_every_weight():
 
 
 def test_a_mask_that_does_not_cover_all_keys_is_refused():
-    outside = wrapped(tiny_model("lssar"))
+    outside = exported_model(tiny_model("lssar"))
     with pytest.raises(ValueError, match=r"attention_mask of shape \(1, 3\): give \(batch, 5\)"):
         outside(torch.ones(1, 5, dtype=torch.long), attention_mask=torch.ones(1, 3))
 

@@ -57,7 +57,7 @@ def test_whatever_auto_picks_equals_the_reference(m, lengths, widths, seed):
 @pytest.mark.parametrize("part", [f.name for f in fields(Mechanism)])
 def test_every_field_of_a_mechanism_reaches_the_choice(part):
     """A field that no backend is asked about would be ignored by the fused ones in silence."""
-    of_the_call = {"p", "window", *PARTS}
+    of_the_call = {"p", "window", "softcap", *PARTS}
     passed_on = {"alpha", "train_length", "parameter_init"}  # numbers that every kernel is given
     assert part in of_the_call | passed_on | {"name", "label"}
 
@@ -65,7 +65,9 @@ def test_every_field_of_a_mechanism_reaches_the_choice(part):
 def test_an_entry_no_backend_knows_is_computed_by_the_reference():
     q, k, v = torch.randn(3, 1, 2, 33, 16, dtype=torch.float64).unbind()
     sharpened = replace(MECHANISMS["relu-l1"], name="sharpened", p=3)
-    for m in (sharpened, replace(MECHANISMS["gelu-l1"], name="recentred", post="recentre, l1")):
+    recentred = replace(MECHANISMS["gelu-l1"], name="recentred", post="recentre, l1")
+    capped = replace(MECHANISMS["softmax"], name="capped", softcap=0.5)
+    for m in (sharpened, recentred, capped):
         for precise in (False, True):
             inputs = (q, k, v) if precise else (q.float(), k.float(), v.float())
             out = attend(*inputs, m)

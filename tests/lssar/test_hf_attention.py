@@ -5,68 +5,25 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from hf_models import build, pack, padded, tokens
+from transformers import AttentionInterface
 
 from lssar.errors import UserError
 from lssar.hf import add_head_scales, attention_forward, register, visibility
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 
-VOCABULARY = 31
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-GROUPED = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 20, "head_dim": 6}
-CONFIGS = {
-    "llama": LlamaConfig(**GROUPED),
-    "qwen2": Qwen2Config(**GROUPED),
-    "qwen3": Qwen3Config(**GROUPED),
-    "gpt2": GPT2Config(**SHAPE),
-}
-
-
-def build(kind: str, attention: str):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind], attn_implementation=attention)
-    with torch.no_grad():  # sharp enough that the mechanism matters
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(8)
-    return model.eval()
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (batch, length))
-
-
-def padded(sequences: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
-    ones = [torch.ones_like(s) for s in sequences]
-    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
+KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
     """What goes into and comes out of each layer, against `attention_weights` on repeated heads."""
     calls = []
 
     def watched(module, q, k, v, mask, **options):
-        assert mask is None
+        assert mask.dtype == torch.int8  # nothing is hidden
         out = attention_forward(MECHANISMS[mechanism], module, q, k, v, mask, **options)
         calls.append((q, k, v, out[0]))
         return out
@@ -86,7 +43,7 @@ def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
 
 def test_softmax_by_this_way_is_transformers_own():
     ids = tokens(3, 8)
-    for kind in CONFIGS:
+    for kind in KINDS:
         ours, theirs = build(kind, "softmax"), build(kind, "eager")
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
         batch, mask = padded([ids[0], ids[1, :5], ids[2, :2]], "left")
@@ -95,7 +52,7 @@ def test_softmax_by_this_way_is_transformers_own():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_batch_equals_the_sequences_alone(kind, side):
     model = build(kind, "lssar")
     sequences = [tokens(1, n)[0] for n in (9, 4, 1, 7)]
@@ -112,7 +69,7 @@ def test_a_padded_batch_equals_the_sequences_alone(kind, side):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("mechanism", ["lssar", "ssmax", "sigmoid-logn-l1-reweighted"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_cached_generation_of_a_left_padded_batch_equals_each_prompt_uncached(
     kind, mechanism, cache
 ):
@@ -130,7 +87,7 @@ def test_cached_generation_of_a_left_padded_batch_equals_each_prompt_uncached(
         assert batch[row, 6:].tolist() == alone[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_read_in_two_parts_equals_the_prompt_read_at_once(kind):
     model, ids = build(kind, "lssar"), tokens(2, 9)
     with torch.no_grad():
@@ -141,7 +98,7 @@ def test_a_prompt_read_in_two_parts_equals_the_prompt_read_at_once(kind):
     torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_reach_every_weight_and_training_lowers_the_loss(kind):
     model = build(kind, "lssar").train()
     for module in model.modules():
@@ -186,21 +143,16 @@ def test_another_exponent_gets_a_name_of_its_own():
 
 
 def test_a_scale_other_than_the_usual_one_is_applied():
-    config = GPT2Config(**SHAPE, scale_attn_by_inverse_layer_idx=True)
-    models = []
-    for attention in ("softmax", "eager"):
-        torch.manual_seed(0)
-        models.append(
-            AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        )
+    models = [
+        build("gpt2", attention, sharp=1, scale_attn_by_inverse_layer_idx=True)
+        for attention in ("softmax", "eager")
+    ]
     ids = tokens(2, 7)
     torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def sliding(attention: str, window: int | None = 3):
-    torch.manual_seed(0)
-    config = MistralConfig(**GROUPED, sliding_window=window)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return build("mistral", attention, sharp=1, sliding_window=window)
 
 
 def test_a_sliding_window_is_the_models_own():
@@ -228,9 +180,9 @@ def test_a_sliding_window_is_the_models_own():
 def test_packed_sequences_do_not_see_one_another(kind, mechanism):
     model = build(kind, mechanism)
     sequences = [tokens(1, n) for n in (5, 1, 8)]
-    place = torch.cat([torch.arange(s.shape[1]) for s in sequences])[None]
+    ids, place = pack(sequences)
     with torch.no_grad():
-        packed = model(torch.cat(sequences, dim=1), position_ids=place, use_cache=False).logits
+        packed = model(ids, position_ids=place, use_cache=False).logits
         alone = torch.cat([model(s, use_cache=False).logits for s in sequences], dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 

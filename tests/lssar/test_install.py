@@ -89,13 +89,23 @@ def test_a_folder_a_wheel_and_a_git_address_install_the_same(source, installed, 
 
 
 def test_a_project_with_modules_of_our_names_is_not_disturbed(installed, tmp_path):
-    for name in ("model", "config", "errors", "attention", "kernels", "distributed", "data"):
+    for name in ("model", "config", "errors", "attention", "distributed", "data"):
         (tmp_path / f"{name}.py").write_text(f"MINE = {name!r}\n")
-    names = "model, config, errors, attention, kernels, distributed, data"
+    for name in ("kernels", "integrations"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"MINE = {name!r}\n")
+    names = "model, config, errors, attention, kernels, distributed, data, integrations"
     program = f"import {names}\n{PROGRAM}\nassert kernels.MINE == 'kernels'\nimport {names}\n"
     program += f"assert all(m.__file__.startswith({str(tmp_path)!r}) for m in ({names}))\n"
     done = use(installed, tmp_path, program)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_root_on_the_path_hides_no_package_of_others():
+    """dask's `distributed`, Hugging Face's `kernels` and the like, for who runs commands here."""
+    taken = ("distributed", "kernels", "errors", "integrations", "config", "utils", "transformers")
+    found = [n for n in taken if (ROOT / n).exists() or (ROOT / f"{n}.py").exists()]
+    assert found == []
 
 
 def test_the_kernels_package_of_hugging_face_and_ours_work_together(installed, tmp_path):

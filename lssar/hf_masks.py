@@ -1,0 +1,148 @@
+"""What each query of a transformers model sees, as a mask that only our attention can read.
+
+transformers asks for a mask once per forward and kind of layer (full, sliding, chunked), and hands
+it to every layer. Ours has four dimensions, as one that is already prepared, and integers: in a
+model that reads the mask itself, it cannot pass for one. Its last dimension has the keys that
+exist, as a static cache has room for more.
+
+    int8 (B, 1, Lq, keys): every key up to a query's own
+    int32 (B, 1, Lq, keys): the first key that each query sees, the same in the whole row
+    int32 (B, 3, 1, keys): the order of the keys, and of the queries, in which what a query sees is
+        a span, and the first key that each sees; the last two begin with Lq entries
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from lssar.errors import UserError
+from lssar.mechanisms import Mechanism
+from lssar.spans import Arrangement, arrange, can_look_at
+
+ENTRIES = 2**24  # of a mask function that are looked at together
+
+
+def refuse(mechanism: Mechanism, family: str, what: str):
+    raise UserError(f"attention {mechanism.name!r} in {family} cannot take {what}")
+
+
+def visibility(
+    mechanism: Mechanism,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    config=None,
+    **_,
+) -> Tensor:
+    """The mask for all layers of one kind, from what transformers knows of the call."""
+    family = family_of(config)
+    row = torch.arange(q_length, device=device)
+    if isinstance(q_offset, Tensor) and can_look_at(q_offset):
+        q_offset = int(q_offset)
+    end, fixed = kv_length, True  # a static cache in a compiled graph
+    if not isinstance(q_offset, Tensor):
+        end, fixed = q_offset + q_length - kv_offset, False
+    places = row + (q_offset - kv_offset)
+    plain = mask_function is causal_mask_function
+    if attention_mask is None and plain and not fixed:
+        return _full(batch_size, q_length, end, device)
+    tokens = torch.ones(batch_size, end, dtype=torch.bool, device=device)
+    if attention_mask is not None:
+        missing = kv_offset + end - attention_mask.shape[1]
+        if not fixed and missing > 0:
+            shape, keys = tuple(attention_mask.shape), kv_offset + end
+            what = f"a mask of shape {shape} for {keys} keys; it must cover all"
+            refuse(mechanism, family, what)
+        if missing > 0:
+            attention_mask = F.pad(attention_mask, (0, missing))
+        tokens = attention_mask[:, kv_offset : kv_offset + end].bool()
+    if fixed:
+        tokens = tokens & (torch.arange(end, device=device) <= places[-1])
+    counts = None
+    if not plain:
+        counts = _counts(mechanism, family, mask_function, tokens, places, kv_offset)
+    if counts is None or fixed or attention_mask is not None or can_look_at(tokens):
+        arrangement = arrange(tokens, q_length, places, counts)
+    else:  # in a graph, where nobody sees that all are tokens
+        arrangement = Arrangement(end, places + 1 - counts)
+    return packed(arrangement, batch_size, q_length, device)
+
+
+def family_of(config) -> str:
+    return f"a model of type {config.model_type!r}" if config is not None else "a model"
+
+
+def _counts(
+    mechanism: Mechanism,
+    family: str,
+    mask_function,
+    tokens: Tensor,
+    places: Tensor,
+    offset: int,
+) -> Tensor:
+    """How many tokens each query sees by a mask function of transformers, (B, queries)."""
+    batch, keys = tokens.shape
+    key = torch.arange(keys, device=tokens.device)
+    sequence, head = torch.arange(batch, device=tokens.device), key[:1]
+    rank = tokens.cumsum(1)  # of each token in its sequence, from 1
+    look = can_look_at(tokens)
+    blocks = places.split(max(1, ENTRIES // (batch * keys))) if look else (places,)
+    found = []
+    for place in blocks:
+        visible = mask_function(
+            sequence[:, None, None, None],
+            head[None, :, None, None],
+            (place + offset)[None, None, :, None],
+            (key + offset)[None, None, None, :],
+        )
+        asking, own = tokens[:, place, None], rank[:, place, None]
+        visible = visible.expand(batch, 1, place.shape[0], keys)[:, 0] & tokens[:, None] & asking
+        seen = visible.sum(-1)
+        above = rank[:, None] > own - seen[..., None]
+        span = above & (rank[:, None] <= own) & tokens[:, None] & asking
+        what = "a mask in which a token sees other keys than a span up to itself"
+        if look and not torch.equal(visible, span):
+            refuse(mechanism, family, what)
+        elif not look and not tokens.is_meta:
+            torch._assert_async((visible == span).all(), f"attention cannot take {what}")
+        found.append(seen)
+    return torch.cat(found, dim=1)
+
+
+# --- the three forms -----------------------------------------------------------------------------
+
+
+def _full(batch: int, queries: int, keys: int, device: torch.device | str) -> Tensor:
+    return torch.zeros((), dtype=torch.int8, device=device).expand(batch, 1, queries, keys)
+
+
+def packed(a: Arrangement, batch: int, queries: int, device: torch.device | str) -> Tensor:
+    """An arrangement as a mask."""
+    if a.first is None:
+        return _full(batch, queries, a.end, device)
+    first = a.first.to(torch.int32)
+    if a.keys is None or a.queries is None:
+        return first[:, None, :, None].expand(-1, 1, -1, a.end)
+    rest = (0, a.end - queries)
+    order, asked = a.keys.to(torch.int32), a.queries.to(torch.int32)
+    return torch.stack((order, F.pad(asked, rest), F.pad(first, rest)), dim=1)[:, :, None]
+
+
+def unpacked(mask: Tensor, queries: int) -> Arrangement | None:
+    """The arrangement in a mask; None: it is not one of ours."""
+    if mask.dim() != 4 or mask.dtype not in (torch.int8, torch.int32):
+        return None
+    end = mask.shape[3]
+    if mask.dtype == torch.int8:
+        return Arrangement(end)
+    if mask.shape[1] == 1:
+        return Arrangement(end, mask[:, 0, :, 0])
+    keys, asked, first = mask[:, :, 0].long().unbind(1)
+    return Arrangement(end, first[:, :queries], keys, asked[:, :queries])

@@ -1,0 +1,226 @@
+"""Models of transformers around our attention: refused, recorded, packed; nothing in silence."""
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
+
+from hf_models import build, config_of, pack, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+
+from lssar.errors import UserError
+from lssar.hf import add_head_scales, register
+from lssar.mechanisms import get_mechanism
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- a model whose layers do not call our function ----------------------------------------------
+
+COMPUTE_THEIR_OWN = {  # and what they do when nobody stops them
+    "bloom": "not causal",
+    "codegen": "not causal",
+    "xglm": "not causal",
+    "gpt_neox_japanese": "not causal",
+    "xlnet": "not causal",
+    "mpt": "fails in its forward",
+    "gptj": "fails in its construction",
+    "openai-gpt": "ignores the name",
+}
+SMALL = {"d_model": 24, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_heads": 4, "n_layers": 2}
+SMALL |= {"num_heads": 4, "num_layers": 2, "rotary_dim": 4, "ffn_dim": 20, "attention_heads": 4}
+
+
+@pytest.mark.parametrize("kind", COMPUTE_THEIR_OWN)
+def test_a_model_that_computes_its_own_attention_is_refused_at_construction(kind):
+    with pytest.raises(UserError, match=rf"\({kind}\) has no layer that calls attention 'lssar'"):
+        build(kind, "lssar", **SMALL)
+    if kind != "gptj":  # transformers writes a line to its log and goes on
+        with pytest.raises(UserError, match=rf"\({kind}\) has no layer that calls"):
+            build(kind, None, **SMALL).set_attn_implementation("lssar")
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "roformer", "rembert"])
+def test_a_model_in_which_our_attention_is_not_called_is_refused_by_its_first_forward(kind):
+    options = {"is_decoder": True} if kind.startswith("r") else {}
+    try:
+        model = build(kind, "lssar", **options, embedding_size=24)
+    except UserError as error:
+        assert f"({kind}) has no layer that calls attention 'lssar'" in str(error)
+        return
+    with pytest.raises(UserError, match=rf"\({kind}\) has no layer that calls attention 'lssar'"):
+        model(tokens(1, 5))
+
+
+class Deaf(LlamaForCausalLM):
+    """A Llama of someone's own, in a file that mentions ALL_ATTENTION_FUNCTIONS as this one does,
+    whose layers compute something else."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def test_the_check_is_of_what_happened():
+    config = config_of("llama")
+    config._attn_implementation = "lssar"
+    model, ids = Deaf(config), tokens(1, 5)
+    for broken in (model, copy.deepcopy(model)):
+        with pytest.raises(UserError, match=r"\(llama\) has no layer that calls attention 'lssar'"):
+            broken(ids)
+    with pytest.raises(UserError, match="has no layer that calls"):
+        torch.compile(model, backend="eager")(ids)
+    model.set_attn_implementation("eager")
+    model(ids)  # its own affair
+
+
+# --- what a saved model was trained with --------------------------------------------------------
+
+
+def quiet_load(folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def test_a_saved_model_is_loaded_with_the_attention_it_had(tmp_path):
+    model, ids = build("llama", "lssar"), tokens(2, 9)
+    model.save_pretrained(tmp_path / "a")
+    assert not hasattr(model.config, "lssar_attention")  # the user's config is left as it was
+    again = quiet_load(tmp_path / "a")
+    assert again.config._attn_implementation == "lssar"
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    again.save_pretrained(tmp_path / "b")
+    assert torch.equal(quiet_load(tmp_path / "b")(ids).logits, model(ids).logits)
+    config = AutoConfig.from_pretrained(tmp_path / "b")
+    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "lssar"
+    model.set_attn_implementation("sdpa")  # never loaded: a fresh model may change its mind
+    model.save_pretrained(tmp_path / "c")
+    assert quiet_load(tmp_path / "c").config._attn_implementation == "sdpa"
+
+
+def test_weights_of_one_attention_under_another_are_noticed(tmp_path):
+    build("llama", "lssar").save_pretrained(tmp_path / "a")
+    with pytest.warns(UserWarning, match="saved with attention 'lssar' and runs with 'sdpa'"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", attn_implementation="sdpa")
+    with pytest.warns(UserWarning, match="saved with attention 'lssar' and runs with 'eager'"):
+        model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path / "b")  # the record stays until it is removed
+    assert quiet_load(tmp_path / "b").config._attn_implementation == "lssar"
+    model.config.lssar_attention = None
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path / "c")
+    assert quiet_load(tmp_path / "c").config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+def test_a_variant_is_registered_again_by_loading_it(tmp_path):
+    register("lssar-p3-test", get_mechanism("lssar", p=3, window=5))
+    model, ids = build("llama", "lssar-p3-test"), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    program = f"""
+import sys, torch, lssar.hf
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+ids = torch.tensor({ids.tolist()})
+print(model(ids).logits.double().abs().sum().item())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == pytest.approx(model(ids).logits.double().abs().sum().item())
+    register("lssar-p3-test", get_mechanism("lssar", p=4))
+    with pytest.raises(UserError, match=r"another attention 'lssar-p3-test': here p = 4, not 3"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+def test_without_this_library_a_marked_model_is_not_loaded(tmp_path):
+    build("llama", "lssar").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "lssar"
+    program = "from transformers import AutoModelForCausalLM as A; import sys; "
+    program += "A.from_pretrained(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert 'Specified `attn_implementation="lssar"` is not supported' in done.stderr
+
+
+def test_the_scalars_of_heads_are_loaded_again(tmp_path):
+    model, ids = add_head_scales(build("llama", "ssmax")), tokens(1, 7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("head_scale"):
+                parameter.copy_(torch.rand(4) + 0.5)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(quiet_load(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_a_name_of_transformers_stays_theirs():
+    for name in ("sdpa", "eager", "flash_attention_2"):
+        with pytest.raises(UserError, match=f"attention {name!r} is one of transformers' own"):
+            register(name, get_mechanism("lssar"))
+
+
+# --- packed sequences ---------------------------------------------------------------------------
+
+PASS_NO_POSITIONS = {  # to their layers
+    "llama4_text": {
+        "num_local_experts": 2,
+        "attention_chunk_size": 64,
+        "intermediate_size_mlp": 20,
+        "no_rope_layers": [1, 1],
+    },
+    "gpt_bigcode": {"multi_query": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", *PASS_NO_POSITIONS])
+def test_packed_sequences_in_evaluation_do_not_see_one_another(kind):
+    """With the cache that transformers makes by default, where it looks for no packed sequences."""
+    model = build(kind, "lssar", **PASS_NO_POSITIONS.get(kind, {}))
+    sequences = [tokens(1, n) for n in (5, 1, 8)]
+    ids, place = pack(sequences)
+    with torch.no_grad():
+        alone = torch.cat([model(s).logits for s in sequences], dim=1)
+        for options in ({}, {"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
+            packed = model(ids, position_ids=place, **options)
+            torch.testing.assert_close(packed.logits, alone, rtol=1e-4, atol=1e-4)
+            assert packed.past_key_values is None
+    with pytest.raises(UserError, match="packed sequences, which a cache has no place for"):
+        model(ids, position_ids=place, past_key_values=DynamicCache())
+
+
+def test_positions_that_do_not_start_again_keep_their_cache():
+    model, ids = build("llama", "lssar"), tokens(2, 9)
+    place = torch.arange(9)[None].expand(2, -1)
+    with torch.no_grad():
+        first = model(ids[:, :4], position_ids=place[:, :4])
+        cache = first.past_key_values
+        second = model(ids[:, 4:], position_ids=place[:, 4:], past_key_values=cache)
+        whole = model(ids).logits
+    got = torch.cat((first.logits, second.logits), dim=1)
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_bounds_of_packed_sequences_are_taken():
+    model = build("llama", "lssar")
+    sequences = [tokens(1, n) for n in (5, 1, 8)]
+    ids, place = pack(sequences)
+    bounds = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+    options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    options |= {"max_length_q": 8, "max_length_k": 8}
+    with torch.no_grad():
+        alone = torch.cat([model(s).logits for s in sequences], dim=1)
+        for given in (options, options | {"position_ids": place}):
+            torch.testing.assert_close(model(ids, **given).logits, alone, rtol=1e-4, atol=1e-4)
+        with pytest.raises(UserError, match=r"cu_seq_lens_q for .*; give one row and no"):
+            model(ids.expand(2, -1), **options)

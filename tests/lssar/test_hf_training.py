@@ -1,0 +1,87 @@
+"""Packed training as the fine-tuning stacks do it: collators, TRL, adapters, checkpointing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
+
+from eval_helpers import exported_model, tiny_model
+from hf_models import build, tokens
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+
+import export_hf
+import lssar.hf  # noqa: F401 - registers the mechanisms
+from data.tokeniser import get_tokeniser
+
+LENGTHS = (5, 1, 8, 3)
+
+
+def made(kind: str):
+    return exported_model(tiny_model("lssar")) if kind == "exported" else build(kind, "lssar")
+
+
+def mean_loss(model, sequences) -> torch.Tensor:
+    """Over all tokens but each sequence's first, of every sequence alone."""
+    logits = [model(s[None], use_cache=False).logits[0, :-1] for s in sequences]
+    return F.cross_entropy(torch.cat(logits), torch.cat([s[1:] for s in sequences]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "exported"])
+@pytest.mark.parametrize("bounds", [False, True])
+def test_a_flattened_batch_has_the_loss_and_gradients_of_its_sequences(kind, bounds):
+    model = made(kind)
+    sequences = [tokens(1, n)[0] for n in LENGTHS]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=bounds, return_seq_idx=bounds)
+    batch = collate([{"input_ids": s.tolist()} for s in sequences])
+    assert "attention_mask" not in batch and ("cu_seq_lens_q" in batch) == bounds
+    found = []
+    for loss in (lambda: model(**batch).loss, lambda: mean_loss(model, sequences)):
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        found.append((value, [p.grad.clone() for p in model.parameters()]))
+    (got, got_gradients), (expected, gradients) = found
+    torch.testing.assert_close(got, expected)
+    for one, other in zip(got_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packing", "padding-free"])
+@pytest.mark.parametrize("kind", ["llama", "exported"])
+def test_trl_trains_on_what_the_sequences_are_alone(kind, packing, tmp_path):
+    trl = pytest.importorskip("trl")
+    peft, datasets = pytest.importorskip("peft"), pytest.importorskip("datasets")
+    from transformers import AutoTokenizer
+
+    export_hf.write_tokeniser(get_tokeniser("bytes"), tmp_path / "tokeniser")
+    model = made(kind)
+    sequences = [tokens(1, n)[0] for n in LENGTHS]
+    expected = mean_loss(model, sequences).item()
+    arguments = trl.SFTConfig(
+        str(tmp_path), packing=packing, padding_free=True, max_length=32 if packing else None,
+        per_device_train_batch_size=len(LENGTHS), max_steps=1, learning_rate=0.0, logging_steps=1,
+        report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True,
+        gradient_checkpointing=True, loss_type="nll",
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model,
+        arguments,
+        train_dataset=datasets.Dataset.from_dict({"input_ids": [s.tolist() for s in sequences]}),
+        processing_class=AutoTokenizer.from_pretrained(tmp_path / "tokeniser"),
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=2),
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_merged_adapter_is_loaded_with_the_attention_it_was_trained_with(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, ids = build("llama", "lssar"), tokens(1, 7)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    adapted(ids, labels=ids).loss.backward()
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "lssar"
+    torch.testing.assert_close(again(ids).logits, merged(ids).logits)
