@@ -1,5 +1,6 @@
 """`from attention import attend` with nothing but torch: every other package is out of reach."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,8 @@ def test_every_mechanism_runs_with_nothing_but_torch_installed():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "25 mechanisms\n"
+
+
+def test_the_example_of_an_own_model_learns():
+    main = runpy.run_path(str(REPOSITORY / "examples" / "own_model.py"))["main"]
+    assert main("lssar", steps=110) < 1  # log(32) = 3.47 is a guess
