@@ -105,22 +105,19 @@ def test_recorded_resources_cover_every_shipped_configuration():
 def test_configurations_of_head_dim_64_do_not_spill():
     rows = [r for r in json.loads(RESOURCES.read_text())["kernels"] if r["head_dim"] == 64]
     assert len(rows) > 50
-    assert not [row for row in rows if row["spilled_bytes"] and row["variant"] != "mish"]
-    assert all(row["spilled_bytes"] <= 16 for row in rows)
+    assert not [row for row in rows if row["spilled_bytes"]]
     # 163 KiB is what an A100 gives a block; an H100 gives more.
     assert all(row["shared_bytes"] <= 163 * 1024 for row in rows)
 
 
 def test_the_first_choice_of_head_dim_128_does_not_spill():
-    rows = [r for r in json.loads(RESOURCES.read_text())["kernels"] if r["head_dim"] == 128]
-    first = {kernel: triton_op.CONFIGS[kernel, 128, 2][0] for kernel in ("forward", "dq", "dkv")}
-    chosen = [
-        r
-        for r in rows
-        if (r["rows"], r["keys"], r["warps"], r["stages"]) == first[r["kernel"]]
-        and r["dtype"] == "bf16"
-    ]
-    assert len(chosen) >= 2 * 3 * len(triton_compile.VARIANTS)
+    chosen = []
+    for row in json.loads(RESOURCES.read_text())["kernels"]:
+        width = 4 if row["dtype"] == "fp32" else 2
+        config = (row["rows"], row["keys"], row["warps"], row["stages"])
+        if row["head_dim"] == 128 and config == triton_op.CONFIGS[row["kernel"], 128, width][0]:
+            chosen.append(row)
+    assert len(chosen) >= 2 * 3 * (len(triton_compile.VARIANTS) + 4)
     assert not [row for row in chosen if row["spilled_bytes"]]
 
 
