@@ -125,7 +125,8 @@ def _value_pass(
 ):  # fmt: skip
     """Sums over the keys from `start` to hi, in `unit`: l of |w|, acc of w v, h and guide of H, G.
 
-    Without a mean pass, top is the largest score so far of exp, and the sums relative to it."""
+    Without a mean pass, top is the largest score so far of exp, and the sums relative to it; of any
+    other activation the largest |w|."""
     for begin in tl.range(start, hi, BLOCK_N):
         inside = None
         keys = begin + tl.arange(0, BLOCK_N)
@@ -162,7 +163,10 @@ def _value_pass(
         else:
             z *= unit
         if FORM.l1:
-            l, carry = add(l, carry, tl.sum(tl.abs(z) if FORM.signed else z, 1))
+            size = tl.abs(z) if FORM.signed else z
+            l, carry = add(l, carry, tl.sum(size, 1))
+            if not (FORM.online or FORM.centred):
+                top = tl.maximum(top, tl.max(size, 1))
         v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
         acc = dot(z, v, acc)
         if GUIDED:
@@ -302,6 +306,8 @@ def forward_kernel(
             alone = count <= 1
             if FORM.phi == "exp":
                 alone = alone | (saturated if FORM.recentre else l <= unit)
+            elif not FORM.centred:
+                alone = alone | (l <= top)
             coef = tl.where(alone, 0.0, coef)
         if FORM.centred:
             share = tl.where(count > 3, 1.0 / count, 0.0)

@@ -57,6 +57,11 @@ def test_accuracy_of_mechanisms_on_hostile_input(kind, name, dtype):
     check(kind, 70, 70, 64, MECHANISMS[name], dtype)
 
 
+@pytest.mark.parametrize("name", ["relu-l1", "gelu-l1", "softplus-l1"])
+def test_accuracy_where_one_key_has_all_of_the_weight(name):
+    check("huge", 70, 70, 64, MECHANISMS[name], heads=4)
+
+
 COSINE, SCALED = {"scale": "log d log N"}, {"scale": "s log N / sqrt(d)", "parameter_init": 0.5}
 COMBINATIONS = (  # parts that no entry of MECHANISMS puts together
     {**COSINE, "phi": "relu", "norm": "none"},
