@@ -67,7 +67,9 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
     """The attention matrices (heads, L, L) that the model computes in `layer` for tokens (L,)."""
     attention, x, rope, first = layer_inputs(model, tokens.unsqueeze(0), layer)
     q, k, _ = attention.queries_keys_values(x, rope)
-    options = {"first": first, "params": attention.head_scale}
+    gates = () if attention.forget is None else (attention.gates(x),)
+    decay = attention.decay(k, *gates)
+    options = {"first": first, "params": attention.head_scale, "decay": decay}
     return attention_weights(q, k, attention.mechanism, **options)[0].cpu()
 
 

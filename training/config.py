@@ -44,9 +44,10 @@ class ModelSection:
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
-    channels: int | None = None  # these three: see model.ModelConfig; None: a text model's
-    positions: int | None = None
+    channels: int | None = None  # these: see model.ModelConfig; None: a text model's
     outputs: int | None = None
+    positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
+    pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ class AttentionSection:
     numerics: str | None = None
     window: int | None = None
     backend: str = "auto"  # one of lssar.BACKENDS: how it is computed, not what
+
+
+@dataclass(frozen=True)
+class LocalSection:
+    """What the local layers of model.pattern have in place of [attention] and model.positions."""
+
+    name: str | None = None  # None: as the global layers, here and below
+    p: float | None = None
+    positions: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,7 @@ class BatchPlan(NamedTuple):
 class Config:
     model: ModelSection = ModelSection()
     attention: AttentionSection = AttentionSection()
+    local: LocalSection = LocalSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
@@ -137,16 +148,22 @@ class Config:
     def run_directory(self) -> Path:
         return Path(self.log.directory) / self.log.name
 
-    def mechanism(self) -> Mechanism:
-        settings = {k: v for k, v in asdict(self.attention).items() if v is not None}
-        del settings["backend"]
-        return get_mechanism(**{"train_length": self.train.length, **settings})
+    def mechanism(self, **own) -> Mechanism:
+        """Of [attention]; `own` is what [local] has instead: with a name, all of it."""
+        settings = {} if "name" in own else _given(self.attention)
+        settings.pop("backend", None)
+        return get_mechanism(**{"train_length": self.train.length, **settings, **own})
 
     def model_config(self):
-        from model import preset  # imports torch: a mistyped key is found faster without it
+        from model import Layer, preset  # imports torch: a mistyped key is found faster without it
 
-        changes = {k: v for k, v in asdict(self.model).items() if v is not None}
+        changes, own = _given(self.model), _given(self.local)
         changes["documents"] = self.data.document_mask
+        if "pattern" in changes:
+            changes["pattern"] = tuple(changes["pattern"])
+        if own:
+            positions = own.pop("positions", changes.get("positions", "rope"))
+            changes["local"] = Layer(self.mechanism(**own), positions)
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
     def data_ends(self) -> dict[str, int]:
@@ -210,6 +227,10 @@ _KEYS = {
     for section, kind in _SECTIONS.items()
     for key, hint in typing.get_type_hints(kind, include_extras=True).items()
 }
+
+
+def _given(section) -> dict:
+    return {key: value for key, value in asdict(section).items() if value is not None}
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -315,7 +336,8 @@ def _parse_override(text: str) -> Found:
     with contextlib.suppress(*_NOT_TOML):
         (parsed,) = tomllib.loads(f"v = {value}").values()
     # A run may be called 2024-01-31 or 1e3: a string is taken as typed, or without its quotes.
-    if str in _KEYS.get(f"{section}.{key}", ()) and not isinstance(parsed, str):
+    kinds = _KEYS.get(f"{section}.{key}", ())
+    if str in kinds and type(parsed) not in kinds:
         parsed = value
     return _flatten({section: {key: parsed}}, "command line")
 
@@ -340,11 +362,14 @@ def _typed(value, kinds: tuple, where: str):
         raise UserError(f"{where}: is not text; write it in UTF-8")
     if type(value) in kinds:
         return value
+    if list[str] in kinds and type(value) is list and all(type(item) is str for item in value):
+        return value
     if float in kinds and type(value) is int:
         return float(value)
     if str in kinds and type(value) in (int, float, bool):
         return str(value)
-    raise UserError(f"{where}: is of type {type(value).__name__}, must be {kinds[0].__name__}")
+    wanted = kinds[0].__name__ if isinstance(kinds[0], type) else kinds[0]
+    raise UserError(f"{where}: is of type {type(value).__name__}, must be {wanted}")
 
 
 def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
@@ -370,8 +395,8 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     for name, known in choices.items():
         require(values[name] in known, name, f"unknown; {did_you_mean(values[name], known)}")
     t, tokens, run = config.train, config.eval.tokens, config.log.name
-    positions = config.model.positions or t.length
-    require(t.length <= positions, "train.length", f"is above model.positions = {positions}")
+    table = config.model.positions if type(config.model.positions) is int else t.length
+    require(t.length <= table, "train.length", f"is above model.positions = {table}")
     require(t.warmup <= t.steps, "train.warmup", f"is longer than train.steps = {t.steps}")
     has_moments = t.init_from and not config.model.outputs  # a regression head starts from scratch
     rule = "needs train.init_from, and a model without model.outputs"

@@ -15,10 +15,12 @@ from lssar.reference import attention_weights
 
 NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
-LEARNABLE = ("ssmax", "relu-shen")
+LEARNABLE = ("ssmax", "relu-shen", "cos-ssmax")
+SDPA = ("softmax", "ssmax", "cos-softmax", "cos-softmax-constant", "cos-ssmax")
 BACKENDS = ("auto", "sdpa", "rowblock", "eager")  # the kernels have tests of their own
 PROBABILITIES = (
     *("softmax", "ssmax", "sigmoid-logn-l1", "sigmoid-l1", "softplus-l1", "lssa"),
+    *("cos-softmax", "cos-softmax-constant", "cos-ssmax", "stick-breaking"),
     *SHARPENED,
 )
 SIGNED = ("gelu-l1", "mish-l1", "identity-l1", "softmax-recentred-l1")
@@ -44,9 +46,9 @@ def params_of(name, heads=2):
     return torch.linspace(0.3, 1.7, heads, dtype=torch.float64)
 
 
-def test_the_registry_holds_the_24_mechanisms_of_the_paper_and_a_control():
+def test_the_registry_holds_the_24_mechanisms_of_the_paper_controls_and_a_baseline():
     assert set(NAMES) == {
-        "cos-softmax",
+        *("cos-softmax", "cos-softmax-constant", "cos-ssmax", "stick-breaking"),
         *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "relu-length"),
         *("relu-shen", "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1"),
         *("mish-l1", "identity", "exp", "identity-l1", "softmax-inverse", "softmax-recentred"),
@@ -71,7 +73,7 @@ def test_weights_equal_the_loop_reference(name, shape):
 @pytest.mark.parametrize("lq", [1, 5, 37])
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(n, b) for n in NAMES for b in BACKENDS if b != "sdpa" or n in ("softmax", "ssmax")],
+    [(n, b) for n in NAMES for b in BACKENDS if b != "sdpa" or n in SDPA],
 )
 def test_attend_is_the_reference_weights_times_the_values(name, backend, lq):
     q, k, v = random_qkv(lq, 37, 20, batch=2)
@@ -105,7 +107,7 @@ def assert_close_to_float64(tensors, name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_of_any_width_in_float32_with_gradients(name, backend, lq, width):
-    if backend == "sdpa" and name not in ("softmax", "ssmax"):
+    if backend == "sdpa" and name not in SDPA:
         return
     q, k, v = random_qkv(lq, 37, 20, dtype=torch.float32)
     v = torch.cat([v] * 7, -1)[..., :width]
@@ -156,7 +158,7 @@ def test_a_missing_triton_is_said_once_where_a_gpu_would_have_used_it(monkeypatc
 @pytest.mark.parametrize("name", LEARNABLE)
 def test_absent_params_are_the_papers_initial_value(name):
     q, k, v = random_qkv(9, 9, 20)
-    initial = {"ssmax": 0.43, "relu-shen": 1.0}[name]
+    initial = {"ssmax": 0.43, "relu-shen": 1.0, "cos-ssmax": 1.0}[name]
     expected = weights_of_batch(name, q, k, torch.full((2,), initial, dtype=torch.float64))
     torch.testing.assert_close(attention_weights(q, k, name), expected)
     torch.testing.assert_close(attend(q, k, v, name), expected @ v)
