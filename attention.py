@@ -151,12 +151,14 @@ class Attention(nn.Module):
 
     def gates(self, x: Tensor) -> Tensor:
         """FoX: log sigmoid(w_h . x_t + b_h), (B, H, L, 1)."""
-        return F.logsigmoid(self.forget(x).float()).transpose(1, 2).unsqueeze(-1)
+        gates = self.forget(x)
+        gates = F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        return gates.transpose(1, 2).unsqueeze(-1)
 
     def decay(self, k: Tensor, gates: Tensor | None = None) -> Tensor | None:
         """The log decay at each key, (B, H, Lk): of its gate, or ALiBi's m_h = 2^(-8 h / H)."""
         if gates is not None:
-            return gates.squeeze(-1).float()
+            return gates.squeeze(-1)
         if self.positions != "alibi":
             return None
         head = torch.arange(1, self.heads + 1, device=k.device, dtype=torch.float32)
