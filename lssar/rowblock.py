@@ -102,7 +102,7 @@ class _Block:
         ]
 
 
-def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int = 0) -> Iterator[_Block]:
     """Of one head of k if it fills a block, as keys are normalised anew for each; else of several.
 
     At least four blocks of rows, so that little is computed of what no row sees.

@@ -103,7 +103,7 @@ def row(name, q, keys, *, p=15.0, alpha=0.0, train_length=1024, length=None, par
         return softmax(x)
     if name == "ssmax":
         s = 0.43 if param is None else param
-        return softmax([s * math.log(n) * value for value in x])
+        return softmax([s * math.log(n) * (a - b) + b for a, b in zip(x, fall, strict=True)])
     if name == "softmax-reweighted":
         return reweight(softmax(x), exponent)
     if name == "softmax-inverse":

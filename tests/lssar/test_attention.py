@@ -204,6 +204,57 @@ def test_sliding_window_equals_the_masked_reference(name, window):
     torch.testing.assert_close(got, expected @ v, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{}, {"window": 7}, {"window": 7, "sinks": 3}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_and_sinks_equal_the_loop_reference(name, settings):
+    q, k, v = random_qkv(19, 23, 20)
+    params, decay = params_of(name), -torch.rand(1, 2, 23, dtype=torch.float64)
+    expected = weights_of_batch(name, q, k, params, decay, **settings)
+    m, options = get_mechanism(name, **settings), {"params": params, "decay": decay}
+    torch.testing.assert_close(attention_weights(q, k, m, **options), expected)
+    torch.testing.assert_close(attend(q, k, v, m, **options), expected @ v)
+
+
+def test_a_decay_is_exact_where_keys_are_near_however_long_the_row():
+    """Sums to 10,000: in float32 a score would be off by a thousandth, were they counted from 0."""
+    q, k, v = random_qkv(3, 16384, 16, heads=1, dtype=torch.float32)
+    decay = torch.full((1, 1, 16384), -0.63)
+    got = attend(q, k, v, "softmax", decay=decay)
+    exact = attend(*(t.double() for t in (q, k, v)), "softmax", decay=decay.double())
+    assert (got - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (
+            {"decay": torch.zeros(1, 2, 9)},
+            r"decay must be .* here \(1, 2, 13\); got .* \(1, 2, 9\)",
+        ),
+        ({"decay": torch.zeros(1, 2, 13, dtype=torch.int64)}, "got torch.int64"),
+        ({"decay": torch.zeros(1, 2, 13), "backend": "cpu"}, "its scores do not decay"),
+    ],
+    ids=["shape", "type", "backend"],
+)
+def test_a_decay_that_cannot_be_is_refused(options, part):
+    q, k, v = random_qkv(9, 13, 20, dtype=torch.float32)
+    with pytest.raises(UserError, match=part):
+        attend(q, k, v, "softmax", **options)
+
+
+def test_sinks_need_a_window_and_rows_that_begin_at_the_first_key():
+    with pytest.raises(UserError, match=r"sinks = 4; .* needs a window"):
+        get_mechanism("softmax", sinks=4)
+    q, k, v = random_qkv(9, 13, 20)
+    m = get_mechanism("softmax", window=5, sinks=2)
+    with pytest.raises(UserError, match="sinks = 2 are the first keys of all"):
+        attend(q, k, v, m, first=torch.zeros(9, dtype=torch.int64))
+    with pytest.raises(UserError, match="sees nothing outside of a window"):
+        attend(q.float(), k.float(), v.float(), m, backend="cpu")
+    with pytest.raises(UserError, match="norm = 'stick'; what breaks off a stick"):
+        Mechanism("mine", "Mine", norm="stick")
+
+
 @pytest.mark.parametrize("backend", ["eager", "rowblock"])
 @pytest.mark.parametrize("name", ["sigmoid", "relu-length"])
 def test_length_is_the_training_length_or_the_current_one(name, backend):
