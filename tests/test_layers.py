@@ -210,6 +210,7 @@ def test_a_padded_batch_decodes_each_sequence_as_alone(kind):
             assert_alike(got[row], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hybrid", "hybrid of fox"])
 def test_compiled_equals_eager(kind, tokens):
     torch.compiler.reset()
