@@ -248,18 +248,6 @@ def _eager(
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
-def _rowblock(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    m: Mechanism,
-    params: Tensor | None,
-    span: Span,
-    decay: Tensor | None = None,
-) -> Tensor:
-    return attend_by_row_blocks(_eager, q, k, v, m, params, span, decay)
-
-
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
@@ -348,6 +336,6 @@ BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
     "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
     "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
-    "rowblock": Backend(_rowblock),
+    "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }

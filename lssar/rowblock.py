@@ -28,7 +28,7 @@ def attend_by_row_blocks(
     mechanism: Mechanism,
     params: Tensor | None,
     span: Span,
-    decay: Tensor | None,
+    decay: Tensor | None = None,
 ) -> Tensor:
     """`attend_eager(q, k, v, mechanism, params, span, decay)`, recomputed in backward."""
     batch, heads = q.shape[:2]
