@@ -60,7 +60,8 @@ def test_every_headline_run_is_shipped():
 def test_every_shipped_config_loads_as_its_name_says(path):
     config = load_config(path)
     size = re.match(r"(gpt2-)?([0-9a-z]+)", path.stem)[2]
-    attention = next(part for part in path.stem.split("-")[1:] if part in MECHANISM_WORDS)
+    words = path.stem.split("-")[1:]
+    attention = next(MECHANISM_OF[word] for word in words if word in MECHANISM_OF)
     assert config.model.preset == size
     assert config.attention.name == attention
     assert config.mechanism().name == attention
@@ -73,7 +74,8 @@ def test_every_shipped_config_loads_as_its_name_says(path):
     assert config.run_directory == Path("runs") / path.stem
 
 
-MECHANISM_WORDS = ("softmax", "lssa", "lssar")
+MECHANISM_OF = {"softmax": "softmax", "lssa": "lssa", "lssar": "lssar"}
+MECHANISM_OF |= {"hybrid": "cos-softmax", "drope": "softmax"}
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "gpt2" in p.stem], ids=lambda p: p.stem)
