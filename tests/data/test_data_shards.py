@@ -96,8 +96,9 @@ def test_ready_made_sets_open_under_any_prefix(tmp_path, prefix):
 def test_a_prepared_set_knows_its_tokeniser(prepared):
     tokens = open_split(prepared, "train", vocab_size=257)
     assert (tokens.tokeniser, tokens.vocab_size, tokens.directory) == ("bytes", 257, prepared)
-    total = 1 + len((LINE * 100).encode())  # one document, one EOT
-    assert verify(prepared) == {"val": 700, "train": total - 700}
+    found, manifest = verify(prepared), read_manifest(prepared)
+    assert found == manifest["tokens"]
+    assert sum(found.values()) == len((LINE * 100).encode()) + manifest["documents"]
 
 
 def test_thousands_of_shards_need_few_descriptors(tmp_path):
@@ -252,7 +253,8 @@ def test_verify_finds_any_flipped_bit(prepared):
 
 def test_verify_is_a_command(prepared, capsys):
     main(["verify", str(prepared)])
-    assert "is sound: 3,301 training tokens, 700 validation tokens" in capsys.readouterr().out
+    found = "is sound: {train:,} training tokens, {val:,} validation tokens"
+    assert found.format(**read_manifest(prepared)["tokens"]) in capsys.readouterr().out
 
 
 def test_an_unfinished_set_is_not_trained_on(prepared):
