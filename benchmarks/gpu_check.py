@@ -115,20 +115,7 @@ FLOOR = 2**-22
 # the scores before it multiplies, where eager computes in float32. Half a unit of the type.
 SDPA_SLACK = {"fp32": 0, "bf16": 2**-8, "fp16": 2**-11}
 
-# (batch, heads, query rows, keys, head dim). Few rows need many heads: a row whose gradient nearly
-# cancels has any relative error in 16 bits, and must not be all there is to judge.
-SHAPES = {
-    "square": (2, 3, 256, 256, 64),
-    "odd": (1, 3, 203, 203, 40),
-    "wide heads": (1, 2, 193, 193, 128),
-    "one token": (2, 32, 1, 501, 64),
-    "few tokens": (1, 16, 5, 333, 64),
-    "a chunk": (1, 2, 70, 257, 64),
-    "shortest": (2, 32, 3, 3, 16),
-}
-MECHANISMS = {name: {} for name in ("softmax", "ssmax", "lssa", "sigmoid-logn-l1")}
-MECHANISMS |= {"lssar": {"p": 15}, "lssar p=2.5": {"p": 2.5}, "softmax-reweighted": {"p": 3}}
-MECHANISMS["lssar adaptive"] = {"alpha": 0.3, "train_length": 100}
+SHAPES, MECHANISMS = (benchmark.BENCHMARKS["gpu-check"][k] for k in ("shapes", "mechanisms"))
 # Compiling takes seconds per case, so a selection, and an even smaller one for --quick.
 COMPILED_SHAPES, COMPILED_MECHANISMS = ("odd", "few tokens"), ("softmax", "lssa", "lssar")
 QUICK_SHAPES, QUICK_MECHANISMS = ("odd", "one token", "few tokens"), ("softmax", "lssar")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DESCRIPTION, TokenSet, describe, open_split
+from data.shards import DESCRIPTION, SIMULATE, TokenSet, describe, open_split
 from lssar.errors import UserError
 from support.files import open_regular, reading
 
@@ -122,7 +122,7 @@ Tokens = TokenSet | Records
 
 
 def open_data(
-    directory: str | Path, split: str, *, vocab_size: int, channels: int, outputs: int, command: str
+    directory: str | Path, split: str, *, vocab_size: int, channels=1, outputs=0, command=SIMULATE
 ) -> Tokens:
     """What a model with these inputs and outputs reads: a stream of tokens, or records.
 

@@ -26,7 +26,7 @@ MANIFEST, PROGRESS, DESCRIPTION = "manifest.json", "progress.json", "records.jso
 SHARD_NAME = re.compile(r"(?P<prefix>\w[\w.-]*)_(?P<split>train|val)_(?P<index>\d+)\.bin", re.ASCII)
 SAMPLE_TOKENS = 4096  # checked when a shard is opened: fast enough for 10,000 files
 OPEN_SHARDS = 128  # each holds a file descriptor, of which a process has perhaps 1,024
-PREPARE = "python data/prepare.py --help"
+PREPARE, SIMULATE = "python data/prepare.py --help", "python physics/simulate.py --help"
 MAX_PADDING = 1024  # a model's vocabulary with more unused ids is of another tokeniser
 
 
@@ -211,7 +211,7 @@ def read_manifest(directory: Path) -> dict:
     return manifest
 
 
-def describe(directory: Path, command: str = "python physics/simulate.py --help") -> dict:
+def describe(directory: Path, command: str = SIMULATE) -> dict:
     """The `records.json` of a set of records (data/loader.py)."""
     path = directory / DESCRIPTION
     if not path.exists():

@@ -84,20 +84,17 @@ class ParquetStream:
         return self._dataset.state_dict()
 
 
-class HubSource:
+class HubSource(ParquetStream):
     """FineWeb or FineWeb-Edu, streamed from the hub."""
 
     def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
+        super().__init__(repository, "text", name=sample, revision=revision)
         self._tokens = samples[sample]
         self.description = {"kind": name, "sample": sample, "revision": revision}
-        self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
 
     def pieces(self, state: dict | None) -> Iterator[list[Piece]]:
-        return ([Piece(text)] for text, _ in self._stream.texts(state and state["stream"]))
-
-    def state(self) -> dict:
-        return {"stream": self._stream.state()}
+        return ([Piece(text)] for text, _ in self.texts(state))
 
     def expected_tokens(self, written: int) -> int | None:
         return self._tokens
@@ -120,15 +117,18 @@ class Sample:
 
     def pieces(self, text: str, starts: bool, number: int) -> list[Piece]:
         """The parts of a text, which are documents `number`, `number + 1`, ... of the sample."""
-        found = []
-        for i, part in enumerate(cut_safely(text, limit=self.longest), start=number):
-            # Text that does not continue what its split has last is a document of its own.
-            begins = (starts and i == number) or self.holds(i) != self.holds(i - 1)
-            found.append(Piece(part, begins, self.holds(i)))
+        found, before, most = [], self.holds(number - 1), max(4 * self.longest, 4096)
+        for part in cut_safely(text, limit=self.longest):
+            for at in range(0, len(part), most):  # twice only where there are no blanks to cut at
+                validation = self.holds(number + len(found))
+                # Text that does not continue what its split has last is a document of its own.
+                begins = validation != before or at > 0 or (starts and not found)
+                found.append(Piece(part[at : at + most], begins, validation))
+                before = validation
         return found
 
 
-class Unusable(Exception):
+class Unusable(UserError):
     """What is wrong with a file, or with a line of it."""
 
 

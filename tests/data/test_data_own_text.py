@@ -130,6 +130,15 @@ def test_a_few_long_files_are_drawn_in_parts_and_nothing_is_lost(tmp_path, files
     assert 0.03 < size / len(whole) < 0.07
 
 
+def test_a_text_without_blanks_is_split_too(tmp_path):
+    text = "".join(random.Random(0).choices("ACGT", k=300_000))
+    (tmp_path / "a.txt").write_text(text)
+    prepare(tmp_path / "a.txt", tmp_path / "out")
+    val, train = (documents(tmp_path / "out", split) for split in ("val", "train"))
+    assert "".join(sorted(val + train, key=text.index)) == text
+    assert 0.02 < sum(map(len, val)) / len(text) < 0.1
+
+
 def test_val_tokens_is_about_what_comes_out(tmp_path):
     (tmp_path / "a.txt").write_text(words(0, 60_000))
     for asked in (1_000, 10_000, 100_000):
@@ -170,6 +179,12 @@ def in_good_company(tmp_path, name, data):
     return tmp_path / "in"
 
 
+def parquet(**columns):
+    file = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue().to_pybytes()
+
+
 WHOLE_FILES = {
     "latin1.txt": (b"caf\xe9 au lait " * 99, "is not UTF-8 (byte 3)"),
     "late.txt": (b"fine words " * 300_000 + b"\xff" + b"more words " * 9, "is not UTF-8 (byte 33"),
@@ -180,6 +195,8 @@ WHOLE_FILES = {
     "sum.jsonl.gz": (gzip.compress(b'{"text": "x"}\n')[:-8] + bytes(8), "is damaged"),
     "plain.txt.gz": (b"not compressed", "is damaged: Not a gzipped file"),
     "fake.parquet": (b"PAR1 not really", "is not a parquet file"),
+    "other.parquet": (parquet(body=["x"]), "has no column 'text'"),
+    "ints.parquet": (parquet(text=[7, 8]), "has no text in 'text' but 7"),
 }
 LINES = {
     "half": b'{"text": "half',

@@ -145,6 +145,12 @@ def test_another_tokeniser_s_set_is_refused(prepared, vocab_size):
     refuses(prepared, rf"tokenised with 'bytes' \(257 ids\) .* {vocab_size}", vocab_size=vocab_size)
 
 
+def test_both_ways_out_of_another_tokeniser_s_set_are_named(prepared):
+    train = "train the model with --model.tokeniser=bytes"
+    refuses(prepared, f"{train}, or prepare the text with --tokeniser gpt2$", vocab_size=50304)
+    refuses(prepared, f"{train}, or choose other data$", vocab_size=7003)
+
+
 def test_missing_things_are_named(tmp_path, prepared):
     refuses(tmp_path / "nowhere", "nowhere does not exist")
     (tmp_path / "empty").mkdir()
