@@ -17,6 +17,7 @@ from all over it (a file of more than a two-hundredth of the text is drawn in pa
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -66,13 +67,14 @@ def prepare(source, arguments: argparse.Namespace) -> None:
             skipped = _fill(writer, source, arguments.workers)
             report_skipped(skipped)
             _refuse_too_little(writer)
-            writer.finish(**{"skipped": skipped} if skipped else {})
+            listed = [{"file": p.name, "lines": n, "what": w} for p, (n, w) in skipped.items()]
+            writer.finish(skipped=listed)
     found = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
     print(f"{out}: {found}, {len(writer.shards)} shards")
 
 
-def _fill(writer: ShardWriter, source, workers: int) -> list[dict]:
-    """Write all that is missing; returns the files and lines that were left out."""
+def _fill(writer: ShardWriter, source, workers: int) -> dict[Path, tuple[int, str]]:
+    """Write all that is missing. Of what was left out: how many lines (0: all), what is wrong."""
     val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
     most = max_tokens or sys.maxsize
     state, last_record = writer.resume(), time.monotonic()
@@ -94,19 +96,15 @@ def _fill(writer: ShardWriter, source, workers: int) -> list[dict]:
                 writer.save(chunk.state)
                 last_record = time.monotonic()
             bar.total = max_tokens or source.expected_tokens(writer.total)
-    return [
-        {"file": source.files[int(index)].name, "lines": lines, "what": what}
-        for index, (lines, what) in chunk.skipped.items()
-    ]
+    return {source.files[int(index)]: found for index, found in chunk.skipped.items()}
 
 
-def report_skipped(skipped: list[dict]) -> None:
+def report_skipped(skipped: dict[Path, tuple[int, str]]) -> None:
+    counts = [lines for lines, _ in skipped.values()]
     if skipped:
-        whole, lines = sum(e["lines"] == 0 for e in skipped), sum(e["lines"] for e in skipped)
-        print(f"left out by --skip-bad: files {whole}, lines {lines}")
-    for entry in skipped[:MOST_LISTED]:
-        count = f", {entry['lines']} lines, the first" if entry["lines"] else ""
-        print(f"  {entry['file']}{count} {entry['what']}")
+        print(f"left out by --skip-bad: files {counts.count(0)}, lines {sum(counts)}")
+    for path, (lines, what) in itertools.islice(skipped.items(), MOST_LISTED):
+        print(f"  {path}{f', {lines} lines, the first' if lines else ''} {what}")
     if len(skipped) > MOST_LISTED:
         print(f"  and {len(skipped) - MOST_LISTED} more files, listed in {MANIFEST}")
 

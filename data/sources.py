@@ -36,7 +36,7 @@ HUB = {  # name: (repository, prefix of the shards, samples)
 }
 BYTE_ORDER_MARK = "\ufeff"
 CONVERT = "convert it first, for example with iconv"
-LONGEST_SOLID = 16 * CHUNK_CHARS  # bytes of a text without blanks that are held in memory
+LONGEST_SOLID = 16 * CHUNK_CHARS  # bytes without blanks; beyond it a word is cut in two
 LONGEST_LINE = 2**28  # bytes
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 
@@ -215,19 +215,21 @@ class TextSource:
             try:
                 text, _ = codecs.utf_8_decode(held, "strict", not block)
             except UnicodeDecodeError as error:
-                problem = f"is not UTF-8 (byte {self._at + error.start}); {CONVERT}"
-                raise Unusable(problem) from None
+                where = f"byte {self._at + error.start}"
+                raise Unusable(f"is not UTF-8 ({where}); {CONVERT}") from None
             cut = SAFE_CUT.search(text, max(0, len(text) - 4096)) if block else None
             if cut or not block or len(held) >= LONGEST_SOLID:
                 part = text[: cut.end()] if cut else text
-                is_first, self._at = self._at == 0, self._at + len(part.encode())
-                held = held[len(part.encode()) :]
-                if part := part.removeprefix(BYTE_ORDER_MARK if is_first else ""):
+                size = len(part.encode())
+                held, self._at = held[size:], self._at + size
+                if part := part.removeprefix(BYTE_ORDER_MARK if starts else ""):
                     yield part, starts
-                    starts = cut is None  # a word cut in two is a document's end
+                    starts = False
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[str, bool]]:
-        while line := file.readline(LONGEST_LINE):
+        while rest := (line := file.readline(LONGEST_LINE)):
+            while len(rest) == LONGEST_LINE and rest[-1:] != b"\n":  # read on to the line's end
+                rest = file.readline(LONGEST_LINE)
             start, self._at, text = self._at or 0, file.tell(), None
             with self._usable(f"at byte {start}"):
                 text = None if line.isspace() else self._text_of(line)
@@ -251,9 +253,8 @@ class TextSource:
         return text
 
     def state(self) -> dict:
-        at = self._parquet.state() if self._parquet else self._at
-        skipped = dict(self.skipped)
-        return {"file": self._index, "at": at, "drawn": self._drawn, "skipped": skipped}
+        found = {"file": self._index, "drawn": self._drawn, "skipped": dict(self.skipped)}
+        return found | {"at": self._parquet.state() if self._parquet else self._at}
 
     def expected_tokens(self, written: int) -> int | None:
         done, sizes = sum(self._sizes[: self._index]), self._sizes[self._index :]

@@ -27,7 +27,7 @@ from support import files
 
 
 def write_manifest(
-    directory: Path, tokeniser, shards: list[Shard], documents, settings, encoders=(), **more
+    directory: Path, tokeniser, shards: list[Shard], documents, settings, encoders=(), skipped=()
 ) -> None:
     """Declare the set complete. No dates in it: the same text gives the same bytes."""
     manifest = {
@@ -41,7 +41,7 @@ def write_manifest(
         "encoders": sorted(encoders) or None,  # names and versions of what wrote the tokens
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
-    } | more
+    } | ({"skipped": skipped} if skipped else {})
     files.write_json(directory / MANIFEST, files.seal(manifest))
 
 
@@ -182,13 +182,13 @@ class ShardWriter:
                 if path.name not in keep and (ours or path.name in records):
                     path.unlink()
 
-    def finish(self, **more) -> None:
-        """Complete the set; `more` goes into its manifest."""
+    def finish(self, skipped: list[dict]) -> None:
+        """Complete the set; its manifest lists what was skipped."""
         while self.growing:
             self.shards.append(self.growing.popitem()[1].complete())
         self.shards.sort(key=lambda shard: int(SHARD_NAME.fullmatch(shard.name)["index"]))
         written = (self.shards, self.documents, self.settings, self.encoders)
-        write_manifest(self.directory, self.tokeniser, *written, **more)
+        write_manifest(self.directory, self.tokeniser, *written, skipped)
         forget_progress(self.directory)
 
     def close(self) -> None:
