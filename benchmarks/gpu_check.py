@@ -38,7 +38,7 @@ from lssar.mechanisms import MECHANISMS as REGISTRY
 from lssar.mechanisms import Mechanism, get_mechanism
 from model import GPT, preset
 from support.command import revision
-from support.files import finite, write_json
+from support.files import finite, first_line, write_json
 from training.distributed import autocast
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def rows_of_group(name: str, check: Callable[..., Iterable[dict]], *arguments) -
     try:
         found = measure.in_new_process(rows_of, check, *arguments)
     except Exception as error:  # a check may fail in any way, and the others must still run
-        found = [row("all", FAIL, first_line(error))]
+        found = [row("all", FAIL, f"{type(error).__name__}: {first_line(error)}")]
     print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
     return [r | {"name": f"{name}: {r['name']}"} for r in found]
 
@@ -101,10 +101,6 @@ def rows_of(check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
         print(f"   {found['status']:7}  {found['name']}", flush=True)
         rows.append(found)
     return rows
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
 
 # Near-uniform rows are ill-conditioned for any implementation, so the limit is twice what eager
@@ -179,7 +175,7 @@ def judge(case: Case, shapes: tuple[str, ...]) -> dict:
                 if share >= worst:
                     worst, where = share, f"{name} at {shape}: {error:.1e} of {limit:.1e} allowed"
         except Exception as error:  # whatever a device or a compiler raises is the finding
-            return row(case.name, FAIL, f"{shape}: {first_line(error)}")
+            return row(case.name, FAIL, f"{shape}: {type(error).__name__}: {first_line(error)}")
     return row(case.name, PASS if worst <= 1 else FAIL, where, share_of_limit=worst)
 
 
