@@ -12,7 +12,7 @@ Others:
 
 An interrupted preparation continues when the same command is run again, and ends with the same
 bytes. Shard 0 is validation: of the hub's text the beginning, of your own one document in twenty
-from all over it (a file of more than a two-hundredth of the text is drawn in parts).
+from all over it, in random order (a file of more than an 800th of the text is drawn in parts).
 """
 
 import argparse
@@ -62,7 +62,8 @@ def prepare(source, arguments: argparse.Namespace) -> None:
             forget_progress(out)
             print(f"{out} is already complete")
             return
-        writer = ShardWriter(out, source.prefix, tokeniser, settings, arguments.shard_tokens)
+        sizes = arguments.shard_tokens, getattr(source, "seed", None)
+        writer = ShardWriter(out, source.prefix, tokeniser, settings, *sizes)
         with contextlib.closing(writer):
             skipped = _fill(writer, source, arguments.workers)
             report_skipped(skipped)
@@ -196,9 +197,9 @@ def make_sample(files: list[Path], arguments: argparse.Namespace) -> Sample:
     if one_in < 2:
         half = f"more than half of the text, which has about {tokens} tokens"
         raise UserError(f"--val-tokens {arguments.val_tokens} is {half}; choose fewer or add text")
-    # Even of a single file, validation has some ten parts.
-    longest = max(1, tokens * bytes_per_token // (10 * one_in))
-    return Sample(one_in, longest, arguments.seed)
+    # Even of a single file, validation has some forty parts, or ten if they would be short.
+    size = tokens * bytes_per_token // one_in
+    return Sample(one_in, max(1, size // 40, min(2048, size // 10)), arguments.seed)
 
 
 def main(argv: list[str]) -> None:

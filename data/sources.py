@@ -145,6 +145,7 @@ class TextSource:
         found = {"files": len(files), "bytes": sum(self._sizes), "listing": digest(listing)}
         self.description = kind | found
         if sample:
+            self.seed = sample.seed
             self.description |= {"validation": asdict(sample), "skip_bad": skip_bad}
         self.skipped = {}  # by the file's index: [lines (0: all of it), what is wrong]
         for self._index, path in enumerate(files):

@@ -48,7 +48,8 @@ def write_manifest(
 def forget_progress(directory: Path) -> None:
     """Called once the manifest is written, and by a rerun after a kill between the two."""
     with files.writing(directory):
-        (directory / PROGRESS).unlink(missing_ok=True)
+        for path in (*directory.glob("*.bin.tmp"), directory / PROGRESS):
+            path.unlink(missing_ok=True)
         files.sync(directory)
 
 
@@ -64,7 +65,8 @@ class OpenShard:
         """Create it, or continue after as many tokens as were recorded."""
         self.temporary = self.path.with_suffix(".bin.tmp")
         with files.writing(self.path):
-            if self.path.exists():  # killed between the rename and the record of it
+            # Killed between the rename and the record of it; a shuffled shard leaves what it is of.
+            if self.path.exists() and not self.temporary.exists():
                 self.path.replace(self.temporary)
             size = HEADER_BYTES + 2 * self.tokens
             if self.tokens and (
@@ -95,6 +97,20 @@ class OpenShard:
             files.sync(self.path.parent)
         return Shard(self.path.name, self.split, self.tokens, checksum)
 
+    def shuffled(self, eot: int, seed: int) -> Shard:
+        """The same with its documents in random order, but for the first and the last, which
+        another shard may continue. Its temporary file stays, for a resumed preparation."""
+        self.file.close()
+        with files.reading(self.temporary):
+            tokens = np.fromfile(self.temporary, "<u2", offset=HEADER_BYTES)
+        parts = np.split(tokens, np.flatnonzero(tokens[1:] == eot) + 1)
+        inner = np.random.default_rng(seed).permutation(range(1, len(parts) - 1))
+        with files.whole_file(self.path) as file:
+            file.write(header_bytes(self.tokens))
+            for i in dict.fromkeys((0, *inner, len(parts) - 1)):
+                file.write(parts[i])
+        return Shard(self.path.name, self.split, self.tokens, files.sha256_of(self.path))
+
 
 @dataclass(eq=False)
 class ShardWriter:
@@ -105,6 +121,7 @@ class ShardWriter:
     tokeniser: Tokeniser
     settings: dict
     shard_tokens: int
+    seed: int | None = None  # shuffles the documents of validation
     shards: list[Shard] = field(default_factory=list)
     growing: dict[str, OpenShard] = field(default_factory=dict)  # by split
     documents: int = 0
@@ -133,7 +150,13 @@ class ShardWriter:
             part, tokens = np.split(tokens, [self.shard_tokens - shard.tokens])
             shard.append(part)
             if shard.tokens == self.shard_tokens:
-                self.shards.append(self.growing.pop(split).complete())
+                self._complete(split)
+
+    def _complete(self, split: str) -> None:
+        shard = self.growing.pop(split)
+        shuffle = split == "val" and self.seed is not None
+        done = shard.shuffled(self.tokeniser.eot, self.seed) if shuffle else shard.complete()
+        self.shards.append(done)
 
     def save(self, source_state: object) -> None:
         """Record that everything up to `source_state` is written."""
@@ -184,8 +207,8 @@ class ShardWriter:
 
     def finish(self, skipped: list[dict]) -> None:
         """Complete the set; its manifest lists what was skipped."""
-        while self.growing:
-            self.shards.append(self.growing.popitem()[1].complete())
+        for split in list(self.growing):
+            self._complete(split)
         self.shards.sort(key=lambda shard: int(SHARD_NAME.fullmatch(shard.name)["index"]))
         written = (self.shards, self.documents, self.settings, self.encoders)
         write_manifest(self.directory, self.tokeniser, *written, skipped)
