@@ -69,9 +69,8 @@ class OpenShard:
             if self.path.exists() and not self.temporary.exists():
                 self.path.replace(self.temporary)
             size = HEADER_BYTES + 2 * self.tokens
-            if self.tokens and (
-                not self.temporary.exists() or self.temporary.stat().st_size < size
-            ):
+            found = self.temporary.stat().st_size if self.temporary.exists() else 0
+            if self.tokens and found < size:
                 restart = f"since the interruption; delete {self.path.parent} and start again"
                 raise UserError(f"{self.temporary} was lost or cut {restart}")
             # Unbuffered: a failed write must fail here, not in a later close.
