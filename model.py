@@ -162,21 +162,33 @@ class ModelConfig:
             raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
 
 
-# layers, heads, width, vocab_size, vocab_rows. nano reads bytes, the others GPT-2's BPE.
+BYTES, GPT2 = {"vocab_size": 257, "vocab_rows": 257}, {"vocab_size": 50257, "vocab_rows": 50304}
+VOCABULARIES = {"bytes": BYTES, "gpt2": GPT2}
 PRESETS: dict[str, dict[str, int]] = {
-    "nano": {"layers": 3, "heads": 3, "width": 96, "vocab_size": 257, "vocab_rows": 257},
-    "45m": {"layers": 6, "heads": 8, "width": 512, "vocab_size": 50257, "vocab_rows": 50304},
-    "124m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 50257, "vocab_rows": 50304},
-    "355m": {"layers": 24, "heads": 16, "width": 1024, "vocab_size": 50257, "vocab_rows": 50304},
+    "nano": {"layers": 3, "heads": 3, "width": 96, **BYTES},
+    "45m": {"layers": 6, "heads": 8, "width": 512, **GPT2},
+    "124m": {"layers": 12, "heads": 12, "width": 768, **GPT2},
+    "355m": {"layers": 24, "heads": 16, "width": 1024, **GPT2},
 }
 
 
-def preset(name: str, attention: str | Mechanism = "softmax", **changes) -> ModelConfig:
-    """A model of the paper by its size; `changes` are other values for ModelConfig's fields."""
+def preset(
+    name: str, attention: str | Mechanism = "softmax", tokeniser: str | None = None, **changes
+) -> ModelConfig:
+    """A model of the paper by its size, perhaps for another tokeniser's vocabulary; `changes` are
+    other values for ModelConfig's fields."""
     if name not in PRESETS:
         raise UserError(f"unknown model preset {name!r}; {did_you_mean(name, PRESETS)}")
+    if tokeniser not in (None, *VOCABULARIES):
+        guess = did_you_mean(tokeniser, VOCABULARIES)
+        raise UserError(f"model: unknown tokeniser {tokeniser!r}; {guess}")
+    vocabulary = VOCABULARIES.get(tokeniser, {})
+    size = changes.get("vocab_size")
+    if vocabulary and size not in (None, vocabulary["vocab_size"]):
+        has = f"tokeniser = {tokeniser!r} has {vocabulary['vocab_size']} ids"
+        raise UserError(f"model: {has}, vocab_size = {size} contradicts it; leave one out")
     mechanism = get_mechanism(attention) if isinstance(attention, str) else attention
-    return ModelConfig(**(PRESETS[name] | changes), attention=mechanism)
+    return ModelConfig(**(PRESETS[name] | vocabulary | changes), attention=mechanism)
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ an impossible batch is an error that names the file, the key, the value and what
 import contextlib
 import json
 import math
+import shlex
 import tomllib
 import typing
 from dataclasses import asdict, dataclass, fields, replace
@@ -41,6 +42,7 @@ class ModelSection:
     layers: int | None = None  # None: the preset's value, here and below
     heads: int | None = None
     width: int | None = None
+    tokeniser: str | None = None  # whose vocabulary: "bytes" or "gpt2"
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
@@ -74,6 +76,7 @@ class LocalSection:
 @dataclass(frozen=True)
 class DataSection:
     directory: PathText = "corpora/fineweb10B"
+    prepare: str = "data/prepare.py fineweb"  # what makes it, but for --out
     shuffle: bool = True  # windows in a seeded order, each once per epoch
     document_mask: bool = False  # a token sees its own document only
 
@@ -166,10 +169,15 @@ class Config:
             changes["local"] = Layer(self.mechanism(**own), positions)
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
-    def data_ends(self) -> dict[str, int]:
+    def data_ends(self) -> dict[str, int | str]:
         """The arguments of `data.loader.open_data` that make the data fit this model."""
-        m = self.model_config()
-        return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
+        m, d = self.model_config(), self.data
+        own = f"data/prepare.py text FILES --tokeniser {'bytes' if m.vocab_size == 257 else 'gpt2'}"
+        if m.channels > 1 or m.outputs:
+            own = "physics/simulate.py orbits"
+        command = f"python {d.prepare or own} --out {shlex.quote(d.directory)}"
+        ends = {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
+        return ends | {"command": command}
 
     def batch_plan(self, world_size: int = 1) -> BatchPlan:
         """The accumulation that makes exactly train.batch_tokens, or an error with the numbers."""
@@ -210,7 +218,8 @@ class Config:
     def differences(self, other: "Config") -> list[str]:
         """`section.key: mine -> other's` for everything that a resumed run may not change."""
         free = (
-            *("eval.", "checkpoint.", "log.", "data.directory", "attention.backend"),
+            *("eval.", "checkpoint.", "log.", "data.directory", "data.prepare"),
+            "attention.backend",
             *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_"),
             # The steps so far are the same, however many follow.
             *(["train.steps"] if self.train.schedule == "constant" else []),
@@ -251,6 +260,9 @@ def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, di
     found = _read(path, seen=())
     for text in overrides:
         found |= _parse_override(text)
+    places = [found.get(f"data.{key}", ("", ""))[1] for key in ("directory", "prepare")]
+    if places[0] != places[1]:  # the command makes the directory that it stands beside, no other
+        found["data.prepare"] = ("", places[0])
     config = _build(found)
     if not config.log.name:
         config = replace(config, log=replace(config.log, name=path.stem))

@@ -75,7 +75,7 @@ def test_key_and_depth_are_uniform():
 
 
 def test_every_document_of_the_corpus_repeats_its_own_key():
-    texts = [text for text, _ in islice(PasskeySource().pieces(None), 400)]
+    texts = [piece.text for (piece,) in islice(PasskeySource().pieces(None), 400)]
     for number, text in enumerate(texts):
         keys = re.findall(r"[0-9]+", text)
         assert len(keys) == (2 if number % 4 < 2 else 3)
@@ -88,12 +88,12 @@ def test_every_document_of_the_corpus_repeats_its_own_key():
 
 def test_the_corpus_continues_at_any_document_and_ends_validation_once():
     source = PasskeySource()
-    source.DOCUMENTS, source.VALIDATION = 30, 7
+    source.count, source.VALIDATION = 30, 7
     everything = list(source.pieces(None))
-    assert everything.index(None) == 7
-    assert everything.count(None) == 1
-    for state in (0, 7, 8, 29):
-        assert list(source.pieces(state)) == everything[state:]
+    assert [piece.validation for (piece,) in everything] == [True] * 7 + [False] * 22
+    for done in (1, 7, 8, 28):
+        *_, state = [source.state() for _ in zip(range(done), source.pieces(None), strict=False)]
+        assert list(source.pieces(state)) == everything[done:]
 
 
 def test_the_shortest_length_named_in_the_error_works():
