@@ -50,16 +50,16 @@ class Speed:
         return Cost(e.tokens, hours, disk, memory, backend, processes)
 
     def recorded_rate(self, config: Config) -> float | None:
-        """Seconds per token of this run with other seeds, else of runs of its size and length."""
+        """Seconds per token of this run with other seeds; on a CPU, which has no estimate, else of
+        runs of its size and length."""
         same, alike, wanted = [], [], kind_of(config.log.name, asdict(config))
         for name, run in self.recorded.items():
-            here = device_called(run["device"]) if self.device else run["device"] == "cpu" and None
-            if here == self.device and run["seconds"]:
+            gpu, found = device_called(run["device"]), kind_of(name, run["config"])
+            if run["seconds"] and (gpu == self.device if self.device else run["device"] == "cpu"):
                 rate = run["seconds"] * run.get("processes", 1) / run["tokens"]
-                found = kind_of(name, run["config"])
                 same += [rate] if found == wanted else []
-                alike += [rate] if found[1:] == wanted[1:] else []
-        return statistics.median(same or alike) if alike else None
+                alike += [rate] if found[1:] == wanted[1:] and not self.device else []
+        return statistics.median(same or alike) if same or alike else None
 
     def reading(self, config: Config, tokens: Mapping[int, float]) -> float:
         """Hours to evaluate the run on so many tokens in sequences of each length."""
@@ -72,9 +72,9 @@ class Speed:
         return cost.hours * work / (cost.tokens * model.flops_per_token(config.train.length))
 
     def total(self, hours: float, elapsed: float, where: str) -> str:
-        name, how = "core", "from recorded speeds" if self.recorded else "estimated"
-        if self.device:
-            name, how = self.device.name, source(self.device)
+        name = self.device.name if self.device else "core"
+        how = source(self.device) if self.device else "estimated"
+        how = f"as recorded, else {how}" if self.recorded else how
         return f"time        {hours:,.1f} {name}-hours ({how}), {elapsed:,.1f} hours on {where}"
 
 

@@ -252,6 +252,9 @@ def test_a_plan_takes_the_speed_that_was_recorded_for_a_run_or_its_like(monkeypa
     assert speed.cost(other).hours == pytest.approx(tokens * 0.038 / 3600)  # their median
     tokens = passkey.train.steps * passkey.train.batch_tokens
     assert speed.cost(passkey).hours == pytest.approx(tokens / 500 / 3600)
+    on_gpu = replace(speed, device=DEVICES["a100"])
+    assert on_gpu.cost(softmax).hours == pytest.approx(softmax.train.steps * 2048 * 0.001 / 3600)
+    assert on_gpu.cost(other).hours == Speed(DEVICES["a100"]).cost(other).hours
     # Reading as many tokens as were trained on, at the same length, is a third of the work.
     trained = {128: softmax.train.steps * softmax.train.batch_tokens}
     assert speed.reading(softmax, trained) == pytest.approx(speed.cost(softmax).hours / 3)
