@@ -102,8 +102,9 @@ def test_every_step_runs_in_order_and_again_does_nothing_twice(checkout, tmp_pat
     losses = json.loads((place / "results/single_gpu/extrapolation.json").read_text())["records"]
     lengths = {r["length"] for r in losses if r["quantity"] == "loss"}
     assert lengths == {448, 896, 1792, 3584, 7168}
-    for picture in ("extrapolation.png", "passkey.png", "maps-softmax.png", "maps-lssar.png"):
-        assert (place / "results/single_gpu" / picture).stat().st_size > 1000
+    pictures = [path.name for path in (place / "results/single_gpu").glob("*.png")]
+    assert {"extrapolation.png", "passkey.png"} < set(pictures)
+    assert sum(name.startswith("maps-") for name in pictures) == 2
     weights = sorted(place.glob("runs/single_gpu/*/step_*/*"))
     times = [path.stat().st_mtime_ns for path in weights]
     again = run(place, *SMALL, DATA=str(tmp_path / "mine"), **small)
