@@ -105,7 +105,7 @@ def test_every_step_runs_in_order_and_again_does_nothing_twice(checkout, tmp_pat
     pictures = [path.name for path in (place / "results/single_gpu").glob("*.png")]
     assert {"extrapolation.png", "passkey.png"} < set(pictures)
     assert sum(name.startswith("maps-") for name in pictures) == 2
-    weights = sorted(place.glob("runs/single_gpu/*/step_*/*"))
+    weights = sorted(place.glob("runs/single_gpu/*/checkpoints/*/*"))
     times = [path.stat().st_mtime_ns for path in weights]
     again = run(place, *SMALL, DATA=str(tmp_path / "mine"), **small)
     assert again.returncode == 0, again.stdout + again.stderr
