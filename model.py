@@ -357,7 +357,7 @@ class GPT(nn.Module):
         dense = sum(p.numel() for p in self.parameters() if p.dim() >= 2)
         dense -= sum(table.weight.numel() for table in lookups if table is not None)
         windows = [min(m.window or length, length) for m, _ in self.config.all_layers]
-        seen = sum(window * (1 - window / (2 * length)) for window in windows)  # keys per token
+        seen = sum(w * (1 - w / max(2 * length, 1)) for w in windows)  # keys per token
         return 6 * dense + 12 * self.config.width * seen
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:

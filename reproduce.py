@@ -1,16 +1,21 @@
-"""python reproduce.py TABLE [TABLE ...] [--scale nano|paper] [--plan]
+"""python reproduce.py TABLE [TABLE ...] [--scale nano|single|paper] [--plan]
 
 Trains and evaluates what the tables need, prints each table beside the paper's numbers and the
 claims with their verdicts, and draws results/SCALE/TABLE.png. `all` is every table. Runs are shared
 between tables. A failed run does not stop the others; run again, and only what is missing is done.
 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
+    --scale single   the 45M model on FineWeb, one GPU of 24 GB
     --scale paper    FineWeb and FineWeb-Edu, 8 GPUs
-    --plan           print runs, tokens, hours and disk; start nothing
+    --plan           print runs, tokens, hours, memory and disk; start nothing
     --tables-only    train and evaluate nothing; make the tables from the results that exist
-    --seeds 0,1,2    for every run; default: three at nano for headline and PI, else one
+    --seeds 0,1,2    for every run of these tables; default: by run and scale, in paper/runs.toml
     --jobs 2         jobs to run at a time; default: two at nano, else one
-    --gpus 8         processes per training run; default: the GPUs of this machine
+    --gpus 8         processes per training run; default: the scale's
+    --gpu h100       count the hours of a plan on this GPU (training/devices.toml); default: the
+                     one that is here, else the scale's
+    --allow-dirty    run although the code has uncommitted changes; + after the commit marks what
+                     is made then
 
 Exit codes: 0 all done, 1 something failed (the last lines say what), 2 a mistake in the input.
 """
@@ -19,7 +24,8 @@ from argparse import Namespace
 
 from lssar.errors import UserError, did_you_mean
 from paper.experiments import SCALES, Table, all_tables
-from support.command import Parser, answer_early, process_count, run, seed_number
+from support.command import Parser, answer_early, process_count, revision, run, seed_number
+from training.hours import DEVICES, planned_device
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
@@ -31,11 +37,21 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--seeds", type=seeds)
     parser.add_argument("--jobs", type=process_count)
     parser.add_argument("--gpus", type=process_count)
+    parser.add_argument("--gpu", choices=tuple(DEVICES))
+    parser.add_argument("--allow-dirty", action="store_true")
     arguments = parser.parse_args(argv)
+    if arguments.gpu and not SCALES[arguments.scale].gpus:
+        raise UserError(
+            f"--gpu {arguments.gpu}: --scale {arguments.scale} is for a CPU; leave it out"
+        )
     names, tables = arguments.tables, all_tables(arguments.scale)
     known = ["all", *tables]
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"unknown table {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+        elsewhere = [scale for scale in SCALES if unknown[0] in all_tables(scale)]
+        guess = f"it is one of --scale {', '.join(elsewhere)}" if elsewhere else None
+        guess = guess or did_you_mean(unknown[0], known)
+        where = f" at --scale {arguments.scale}" if elsewhere else ""
+        raise UserError(f"unknown table {unknown[0]!r}{where}; {guess}")
     # The script of a table also makes the passkey and FineWeb-Edu tables named after it.
     wanted = {name + suffix for name in names for suffix in ("", "_passkey", "_edu")}
     arguments.tables = [t for name, t in tables.items() if "all" in names or name in wanted]
@@ -53,9 +69,10 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 import torch
 
 from paper.claims import show_claims
+from paper.costs import describe
 from paper.evidence import Evidence
 from paper.jobs import run_all
-from paper.plan import Workspace, describe, jobs_of, write_runs
+from paper.plan import Workspace, jobs_of, write_runs
 from paper.table_figures import draw
 from paper.tables import build, show
 from support import plots
@@ -64,25 +81,35 @@ from support.files import make_folder
 
 def main(argv: list[str]) -> int | None:
     arguments = parse_arguments(argv)
-    nano, gpus = arguments.scale == "nano", torch.cuda.device_count()
-    processes = arguments.gpus or (1 if nano else gpus or 8)
-    space = Workspace(SCALES[arguments.scale], arguments.seeds, processes)
+    scale = SCALES[arguments.scale]
+    processes = arguments.gpus or scale.gpus or 1
+    parallel = arguments.jobs or (1 if scale.gpus else 2)
+    space = Workspace(scale, arguments.seeds, processes, parallel)
     jobs = jobs_of(arguments.tables, space)
     if arguments.plan:
-        print(describe([table.name for table in arguments.tables], jobs, space))
+        device = planned_device(arguments.gpu, scale.gpu) if scale.gpus else None
+        print(describe([table.name for table in arguments.tables], jobs, space, device))
         return None
-    if not (nano or arguments.tables_only) and gpus < processes:
-        options = "--gpus N for fewer, --plan to see what it takes, --scale nano for this machine"
-        raise UserError(f"--scale paper trains on {processes} GPUs and {gpus} are here; {options}")
     states = {}
     if not arguments.tables_only:
-        parallel = arguments.jobs or (2 if nano else 1)
+        refuse_to_start(arguments, scale.gpus and processes)
         states = run_all(jobs, space.runs / arguments.scale / "logs", parallel)
     show_all(arguments.tables, space)
     failed = [f"{name}: {state}" for name, state in states.items() if state != "done"]
     for line in failed:
         print(line)
     return 1 if failed else None
+
+
+def refuse_to_start(arguments: Namespace, needed: int) -> None:
+    here = torch.cuda.device_count()
+    if here < needed:
+        options = "--gpus N for fewer, --plan to see what it takes, --scale nano for this machine"
+        trains = f"--scale {arguments.scale} trains on {needed} GPUs and {here} are here"
+        raise UserError(f"{trains}; {options}")
+    if revision().endswith("+") and not arguments.allow_dirty:
+        dirty = "the code has uncommitted changes, so the results would be of no commit"
+        raise UserError(f"{dirty}; commit them, or pass --allow-dirty to mark the results with +")
 
 
 def show_all(tables: list[Table], space: Workspace) -> None:

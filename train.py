@@ -5,6 +5,8 @@ Trains one model. `python train.py CONFIG` runs the same on one GPU, a Mac or a 
     --resume                      continue from the run's latest checkpoint, bit for bit
     --accept-data                 resume even though the data are not those of the checkpoint
     --dry-run [--world-size 8]    print sizes, batch arithmetic, memory and hours; train nothing
+    --gpu 4090|a100|h100|...      for --dry-run: the GPU to count hours of (training/devices.toml);
+                                  default: the one here, else an A100
     --status                      print where the run is: exit code 0 finished, 75 stopped after
                                   saving, 1 neither; train nothing
     --device cpu|cuda|mps         default: the best there is; for --dry-run: cuda
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 from support.command import Parser, answer_early, positive, run
 from training.config import Config, load_config, parse_config, read_config
+from training.hours import DEVICES
 
 
 def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -32,6 +35,7 @@ def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
     for flag in ("--resume", "--accept-data", "--dry-run", "--status"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
+    parser.add_argument("--gpu", choices=tuple(DEVICES), help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)
     read_config(arguments.config, overrides)  # raises for a name that does not exist
@@ -65,7 +69,7 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         config = load_config(arguments.config, overrides, arguments.world_size)
         device = "cuda" if arguments.device == "auto" else arguments.device
-        print("\n".join(dry_run(config, arguments.world_size, device)))
+        print("\n".join(dry_run(config, arguments.world_size, device, arguments.gpu)))
         return 0
     config = load_config(arguments.config, overrides, distributed.world_size())
     if arguments.status:

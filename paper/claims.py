@@ -148,7 +148,11 @@ PAPER_CLAIMS, OUR_CONTROLS = ([Claim(**c) for c in DATA[key]] for key in ("paper
 
 
 def judge_all(evidence: Evidence) -> tuple[list[Judged], list[Judged]]:
-    return tuple([judged(c, evidence) for c in group] for group in (PAPER_CLAIMS, OUR_CONTROLS))
+    """The paper's claims and our controls, but for those of a table that the scale has not."""
+    return tuple(
+        [judged(c, evidence) for c in group if c.table in evidence.tables]
+        for group in (PAPER_CLAIMS, OUR_CONTROLS)
+    )
 
 
 def findings(evidence: Evidence) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from evaluating.results import AS_TRAINED, Measured, collect
+from evaluating.results import Measured, collect
 from paper.experiments import EXTRAPOLATION, PASSKEY, SCALES, Column, Row, Table, all_tables
 from paper.statistic import MARGIN, BySeed, Comparison, compare
 from support.files import finite, json_record, refuse_wrong_types
@@ -91,9 +91,8 @@ class Evidence:
 
     def is_missing(self, table: Table, row: Row, column: Column) -> bool:
         """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
-        wanted = 1
-        if table.folder in (EXTRAPOLATION, PASSKEY) and row.variant in (AS_TRAINED, "window"):
-            wanted = len(self.scale.seeds_of(column.run(row.run)))
+        trained = table.folder in (EXTRAPOLATION, PASSKEY) or "{runs}" in table.measure
+        wanted = len(self.scale.seeds_of(column.run(row.run))) if trained else 1
         return self.cell(table, row, column).n < wanted
 
     def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:

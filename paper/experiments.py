@@ -1,4 +1,4 @@
-"""The paper's experiments as values: the two scales, the runs to train, the tables and figures.
+"""The paper's experiments as values: the scales, the runs to train, the tables and figures.
 
 A number of a table is a quantity of a run, or of a variant of it, at a multiple of the training
 length or on a task. Tables share runs by key. The values are in runs.toml and tables.toml.
@@ -16,7 +16,6 @@ EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
 ALL_FACTORS = (1, 2, 4, 8, 16)
 PASSKEY_FACTORS = (1, 1.5, 2, 4, 8)
 SWEPT_P = (1, 3, 5, 10, 15, 20)
-HEADLINE = ("softmax", "ssmax", "lssa", "lssar-p3", "lssar-p15")
 
 
 def load_toml(name: str) -> dict:
@@ -26,23 +25,24 @@ def load_toml(name: str) -> dict:
 @dataclass(frozen=True)
 class Scale:
     name: str
-    config: str  # of the runs that both scales have
+    config: str  # of the runs that all scales have
     train_length: int
     passkey_train_length: int
     eval_tokens: int  # targets of the loss at every length
     spread: bool  # targets from all over the validation set, or only its beginning
     unit: str
-    seeds: Sequence[int]  # of repeated runs; the others have only the first
+    seeds: dict[str, int]  # number of seeds by run, and of those not named: "others"
     corpora: dict[str, dict]  # by directory: arguments of data/prepare.py, number of tokens
-    tokens_per_second: float | None = None  # training speed on a CPU, for the plan
+    gpus: int = 0  # that train a run together; 0: a CPU does
+    gpu: str = "a100"  # of training/devices.toml, to plan with where none is here
+    like: str = ""  # the scale whose fields its tables take where they have none of their own
+    tokens_per_second: float | None = None  # training speed of one CPU core, for the plan
 
     def length(self, factor: float, passkey: bool = False) -> int:
         return int(factor * (self.passkey_train_length if passkey else self.train_length))
 
     def seeds_of(self, run: str) -> Sequence[int]:
-        """All of them for the runs of the headline and of PI, whose differences are small."""
-        several = run in HEADLINE or run.startswith(("pi-", "no-pi-"))
-        return self.seeds if several else self.seeds[:1]
+        return range(self.seeds.get(run, self.seeds["others"]))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Run:
     init_from: str | None = None  # key of the run whose weights it starts from
     factors: Sequence[int] = ALL_FACTORS  # lengths to evaluate at, in training lengths
     windows: bool = False  # also evaluate with a sliding window
-    alphas: Sequence[float] = ()  # of adaptive p_i to evaluate with, first seed only
+    alphas: Sequence[float] = ()  # of adaptive p_i to evaluate with
 
 
 DATA = load_toml("runs.toml")
@@ -110,7 +110,7 @@ class Table:
     pictures: str = ""  # drawn by the evaluations: a glob pattern below results/SCALE
     script: str = ""
     measure: str = ""  # the command that fills folder/NAME.json; {runs} are the rows' runs
-    all_seeds: bool = False  # of the runs to measure, not only the first
+    tokens: float = 0  # that `measure` reads per run, for the plan
 
     def row(self, key: str | None) -> Row | None:
         return next((row for row in self.rows if row.key == key), None)
@@ -123,12 +123,17 @@ class Table:
 def all_tables(scale: str) -> dict[str, Table]:
     data, tables = load_toml("tables.toml"), {}
     for name, given in data["tables"].items():
-        fields = {k: v.get(scale) if isinstance(v, dict) else v for k, v in given.items()}
+        fields = {key: of_scale(value, SCALES[scale]) for key, value in given.items()}
         if fields["rows"]:
             rows = [load_row(row, data["rows"]) for row in fields.pop("rows")]
             notes = [data["notes"][note] for note in fields.pop("notes", ())]
             tables[name] = load_table(name, rows=rows, notes=notes, **fields)
     return tables
+
+
+def of_scale(value, scale: Scale):
+    """A field's value, which may be given per scale."""
+    return value.get(scale.name, value.get(scale.like)) if isinstance(value, dict) else value
 
 
 def load_row(given: str | dict, known: dict) -> Row:

@@ -25,6 +25,8 @@ class Job:
     done: Callable[[], bool]
     needs: tuple[str, ...] = ()
     trains: Config | None = None  # the run, where the job is its training
+    # Where it is an evaluation: a run, the tokens that are read by length, the number of processes.
+    reads: tuple[Config, dict[int, float], int] | None = None
 
 
 def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
@@ -34,7 +36,7 @@ def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
     if states:
         print(f"{len(states)} of {len(jobs)} jobs are done already")
     queue = [job for name, job in jobs.items() if name not in states]
-    with Pool(logs, parallel) as pool:
+    with Pool(logs) as pool:
         while queue or pool.running:
             for job in list(queue):
                 unfinished = [n for n in job.needs if states.get(n) != "done"]
@@ -62,8 +64,8 @@ def is_done(job: Job) -> bool:
 class Pool(StopSignal):
     """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save."""
 
-    def __init__(self, logs: Path, parallel: int):
-        self.logs, self.threads = logs, max(1, (os.cpu_count() or 1) // parallel)
+    def __init__(self, logs: Path):
+        self.logs = logs
         self.running: dict[subprocess.Popen, tuple[Job, Path, float]] = {}
         make_folder(logs)
 
@@ -79,7 +81,8 @@ class Pool(StopSignal):
     def start(self, job: Job) -> None:
         print(f"      {job.name} ...", flush=True)
         log = self.logs / f"{job.name.replace(' ', '-')}.log"
-        options = {"env": {"OMP_NUM_THREADS": str(self.threads)} | os.environ}
+        # One thread for every job, whoever starts it: the last bits of a run depend on it.
+        options = {"env": os.environ | {"OMP_NUM_THREADS": "1"}}
         options["start_new_session"] = True  # Ctrl-C reaches it once, through __exit__
         with log.open("a") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}

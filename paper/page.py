@@ -38,7 +38,7 @@ class Page:
         self.problems: dict[Path, str] = {}
         self.figures: set[str] = set()
         folders = {root.name: root} if root.name in SCALES else {n: root / n for n in SCALES}
-        folders = {n: folders[n] for n in ("paper", "nano") if n in folders and folders[n].is_dir()}
+        folders = {n: folders[n] for n in reversed(SCALES) if n in folders and folders[n].is_dir()}
         self.scales = [self._scale(name, folder) for name, folder in folders.items()]
         self.others = self._others(folders.values())
 

@@ -1,8 +1,7 @@
-"""Which jobs the tables need, in what order, what they will take, and what their runs were."""
+"""Which jobs the tables need, in what order, and what their runs were."""
 
 import itertools
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,14 +15,13 @@ from evaluating.results import AS_TRAINED, read_results
 from paper import experiments
 from paper.evidence import RUNS, read_runs
 from paper.experiments import EXTRAPOLATION, PASSKEY, Run, Scale, Table, all_runs, run_name
-from paper.jobs import Job, is_done
+from paper.jobs import Job
 from support.files import read_text, write_json
 from training.checkpoint import find, read_description
 from training.config import Config, load_config, parse_config
-from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backends
 from training.run_log import read_metrics
 
-GIB = 2**30
+PASSKEY_TRIALS = 100  # per length: the default of passkey.py
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class Workspace:
 
     scale: Scale
     seeds: Sequence[int] | None = None
-    processes: int = 1
+    processes: int = 1  # of one training run
+    parallel: int = 1  # jobs at a time
     runs: Path = Path("runs")
     results: Path = Path("results")
 
@@ -80,19 +79,19 @@ def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
 
 def length_jobs(table: Table, space: Workspace) -> list[Job]:
     """The training of its runs, and one evaluation of each."""
+    keys = dict.fromkeys(c.run(row.run) for row in table.rows for c in table.columns)
+    runs = [(seed, i, key) for i, key in enumerate(keys) for seed in space.seeds_of(key)]
     jobs = []
-    for key in dict.fromkeys(c.run(row.run) for row in table.rows for c in table.columns):
-        for seed in space.seeds_of(key):
-            jobs += training_jobs(key, seed, space)
-            jobs.append(evaluation_job(key, seed, space, passkey=table.folder == PASSKEY))
+    for seed, _, key in sorted(runs):  # the whole table with one seed, then with the next
+        jobs += training_jobs(key, seed, space)
+        jobs.append(evaluation_job(key, seed, space, passkey=table.folder == PASSKEY))
     return jobs
 
 
 def measured_jobs(table: Table, space: Workspace) -> list[Job]:
     """The training of its runs, and the one command that measures them all."""
     keys = [row.run for row in table.rows] if "{runs}" in table.measure else []
-    count = None if table.all_seeds else 1
-    trained = [(key, seed) for key in keys for seed in space.seeds_of(key)[:count]]
+    trained = [(key, seed) for key in keys for seed in space.seeds_of(key)]
     directories = [str(space.run_directory(*run)) for run in trained]
     out = space.folder / table.name / f"{table.name}.json"
     words = [[word] if word != "{runs}" else directories for word in table.measure.split()]
@@ -100,7 +99,9 @@ def measured_jobs(table: Table, space: Workspace) -> list[Job]:
     needs = tuple(f"train {run_name(*run)}" for run in trained)
     done = partial(is_complete, out, directories)
     training = [job for run in trained for job in training_jobs(*run, space)]
-    return [*training, Job(f"measure {table.name}", command, done, needs)]
+    configs = [job.trains for job in training if job.trains]
+    reads = configs and (configs[0], {space.scale.train_length: table.tokens * len(trained)}, 1)
+    return [*training, Job(f"measure {table.name}", command, done, needs, reads=reads or None)]
 
 
 def is_complete(out: Path, directories: list[str]) -> bool:
@@ -135,7 +136,7 @@ def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> J
     factors = experiments.PASSKEY_FACTORS if passkey else run.factors
     lengths = [scale.length(factor, passkey) for factor in factors]
     windows = [scale.length(1, passkey)] if passkey or run.windows else []
-    alphas = () if passkey or seed != space.seeds_of(key)[0] else run.alphas
+    alphas = () if passkey else run.alphas
     options = {"lengths": lengths, "window": windows, "alpha": alphas}
     if not passkey:
         options["data"] = [space.config(run, seed).data.directory]
@@ -147,10 +148,14 @@ def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> J
     for option, values in options.items():
         words += [f"--{option}", ",".join(map(str, values))] if values else []
     words += [] if passkey else ["--no-figures", *(["--spread"] if scale.spread else [])]
-    command = python(*words, processes=1 if passkey else space.processes)
+    processes = 1 if passkey else space.processes
+    command = python(*words, processes=processes)
     variants = [AS_TRAINED, *(f"window={n}" for n in windows), *(f"alpha={a:g}" for a in alphas)]
     done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
-    return Job(f"{'passkey' if passkey else 'evaluate'} {name}", command, done, (f"train {name}",))
+    each = {n: PASSKEY_TRIALS * n if passkey else scale.eval_tokens for n in lengths}
+    tokens = {n: len(variants) * count for n, count in each.items()}
+    name, needs = f"{'passkey' if passkey else 'evaluate'} {name}", (f"train {name}",)
+    return Job(name, command, done, needs, reads=(space.config(run, seed), tokens, processes))
 
 
 def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> bool:
@@ -158,57 +163,6 @@ def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> boo
     records = read_results(out).records
     identity = open_checkpoints([directory])[0].identity
     return wanted <= {(r.variant, r.length) for r in records if r.run == identity}
-
-
-def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
-    """Runs, tokens, hours and disk of what is still to be done."""
-    speed = space.scale.tokens_per_second
-    left = {job.name for job in jobs if not is_done(job)}
-    training = {job.name: job.trains for job in jobs if job.trains}
-    costs = {c.log.name: config_cost(c, speed) if n in left else None for n, c in training.items()}
-    sizes = {f"prepare {Path(d).name}": c["tokens"] for d, c in space.scale.corpora.items()}
-    shards = 2 * sum(tokens for name, tokens in sizes.items() if name in left)
-    other = {job.name for job in jobs} - sizes.keys() - training.keys()
-    made = f"{len(other)}, of which {len(other & left)} are still to be made"
-    lines = [f"tables      {', '.join(names)}", *training_lines(costs, speed, space.processes)]
-    lines += [f"evaluations {made}; their time is not counted", disk_line(costs, shards)]
-    return "\n".join(lines)
-
-
-# Of a run that is still to be trained: tokens, hours (of a GPU, or of this CPU), bytes.
-Cost = tuple[int, float, float]
-
-
-def training_lines(
-    costs: dict[str, Cost | None], tokens_per_second: float | None, processes: int, alone=()
-) -> list[str]:
-    """What the runs take; None is a finished run, and those in `alone` use one process each."""
-    left = {name: cost for name, cost in costs.items() if cost is not None}
-    tokens, hours = sum(c[0] for c in left.values()), sum(c[1] for c in left.values())
-    elapsed = sum(c[1] / (1 if name in alone else processes) for name, c in left.items())
-    unit = f"{ASSUMED_DEVICE}-hours at {ASSUMED_MFU:.0%} MFU"
-    unit += f", {elapsed:,.1f} hours on {processes} GPUs"
-    if tokens_per_second is not None:
-        unit = f"hours on this CPU at {tokens_per_second:,.0f} tokens/s"
-    lines, wide = [], max(map(len, costs), default=0)
-    for name, cost in costs.items():
-        shown = "done" if cost is None else f"{cost[0]:>15,} tokens  {cost[1]:8.2f} h"
-        lines.append(f"  {name:{wide}s} {shown}")
-    trained = f"runs        {len(costs)}, of which {len(left)} are still to be trained"
-    return [trained, *lines, f"tokens      {tokens:,}", f"time        {hours:,.1f} {unit}"]
-
-
-def disk_line(costs: dict[str, Cost | None], shards: float) -> str:
-    checkpoints = sum(cost[2] for cost in costs.values() if cost is not None)
-    needed = f"{checkpoints / GIB:,.1f} GiB of checkpoints, {shards / GIB:,.2f} GiB of shards"
-    return f"disk        {needed}; {shutil.disk_usage('.').free / GIB:,.0f} GiB are free"
-
-
-def config_cost(config: Config, tokens_per_second: float | None) -> Cost:
-    e = estimate(config, planned_backends(config, "cpu" if tokens_per_second else "cuda"))
-    hours = e.tokens / tokens_per_second / 3600 if tokens_per_second else e.gpu_hours
-    # Weights and AdamW's moments, in the newest checkpoints and the best.
-    return e.tokens, hours, 12.0 * e.parameters * (config.checkpoint.keep + 1)
 
 
 def write_runs(space: Workspace) -> None:
@@ -248,5 +202,7 @@ def run_record(directory: Path, seed: int) -> dict | None:
         "loss": losses[-1] if losses else None,
         "torch": about["torch"],
         "device": about["device"],
+        "processes": about["processes"],
+        "threads": about["threads"],
         "status": "done" if finished else "unfinished",
     }

@@ -50,7 +50,7 @@ class Built(NamedTuple):
     table: Table
     title: str
     unit: str
-    tolerance: float | list[float] | None  # of the paper's numbers
+    tolerance: str  # of the paper's numbers, and why that much; empty: none
     columns: list[tuple[Column, str]]  # with their headings
     lines: list[Line]
     notes: list[str]
@@ -77,7 +77,9 @@ def build(evidence: Evidence, table: Table) -> Built:
     unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
     headings = [(c, heading(evidence, table, c)) for c in columns]
     notes = [*table.notes, *equations(evidence, table)]
-    title, tolerance = table.title or paper["title"], paper["tolerance"]
+    given = paper["tolerance"] if isinstance(paper["tolerance"], list) else [paper["tolerance"]]
+    tolerance = "" if given == [None] else f"{', '.join(map(str, given))} ({paper['reason']})"
+    title = table.title or paper["title"]
     return Built(table, title, unit, tolerance, headings, lines, notes)
 
 
@@ -88,15 +90,20 @@ def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
         comparison = evidence.compare(table, row, table.base, column)
         gap = evidence.printed_gap(table, row, table.base, column)
     if None not in (paper, cell.mean):
-        tolerance, columns = (evidence.paper[table.label][key] for key in ("tolerance", "columns"))
-        if isinstance(tolerance, list):
-            tolerance = tolerance[columns.index(column.paper)]
+        tolerance = tolerance_of(evidence.paper[table.label], column, paper)
         if evidence.scale.name == "paper":
             agrees = agreement(cell.mean, paper, tolerance)
         elif gap is not None:
             agrees = direction(comparison, gap, tolerance)
     decimals = decimals_of(evidence, table, column)
     return Entry(cell, column, decimals, paper, comparison, gap, agrees)
+
+
+def tolerance_of(printed: dict, column: Column, value: float) -> float | None:
+    """Of a number of the paper: the table's or the column's; "10 %" is a share of the number."""
+    found = printed["tolerance"]
+    found = found[printed["columns"].index(column.paper)] if isinstance(found, list) else found
+    return float(found[:-1]) / 100 * value if isinstance(found, str) else found
 
 
 def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:

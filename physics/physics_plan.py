@@ -1,6 +1,7 @@
-"""python physics/physics_plan.py nano|109m --data DIR --points 1000 --sequences 10000000 [--gpus 8]
+"""python physics/physics_plan.py nano|single|109m --data DIR --points 1000 --sequences 10000000
 
-What scripts/table_physics.sh will do: orbits, runs, tokens, hours and disk. Starts nothing.
+What scripts/table_physics.sh will do: orbits, runs, tokens, hours, memory and disk; `--gpus 8` of
+the kind `--gpu a100`. Starts nothing.
 """
 
 import itertools
@@ -12,9 +13,12 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from support.command import Parser, answer_early, positive, process_count, run, seed_number
+from training.hours import DEVICES, planned_device
 
-# Of one CPU core; None where GPUs are planned with.
-TOKENS_PER_SECOND = {"nano": 9_000, "109m": None}
+# Tokens per second in training, of one CPU core; None where GPUs are planned with.
+TOKENS_PER_SECOND = {"nano": 9_000, "single": None, "109m": None}
+SIMULATED = 1e6  # points per second of one core; a cautious estimate, as are the next
+REGRESSION = {"nano": 0.1, "single": 1.0, "109m": 1.0}  # core-hours per seed
 
 
 def make_parser() -> Parser:
@@ -24,6 +28,7 @@ def make_parser() -> Parser:
     parser.add_argument("--points", type=positive, required=True)
     parser.add_argument("--sequences", type=positive, required=True)
     parser.add_argument("--gpus", type=process_count, default=8)
+    parser.add_argument("--gpu", choices=tuple(DEVICES))
     parser.add_argument("--seeds", type=seed_number, nargs="+", default=[0])
     return parser
 
@@ -32,8 +37,9 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
     answer_early(make_parser().parse_args)
 
 from data.shards import DESCRIPTION
+from paper.costs import Speed, room_lines, training_lines
 from paper.jobs import Job, is_done
-from paper.plan import config_cost, disk_line, is_trained, training_lines
+from paper.plan import is_trained
 from physics import TASKS
 from physics.simulate import SETS
 from physics.systems import CHANNELS
@@ -42,20 +48,30 @@ from training.config import Config, load_config
 
 def main(argv: list[str]) -> None:
     options = make_parser().parse_args(argv)
-    speed = TOKENS_PER_SECOND[options.size]
-    processes = options.gpus if speed is None else 1
-    costs = {}
+    rate, costs = TOKENS_PER_SECOND[options.size], {}
+    usual = "4090" if options.size == "single" else "a100"
+    device = planned_device(options.gpu, usual) if rate is None else None
+    speed, processes = Speed(device, rate), options.gpus if device else 1
     for config in configs(options.size, options.seeds, processes):
-        done = is_done(Job(config.log.name, (), partial(is_trained, config)))
-        costs[config.log.name] = None if done else config_cost(config, speed)
+        name = config.log.name
+        done = is_done(Job(name, (), partial(is_trained, config)))
+        costs[name] = speed.cost(config, 1 if name.endswith(TASKS) else processes)
+        costs[name] = None if done else costs[name]
     missing = [name for name in SETS if not (options.data / name / DESCRIPTION).exists()]
-    shards = options.sequences * options.points * CHANNELS * 2 if "orbits" in missing else 0
+    points = options.sequences * options.points if "orbits" in missing else 0
+    simulating = points / SIMULATED / 3600
+    searching = REGRESSION[options.size] * len(options.seeds)
+    left = [cost for cost in costs.values() if cost]
+    elapsed = sum(c.hours / c.processes for c in left) + simulating + searching
+    where = f"{processes} GPUs" if processes > 1 else "one GPU" if device else "one core"
     lines = [
         "tables      symbolic_regression, force_earth, force_all_planets",
-        f"simulation  {', '.join(missing) or 'nothing'} to be made in {options.data}",
-        *training_lines(costs, speed, processes, alone=[n for n in costs if n.endswith(TASKS)]),
-        "evaluation  symbolic regression on the CPU; its time and the simulation's are not counted",
-        disk_line(costs, shards),
+        f"simulation  {', '.join(missing) or 'nothing'} to be made in {options.data}: "
+        f"{simulating:,.1f} hours of one core",
+        *training_lines(costs),
+        f"evaluation  symbolic regression: {searching:,.1f} hours of one core",
+        speed.total(sum(c.hours for c in left), elapsed, f"{where}, with the CPU's part"),
+        *room_lines(costs, points * CHANNELS * 2, device),
     ]
     print("\n".join(lines))
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Figure fig:attcompare: the exponent p = 1, 3, 5, 10, 15, 20 for softmax and LSSA.
-# SCALE=nano (default): two CPU cores, no network. SCALE=paper: 8 x A100 80GB.
+# SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
-# Hours: nano 40 minutes; paper 29 on 8 GPUs (13 runs, one of them softmax p=15 with x**15 written out).
+# Hours with nothing trained yet: nano 2.3 on two cores; estimated: single 32 on an RTX 4090, paper 53 on the 8 GPUs.
+# Softmax p=15 with x**15 written out, which no kernel computes, takes a third of them.
 # The paper at 1K: softmax p=3 3.1879, p=15 5.3878; LSSA p=3 3.1782, p=15 3.1905; the rest is drawn only.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -47,5 +47,6 @@ Next:
   another mechanism     python train.py configs/nano-softmax.toml --attention.name=lssa --log.name=nano-lssa
   attention maps        python attention_maps.py runs/nano-softmax runs/nano-lssar --out $results/maps.json
   the whole paper       bash scripts/reproduce_all.sh --plan     (nano scale, this machine)
+  on one GPU            bash scripts/single_gpu.sh
   at paper scale        SCALE=paper bash scripts/reproduce_all.sh --plan
 TXT

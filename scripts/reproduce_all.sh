@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# Every table and figure of the paper: `bash scripts/reproduce_all.sh [--plan]`, SCALE=nano (default) or paper.
+# Every table and figure of the paper: `bash scripts/reproduce_all.sh [--plan]`, SCALE=nano (default), single or paper.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Runs that several tables use are trained once. Interrupted, it continues; a failed run stops no other.
-# Hours: nano about 4 on two CPU cores; paper 126 on 8 x A100 80GB at 40 % MFU, physics and evaluation not counted.
+# Hours, with evaluation: nano about 11 on two CPU cores (157 runs, from recorded speeds); single 64 on an RTX 4090 and
+# paper 148 on 8 x A100 80GB, both estimated. Physics: 1, 6 and 8 more. On one GPU a night is enough for
+# `python reproduce.py headline --scale single --seeds 0`: LSSAR, its baselines and the controls.
 # The paper's numbers are in paper/paper.json, and beside ours in the printed tables and in site/index.html.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh requirements.txt requirements-downstream.txt requirements-physics.txt
 
 plan='' tables='' physics=() previous=''
-for argument in "$@"; do # those of reproduce.py, which refuses others; physics knows two of them
+for argument in "$@"; do # those of reproduce.py, which refuses others; physics knows some of them
   case $argument in
     -h | --help) exec python reproduce.py --help ;;
     --plan) plan=yes && physics+=(--plan) ;;
     --tables-only) tables=yes ;;
-    --gpus=*) physics+=("$argument") ;;
+    --seeds=* | --gpus=* | --gpu=*) physics+=("$argument") ;;
   esac
-  [ "$previous" = --gpus ] && physics+=(--gpus "$argument")
+  case $previous in --seeds | --gpus | --gpu) physics+=("$previous" "$argument") ;; esac
   previous=$argument
 done
 

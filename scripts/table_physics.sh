@@ -1,37 +1,32 @@
 #!/usr/bin/env bash
 # tab:symbolic_regression, fig:force_earth and fig:force_all_planets:
-# `[SCALE=nano|paper] bash scripts/table_physics.sh [--plan] [--gpus 8]`.
+# `[SCALE=nano|single|paper] bash scripts/table_physics.sh [--plan] [--seeds 0,1,2] [--gpus 8] [--gpu a100]`.
 # Do models of simulated orbits find Newton's law? Softmax and LSSAR, pre-trained on orbits, fine-tuned on
 # forces; symbolic regression on the forces they predict, beside the KNN oracle and the true forces.
 #
-# SCALE=nano (default): one CPU core, about ten minutes. Short orbits, a 0.75M model.
-# SCALE=paper: 8 x A100 80GB, 2 x 1.8 hours of pre-training, 2 x 0.9 hours of fine-tuning on one GPU each
-#   (estimates of train.py --dry-run at 40 % MFU), some CPU-hours of simulation and regression, 50 GB of disk.
+# SCALE=nano (default): one CPU core, about ten minutes per seed, three seeds. Short orbits, a 0.75M model.
+# SCALE=single: one GPU of 24 GB, an estimated 5.7 hours on an RTX 4090. The 45M model's shape, 2M sequences.
+# SCALE=paper: 8 x A100 80GB, an estimated 9 hours with simulation and regression on the CPU, 50 GB of disk.
 #   The paper's numbers: oracle 25.85 m1/r^2, LSSAR 27.02 m1/r^2, softmax no physical form; truth 39.48.
 #   PySR is used when installed (pip install pysr, needs Julia), Operon otherwise.
 #
-# --plan prints runs, tokens, hours and disk and starts nothing; --gpus N trains on N.
-# Results: results/$SCALE/physics.json and physics*.png, results/$SCALE/symbolic_regression.json.
+# --plan prints runs, tokens, hours, memory and disk (--gpu: on which GPU) and starts nothing.
+# --seeds pre-trains one run of each mechanism per seed; --gpus N trains on N.
 # Results: results/$SCALE/physics.json and physics*.png; `python report.py` makes the table.
-# Run again after an interruption, it continues; what is done is not done again. SEEDS="0 1 2" pre-trains
-# one run of each mechanism per seed.
+# Run again after an interruption, it continues; what is done is not done again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SCALE=${SCALE:-nano}
-plan='' gpus=8
+plan='' seeds='' gpus='' gpu='' wrong=''
 while [ $# -gt 0 ]; do
   case $1 in
     --plan) plan=yes ;;
-    --gpus=*) gpus=${1#*=} ;;
-    --gpus) gpus=${2:-none} && shift "$(($# > 1))" ;;
-    *) gpus="'$1'" && break ;;
+    --seeds=* | --gpus=* | --gpu=*) declare "${1:2}" ;;
+    --seeds | --gpus | --gpu) declare "${1#--}=${2:-none}" && shift "$(($# > 1))" ;;
+    *) wrong=$1 && break ;;
   esac
   shift
 done
-if ! [[ $gpus =~ ^[1-9][0-9]*$ ]]; then
-  echo "error: table_physics.sh takes --plan and --gpus N, not $gpus" >&2
-  exit 2
-fi
 
 case $SCALE in
   nano)
@@ -40,23 +35,33 @@ case $SCALE in
     orbits=(--planets 1 --sequences "$sequences" --val-sequences 500 --shard-sequences 5000)
     forces=(--labelled 1800 --probed 200 --held-out 60 --unit deviation)
     search=(--population 200 --evaluations 15000)
+    seeds=${seeds:-0,1,2} gpus=${gpus:-1}
+    export OMP_NUM_THREADS=1 # the last bits of a run depend on it
     ;;
-  paper)
-    data=corpora/physics size=109m points=1000 sequences=10000000
-    launch=(torchrun --standalone "--nproc_per_node=$gpus")
+  single | paper)
+    data=corpora/physics size=109m points=1000 sequences=10000000 seeds=${seeds:-0}
+    [ "$SCALE" = single ] && data=corpora/physics-single size=single sequences=2000000 gpus=${gpus:-1}
+    gpus=${gpus:-8} launch=(torchrun --standalone "--nproc_per_node=$gpus")
     shape=(--points "$points") orbits=(--sequences "$sequences") forces=() search=()
     ;;
   *)
-    echo "error: SCALE=$SCALE is unknown; choose nano or paper" >&2
+    echo "error: SCALE=$SCALE is unknown; choose nano, single or paper" >&2
     exit 2
     ;;
 esac
+[[ $gpus =~ ^[1-9][0-9]*$ ]] || wrong="--gpus $gpus"
+[[ $seeds =~ ^[0-9]+(,[0-9]+)*$ ]] || wrong="--seeds $seeds"
+if [ "$wrong" ]; then
+  echo "error: table_physics.sh takes --plan, --seeds 0,1,2, --gpus N and --gpu NAME, not '$wrong'" >&2
+  exit 2
+fi
+seeds=${seeds//,/ }
 source scripts/env.sh requirements.txt requirements-physics.txt
 
 if [ "$plan" ]; then
   # shellcheck disable=SC2086
   exec python physics/physics_plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" \
-    --seeds ${SEEDS:-0} --gpus "$gpus"
+    --seeds $seeds --gpus "$gpus" ${gpu:+--gpu "$gpu"}
 fi
 
 echo "== 1/4 simulation"
@@ -66,7 +71,7 @@ python physics/simulate.py planets "${shape[@]}" --out "$data/planets"
 
 echo "== 2/4 pre-training"
 runs=()
-for seed in ${SEEDS:-0}; do
+for seed in $seeds; do
   for attention in softmax lssar; do
     name="physics-$size-$attention" && [ "$seed" = 0 ] || name+="-s$seed"
     "${launch[@]}" train.py "configs/physics-$size-$attention.toml" --resume "--train.seed=$seed" "--log.name=$name"

@@ -99,7 +99,7 @@ def paper(found: Path) -> Path:
     """results/paper: values that are reproduced and values that are not."""
     lengths = [1024, 2048, 4096, 8192]
     for key, values in (
-        ("softmax", [3.2011, 4.2002, 3.9, 6.2823]),
+        ("softmax", [3.2011, 4.2662, 3.9, 6.2823]),
         ("lssar-p15", [3.1905, 3.2251, 3.2105, 3.2205]),
     ):
         at = {(AS_TRAINED, n): v for n, v in zip(lengths, values, strict=True)}

@@ -15,6 +15,7 @@ from train_helpers import arguments, make_corpus
 import physics.physics_plan
 import reproduce
 from lssar.errors import UserError
+from paper.experiments import SCALES
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -267,13 +268,14 @@ def planners(script, scale, *arguments):
     """What may be started for a plan."""
     name = "all" if script == "reproduce_all" else script.removeprefix("table_")
     name = name if script == "scaling_edu" else name.removeprefix("figure_")
-    size, data = {"nano": ("nano", "physics-nano"), "paper": ("109m", "physics")}[scale]
+    size = "109m" if scale == "paper" else scale
+    data = "physics" if scale == "paper" else f"physics-{scale}"
     physics = f"python physics/physics_plan.py {size} --data corpora/{data} --points"
     tables = f"python reproduce.py {name} --scale {scale} {' '.join(arguments)}"
     return {"table_physics": [physics], "reproduce_all": [tables, physics]}.get(script, [tables])
 
 
-@pytest.mark.parametrize("scale", ["nano", "paper"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("script", TABLES)
 def test_a_plan_starts_nothing_but_the_planner(started, script, scale):
     done, commands = started(script, "--plan", SCALE=scale)
@@ -305,10 +307,11 @@ def test_the_quickstart_refuses_arguments(started):
     assert (done.returncode, commands, len(done.stderr.splitlines())) == (2, [], 1)
 
 
-def test_physics_is_told_the_number_of_gpus_and_left_out_of_tables_alone(started):
-    for given in (["--gpus", "4"], ["--gpus=4"]):
+def test_physics_is_told_what_concerns_it_and_left_out_of_tables_alone(started):
+    for given in (["--gpus", "4", "--seeds", "0,3", "--gpu", "h100"], ["--gpus=4", "--seeds=0,3"]):
         _, commands = started("reproduce_all", "--plan", *given, SCALE="paper")
-        assert commands[-1].endswith(" --gpus 4")
+        assert " --seeds 0 3 --gpus 4" in commands[-1]
+        assert commands[-1].endswith(" --gpu h100") == (given[-1] == "h100")
     _, commands = started("table_physics", "--gpus", "4", SCALE="paper")
     launched = [c for c in commands if c.startswith("torchrun")]
     assert len(launched) == 2 and all("--nproc_per_node=4 train.py" in c for c in launched)
@@ -317,17 +320,20 @@ def test_physics_is_told_the_number_of_gpus_and_left_out_of_tables_alone(started
     assert commands[-1].startswith("python report.py")
 
 
-@pytest.mark.parametrize("size, tokens", [("nano", 4_640_000), ("109m", 21_418_304_256)])
+@pytest.mark.parametrize(
+    "size, tokens", [("nano", 4_640_000), ("single", 5_434_304_256), ("109m", 21_418_304_256)]
+)
 def test_the_plan_of_physics_adds_up(monkeypatch, tmp_path, capsys, size, tokens):
     monkeypatch.chdir(ROOT)
     arguments = ["--data", str(tmp_path), "--points", "1000", "--sequences", str(2**28)]
     physics.physics_plan.main([size, *arguments])
     printed = capsys.readouterr().out
-    assert f"tokens      {tokens:,}\n" in printed
-    assert "1,000.00 GiB of shards" in printed
+    assert f"tokens      {tokens:,}, " in printed
+    assert "1,000.00 GiB of data" in printed
+    assert "too little: make room" in printed or shutil.disk_usage(".").free > 1000 * 2**30
     assert "orbits, forces, planets to be made" in printed
     physics.physics_plan.main([size, *arguments, "--seeds", "0", "1", "2"])
-    assert f"tokens      {3 * tokens:,}\n" in capsys.readouterr().out
+    assert f"tokens      {3 * tokens:,}, " in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """What a run will take: memory, time and arithmetic, before anything starts."""
 
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +11,10 @@ from data.loader import Batches
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
 from lssar.reference import resolve
-from model import GPT, ModelConfig
+from model import ModelConfig
 from training.config import BatchPlan, Config
+from training.hours import Device, device_called, gpu_hours, model_of, planned_device, source
 
-# Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-PEAK_FLOPS |= {"A10G": 70e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12}
-ASSUMED_DEVICE, ASSUMED_MFU = "A100", 0.40
 GIB = 2**30
 
 
@@ -24,8 +22,8 @@ def peak_flops(device: torch.device) -> float | None:
     """The device's peak, None when it is not in the table."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    known = device_called(torch.cuda.get_device_name(device))
+    return known and known.flops
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,11 @@ class Estimate:
     flops: float
     memory: dict[str, int]  # bytes by use
 
-    @property
-    def gpu_hours(self) -> float:
-        return self.flops / (PEAK_FLOPS[ASSUMED_DEVICE] * ASSUMED_MFU) / 3600
-
 
 def estimate(config: Config, backends: list[str]) -> Estimate:
     """What the run takes if these compute the attention of its layers."""
-    with torch.device("meta"):
-        model = GPT(config.model_config())
-    m, t = model.config, config.train
+    model, t = model_of(config), config.train
+    m = model.config
     rows, parameters = t.micro_batch * t.length, model.parameter_count()
     half = 2 if t.precision != "fp32" else 4  # bytes of an activation under autocast
     # Maps of B x H x L x L floats that eager keeps for the backward pass, three for a two-stage
@@ -66,6 +59,20 @@ def estimate(config: Config, backends: list[str]) -> Estimate:
     }
     tokens = t.steps * t.batch_tokens
     return Estimate(parameters, tokens, model.flops_per_token(t.length) * tokens, memory)
+
+
+def checkpoint_bytes(config: Config, e: Estimate) -> float:
+    """Weights and AdamW's moments, in the newest checkpoints and the best."""
+    return 12.0 * e.parameters * (config.checkpoint.keep + 1)
+
+
+def disk_line(checkpoints: float, data: float = 0) -> str:
+    """What is to be written beside what is free here."""
+    free = shutil.disk_usage(".").free
+    written = f"{checkpoints / GIB:,.1f} GiB of checkpoints"
+    written += f", {data / GIB:,.2f} GiB of data" if data else ""
+    short = "" if checkpoints + data < free else "; too little: make room before starting"
+    return f"{written}; {free / GIB:,.0f} GiB are free{short}"
 
 
 def refuse_too_large(config: Config, device: torch.device) -> None:
@@ -114,17 +121,19 @@ def described_layers(m: ModelConfig) -> str:
     return "; ".join(f"layers {', '.join(found)}: {kind}" for kind, found in kinds.items())
 
 
-def summary(config: Config, plan: BatchPlan, device: torch.device, planned=False) -> list[str]:
-    """What a run prints before its first step; `planned`: for a device that need not be here."""
+def summary(
+    config: Config, plan: BatchPlan, device: torch.device, planned=False, gpu: str | None = None
+) -> list[str]:
+    """What a run prints before its first step; `planned`: for a device that need not be here,
+    a GPU of the kind `gpu` where it is one."""
     backends = planned_backends(config, device.type, everywhere=planned)
     e, t, m = estimate(config, backends), config.train, config.model_config()
     chosen = ", ".join(dict.fromkeys(backends))
     plans = f", planned for {device.type}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
-    hours_here = ""
-    if torch.cuda.is_available() and (peak := peak_flops(device)):
-        hours = e.flops / (peak * ASSUMED_MFU * plan.world_size) / 3600
-        hours_here = f", {hours:,.2f} hours on the {plan.world_size} GPUs here"
+    hours = ""
+    if device.type == "cuda":
+        hours = f" = {hours_line(config, backends, planned_device(gpu), plan.world_size, e.flops)}"
     return [
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
@@ -134,15 +143,25 @@ def summary(config: Config, plan: BatchPlan, device: torch.device, planned=False
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
         f"{t.warmup} warm-up",
         f"memory     about {sum(e.memory.values()) / GIB:,.2f} GiB per process: {memory}",
-        f"work       {e.flops:.2e} FLOPs = {e.gpu_hours:,.2f} {ASSUMED_DEVICE}-hours "
-        f"at {ASSUMED_MFU:.0%} MFU{hours_here}",
+        f"work       {e.flops:.2e} FLOPs{hours}",
     ]
 
 
-def dry_run(config: Config, world_size: int, device: str) -> list[str]:
-    """The summary for a device that need not be here, and the state of the data."""
+def hours_line(
+    config: Config, backends: list[str], gpu: Device, processes: int, flops: float
+) -> str:
+    hours = gpu_hours(config, backends, gpu, processes)
+    busy = flops / (hours * 3600 * gpu.flops)
+    on_all = f", {hours / processes:,.2f} hours on {processes}" if processes > 1 else ""
+    return f"{hours:,.2f} {gpu.name}-hours with validation{on_all} ({busy:.0%} MFU, {source(gpu)})"
+
+
+def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None) -> list[str]:
+    """The summary for a device that need not be here, the disk, and the state of the data."""
     plan, t = config.batch_plan(world_size), config.train
-    lines = summary(config, plan, torch.device(device), planned=True)
+    lines = summary(config, plan, torch.device(device), planned=True, gpu=gpu)
+    e = estimate(config, planned_backends(config, device))
+    lines.append(f"disk       {disk_line(checkpoint_bytes(config, e))}")
     directory = Path(config.data.directory)
     if not directory.exists():
         return [*lines, f"data       {directory} is not there yet"]

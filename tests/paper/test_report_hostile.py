@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, 
     assert f"nano/{name}" in problems(page)
     assert reason in problems(page)
     assert "give another --out" not in problems(page)
-    assert any(row and row[0] == "II: exp x" for row in page.rows())
+    assert any(row and row[0].startswith("II: exp x") for row in page.rows())
 
 
 RUNS = {
@@ -110,8 +110,8 @@ def test_numbers_that_no_result_can_have_are_an_overflow_and_flatten_no_figure(t
         made.losses(results / "nano", key, 0, {("as trained", 128): value})
     made.losses(results / "nano", "softmax", 0, {("as trained", 128): float("nan")})
     page = build(results, tmp_path / "site")
-    rows = {row[0]: row for row in page.rows() if row}
-    for title in ("I: x", "III: x, l1", "IV: exp x, l1 (softmax)some seeds missing"):
+    rows = {row[0].removesuffix("some seeds missing"): row for row in page.rows() if row}
+    for title in ("I: x", "III: x, l1", "IV: exp x, l1 (softmax)"):
         assert rows[title][1].split()[0] == "overflow"
 
 

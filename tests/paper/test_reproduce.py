@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from argparse import Namespace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import reproduce
 from data.shards import describe_set
 from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
+from paper.costs import Cost, Speed, room_lines
 from paper.evidence import Evidence, paper_numbers, read_runs
 from paper.experiments import (
     DATA,
@@ -33,8 +36,10 @@ from paper.experiments import (
 )
 from paper.jobs import Job, Pool, run_all
 from paper.plan import Workspace, jobs_of, write_runs
-from paper.tables import build, show
+from paper.tables import build, show, tolerance_of
+from support import command
 from training.config import load_config
+from training.hours import DEVICES
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -59,7 +64,7 @@ def test_the_paper_needs_27_fineweb_8_sweep_3_pi_and_6_edu_runs():
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
     monkeypatch.chdir(ROOT)
-    space = Workspace(SCALES[scale], processes=1 if scale == "nano" else 8)
+    space = Workspace(SCALES[scale], processes=SCALES[scale].gpus or 1)
     for key, run in all_runs(scale).items():
         config = space.config(run, seed=3)
         assert config.train.seed == 3
@@ -81,6 +86,7 @@ def test_every_number_of_the_paper_has_a_place_in_a_table():
         assert set(printed["columns"]) <= columns, label
         tolerance = printed["tolerance"]
         assert not isinstance(tolerance, list) or len(tolerance) == len(printed["columns"]), label
+        assert printed["reason"], label
         for values in printed["rows"].values():
             assert len(values) == len(printed["columns"]), label
 
@@ -125,6 +131,8 @@ def test_every_table_has_a_script_that_says_what_it_reproduces(name):
 def test_an_unknown_table_is_named_with_a_suggestion():
     with pytest.raises(UserError, match="unknown table 'actvations'; did you mean 'activations'"):
         reproduce.main(["actvations"])
+    with pytest.raises(UserError, match="at --scale single; it is one of --scale nano, paper"):
+        reproduce.main(["scaling_edu", "--scale", "single"])
 
 
 @pytest.mark.parametrize(
@@ -135,23 +143,126 @@ def test_a_number_that_is_none_is_one_clear_line(option):
         reproduce.main(["headline", option])
 
 
-def test_paper_scale_without_gpus_is_refused_before_anything_starts(monkeypatch):
+@pytest.mark.parametrize("scale, gpus", [("paper", 8), ("single", 1)])
+def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch, scale, gpus):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match="trains on 8 GPUs and 0 are here"):
-        reproduce.main(["decomposition", "--scale", "paper"])
+    monkeypatch.setattr(reproduce.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=f"trains on {gpus} GPUs? and 0 are here"):
+        reproduce.main(["decomposition", "--scale", scale])
 
 
-def test_the_plan_adds_up_runs_tokens_hours_and_disk(monkeypatch, capsys):
+def test_uncommitted_code_is_refused_unless_allowed_and_then_marked(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    reproduce.main(["decomposition", "--scale", "paper", "--plan", "--gpus", "8"])
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    for words in ("init -q", "commit -q --allow-empty -m a"):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *words.split()], check=True)
+    started = []
+    monkeypatch.setattr(reproduce, "run_all", lambda *given: started.append(given) or {})
+    monkeypatch.setattr(reproduce, "show_all", lambda *given: None)
+    command.revision.cache_clear()
+    reproduce.main(["decomposition"])
+    assert len(started) == 1
+    (tmp_path / "train.py").write_text("changed")
+    subprocess.run(["git", "-C", tmp_path, "add", "."], check=True)
+    command.revision.cache_clear()
+    with pytest.raises(UserError, match=r"uncommitted changes.*--allow-dirty"):
+        reproduce.main(["decomposition"])
+    assert reproduce.main(["decomposition", "--tables-only"]) is None  # which runs nothing
+    assert len(started) == 1
+    reproduce.main(["decomposition", "--allow-dirty"])
+    assert len(started) == 2
+    assert command.revision().endswith("+"), "what runs and results record"
+    command.revision.cache_clear()
+
+
+def test_headline_rows_have_five_seeds_and_everything_else_three_at_nano():
+    seeds = {key: len(SCALES["nano"].seeds_of(key)) for key in all_runs("nano")}
+    headline = {"softmax", "ssmax", "lssa", "lssar-p3", "lssar-p15", "cos-softmax"}
+    assert {key for key, count in seeds.items() if count == 5} == headline & seeds.keys()
+    assert {count for key, count in seeds.items() if key not in headline} == {3}
+    for scale in ("single", "paper"):
+        counts = {key: len(SCALES[scale].seeds_of(key)) for key in all_runs(scale)}
+        assert {key for key, count in counts.items() if count == 3} == {"softmax", "lssar-p15"}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_run_has_the_seeds_of_the_run_it_starts_from(scale):
+    for key, run in all_runs(scale).items():
+        if run.init_from:
+            mine, others = (SCALES[scale].seeds_of(k) for k in (key, run.init_from))
+            assert set(mine) <= set(others)
+
+
+def test_a_table_is_made_whole_with_one_seed_before_the_next_and_as_asked(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tables = [all_tables("nano")["headline"]]
+    jobs = jobs_of(tables, Workspace(SCALES["nano"]))
+    seeds = [int(job.name[-1]) for job in jobs if job.trains]
+    assert seeds == sorted(seeds) and set(seeds) == set(range(5))
+    asked = jobs_of(tables, Workspace(SCALES["nano"], seeds=(7,)))
+    assert {job.name[-2:] for job in asked if job.trains} == {"s7"}
+
+
+@pytest.mark.parametrize("scale, gpus", [("paper", 8), ("single", 1)])
+def test_the_plan_adds_up_runs_tokens_hours_memory_and_disk(monkeypatch, capsys, scale, gpus):
+    monkeypatch.chdir(ROOT)
+    plan = ["decomposition", "--scale", scale, "--plan", "--gpu", "a100", "--seeds", "0"]
+    reproduce.main(plan)
     printed = capsys.readouterr().out
-    tokens = 4 * load_config("configs/gpt2-124m-softmax.toml", world_size=8).train.steps * 524288
-    assert f"tokens      {tokens:,}" in printed
+    train = load_config(f"configs/{SCALES[scale].config}.toml", world_size=gpus).train
+    assert f"tokens      {4 * train.steps * train.batch_tokens:,}, " in printed
     hours = [float(x) for x in re.findall(r"([\d.]+) h$", printed, re.MULTILINE)]
-    total = float(re.search(r"time\s+([\d.]+) A100-hours", printed).group(1))
-    assert len(hours) == 4
-    assert total == pytest.approx(sum(hours), abs=0.1)
-    assert "GiB of checkpoints" in printed
+    evaluating = float(re.search(r"evaluations 4, .*: ([\d.]+) hours", printed).group(1))
+    preparing = float(re.search(r"data .*: ([\d.]+) hours", printed).group(1))
+    found = re.search(r"time +([\d.]+) A100-hours .* ([\d.]+) hours on (\d)", printed)
+    total, elapsed, count = map(float, found.groups())
+    assert (len(hours), count) == (4, gpus)
+    assert total == pytest.approx(sum(hours) + evaluating, abs=0.2)
+    assert elapsed == pytest.approx(sum(hours) / gpus + evaluating + preparing, abs=0.2)
+    assert re.search(r"memory +at most [\d.]+ of the 80 GiB of one A100\n", printed)
+    assert "GiB of checkpoints" in printed and "too little" not in printed
+    reproduce.main([*plan[:-4], "--gpu", "3090", "--seeds", "0,1"])
+    slower = re.search(r"time +([\d.]+) RTX 3090-hours", capsys.readouterr().out)
+    assert float(slower.group(1)) > 2 * total
+
+
+def test_what_does_not_fit_the_gpu_or_the_disk_is_said(monkeypatch):
+    cost = Cost(1, 1.0, 3 * 2**30, 25 * 2**30, "sdpa", 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Namespace(free=4 * 2**30))
+    fits, short = (room_lines({"a": cost}, data, DEVICES["4090"]) for data in (1e8, 2e9))
+    assert "too little: lower train.micro_batch" in fits[0]
+    assert "too little" not in fits[1] and "too little: make room" in short[1]
+    assert "too little" not in room_lines({"a": cost}, 0, DEVICES["a100"])[0]
+
+
+def test_a_plan_takes_the_speed_that_was_recorded_for_a_run_or_its_like(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    space = Workspace(SCALES["nano"])
+    runs = all_runs("nano")
+    softmax, passkey = (space.config(runs[k], 1) for k in ("softmax", "passkey-softmax"))
+    record = {"tokens": 1000, "device": "cpu", "config": asdict(softmax)}
+    recorded = {f"softmax-s{i}": record | {"seconds": 36.0 + i} for i in (0, 2)}
+    recorded["ssmax-s0"] = record | {"seconds": 360.0}
+    recorded["softmax-s3"] = record | {"seconds": 1.0, "device": "NVIDIA A100-SXM4-80GB"}
+    speed = Speed(None, 500.0, recorded)
+    tokens = softmax.train.steps * softmax.train.batch_tokens
+    assert speed.cost(softmax).hours == pytest.approx(tokens * 0.037 / 3600)
+    other = replace(softmax, log=replace(softmax.log, name="lssa-s0"))
+    assert speed.cost(other).hours == pytest.approx(tokens * 0.038 / 3600)  # their median
+    tokens = passkey.train.steps * passkey.train.batch_tokens
+    assert speed.cost(passkey).hours == pytest.approx(tokens / 500 / 3600)
+    on_gpu = replace(speed, device=DEVICES["a100"])
+    assert on_gpu.cost(softmax).hours == pytest.approx(softmax.train.steps * 2048 * 0.001 / 3600)
+    assert on_gpu.cost(other).hours == Speed(DEVICES["a100"]).cost(other).hours
+    # Reading as many tokens as were trained on, at the same length, is a third of the work.
+    trained = {128: softmax.train.steps * softmax.train.batch_tokens}
+    assert speed.reading(softmax, trained) == pytest.approx(speed.cost(softmax).hours / 3)
+
+
+def test_the_gpu_of_a_plan_for_a_cpu_is_refused():
+    with pytest.raises(UserError, match="--gpu 4090: --scale nano is for a CPU"):
+        reproduce.main(["headline", "--gpu", "4090", "--plan"])
 
 
 def test_the_seconds_in_the_comments_of_the_configs_are_the_recorded_ones():
@@ -195,6 +306,14 @@ def test_a_job_that_ends_well_without_its_result_has_failed(tmp_path):
     assert states["idle"].startswith("failed with exit code 0")
 
 
+def test_every_job_has_one_thread_whatever_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    made = tmp_path / "made"
+    code = f"import os; open({str(made)!r}, 'w').write(os.environ['OMP_NUM_THREADS'])"
+    run_all([shell_job("one", code, made)], tmp_path / "logs", 1)
+    assert made.read_text() == "1"
+
+
 def test_what_is_done_is_not_done_again(tmp_path, capsys):
     made = tmp_path / "made"
     code = f"open({str(made)!r}, 'a').write('x')"
@@ -232,7 +351,7 @@ def test_an_interrupt_among_many_quick_jobs_is_only_that(tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     for round_ in range(3):
         jobs = [Job(f"{round_} {i}", ("sleep", f"0.0{i % 10}"), lambda: True) for i in range(40)]
-        with pytest.raises(KeyboardInterrupt), Pool(tmp_path, 20) as pool:
+        with pytest.raises(KeyboardInterrupt), Pool(tmp_path) as pool:
             for job in jobs:
                 pool.start(job)
             list(pool.finished())
@@ -316,11 +435,21 @@ def test_a_run_that_was_trained_again_counts_as_it_is_now(space):
     assert cell.values == {0: 1.25}
 
 
+def test_a_tolerance_is_of_the_column_and_may_be_a_share_of_the_number():
+    printed = paper_numbers()["tab:lambada_results"]
+    accuracy, perplexity = Column(paper="acc"), Column(paper="perplexity")
+    assert tolerance_of(printed, accuracy, 8.79) == 1.3
+    assert tolerance_of(printed, perplexity, 10720.58) == pytest.approx(1072.058)
+    assert tolerance_of(printed, perplexity, 33.27) == pytest.approx(3.327)
+    assert tolerance_of(paper_numbers()["tab:decomsoft"], FIRST, 3.2) == 0.02
+
+
 def test_an_overflow_is_a_finished_row_without_a_number(space):
-    made.losses(space.folder, "exp", 0, {(AS_TRAINED, 128): None})
+    for seed in SCALES["nano"].seeds_of("exp"):
+        made.losses(space.folder, "exp", seed, {(AS_TRAINED, 128): None})
     found = built(space, "tab:decomsoft", EXP, FIRST)
     line = found.lines[0]
-    assert (line.entries[0].cell.mean, line.entries[0].cell.n) == (None, 1)
+    assert (line.entries[0].cell.mean, line.entries[0].cell.n) == (None, 3)
     assert "overflow" in show(found)
     assert not line.missing
 
@@ -383,7 +512,7 @@ def test_a_table_is_trained_evaluated_and_drawn_although_one_run_fails(
         SCALES["nano"],
         train_length=32,
         eval_tokens=1024,
-        seeds=(0,),
+        seeds={"others": 1},
         corpora={str(corpus): {"arguments": ["none"], "tokens": 1}},
     )
     space = Workspace(scale, runs=tmp_path / "runs", results=tmp_path / "results")
@@ -402,7 +531,7 @@ def test_a_table_is_trained_evaluated_and_drawn_although_one_run_fails(
     corpora = json.loads((space.folder / "runs.json").read_text())["corpora"]
     assert corpora == {str(corpus): describe_set(corpus)}
     assert record["tokens"] == 24 * 256
-    assert record["status"] == "done"
+    assert (record["status"], record["threads"], record["processes"]) == ("done", 1, 1)
     capsys.readouterr()
     again = run_all(jobs_of([table], space)[:3], tmp_path / "logs", parallel=1)
     assert set(again.values()) == {"done"}
