@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 pytest.importorskip("lm_eval", reason="pip install -r requirements-downstream.txt")
@@ -159,9 +161,10 @@ def test_rouge_is_the_best_references_f_measure_with_stems():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text(SOURCES, encoding="utf-8")
+    text = folder / "text.parquet"  # of which validation is the beginning, in one piece
+    pyarrow.parquet.write_table(pyarrow.table({"text": [SOURCES]}), text)
     size = ("--tokeniser", "bytes", "--val-tokens", 30_000, "--workers", 0)
-    done = run_prepare("text", folder / "text.txt", *size, "--out", folder / "c")
+    done = run_prepare("fineweb", "--from-files", text, *size, "--out", folder / "c")
     assert done.returncode == 0, done.stderr
     return folder / "c"
 
