@@ -47,7 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.identity import identity, resumed
 from data.loader import Batches
-from data.tokeniser import get_tokeniser
+from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
 from lssar.errors import UserError
 from model import GPT
@@ -303,15 +303,18 @@ class Run:
     def validate(self) -> None:
         """Mean loss over fixed tokens, shared by the ranks; uses no random numbers."""
         self.settle()
-        total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
+        total = torch.zeros(3, dtype=torch.float64)  # summed loss, tokens, bytes of their text
+        lengths = text_bytes(self.batches.val_set.tokeniser)
         for inputs, targets in self.batches.validation():
             with self.autocast:
                 mean = self.model(inputs.to(self.world.device), targets.to(self.world.device))
             count = int(targets.isfinite().sum())  # a missing label is NaN
-            total += torch.tensor([mean.item() * count, count], dtype=torch.float64)
-        summed, tokens = self.world.sum(total).tolist()
+            size = 0 if lengths is None else lengths[targets.numpy()].sum()
+            total += torch.tensor([mean.item() * count, count, size], dtype=torch.float64)
+        summed, tokens, size = self.world.sum(total).tolist()
         self.progress.val_loss = summed / tokens
-        self.log.validation(self.progress.step, self.progress.val_loss)
+        bits = summed / size / math.log(2) if size else None
+        self.log.validation(self.progress.step, self.progress.val_loss, bits)
 
     def sample(self) -> None:
         """Print some text, drawn from a random stream of its own."""
