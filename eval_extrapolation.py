@@ -10,6 +10,8 @@ Each length cuts a segment into windows that do not overlap, so every length, mo
 predicts the same tokens. Reported per length:
 
     loss            mean over tokens; its standard error is over segments
+    bits per byte   the same over the bytes of the tokens' text (0 for an end of text, whose loss
+                    counts): comparable between tokenisers
     by position     mean over tokens at a range of positions in their window
     context gain    loss on the last half training length of every window, minus the loss on the
                     same tokens when the model sees only the last training length of the window;
@@ -22,7 +24,9 @@ beat; `--sinks 4` adds it with the first 4 tokens in view (StreamingLLM). Of a m
 two kinds, a window narrows the global ones.
 """
 
+import functools
 import hashlib
+import math
 import sys
 import time
 from dataclasses import replace
@@ -51,6 +55,7 @@ from torch import Tensor
 
 from data.loader import validation_windows
 from data.shards import TokenSet, describe_set, open_split
+from data.tokeniser import text_bytes
 from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, Checkpoint, Variant, open_checkpoints, unmeasured, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
@@ -89,6 +94,14 @@ class Targets:
         size |= {"segment": self.segment} if self.spread else {}
         pairs = validation_windows(self.data, **size)
         return ((self.batch * i, *pair) for i, pair in enumerate(pairs))
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """Of the text that the targets stand for; 0 if their tokeniser is not known."""
+        lengths = text_bytes(self.data.tokeniser)
+        if lengths is None:
+            return 0
+        return sum(int(lengths[targets.numpy()].sum()) for _, _, targets in self.batches())
 
     def settings(self) -> dict:
         """What has to be equal for losses to be comparable."""
@@ -160,6 +173,18 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     return found
 
 
+def in_bits(losses: list[Record], targets: Targets) -> list[Record]:
+    """Losses as bits per byte, where the bytes are known."""
+    found = []
+    for loss in losses if targets.bytes else ():
+        scale = targets.tokens / targets.bytes / math.log(2)
+        value, error = (x if x is None else x * scale for x in (loss.value, loss.error))
+        numbers = {"value": value, "error": error, "details": {"bytes": targets.bytes}}
+        new = {"quantity": "bits_per_byte", "command": "", "revision": ""}
+        found.append(replace(loss, **numbers, **new))
+    return found
+
+
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     world = distributed.start(arguments.device)
@@ -183,12 +208,18 @@ def evaluate(arguments, world: World) -> None:
         results = open_results(arguments.out, "extrapolation", settings, about, world.is_main)
         world.barrier()  # everyone has read the file before the first writes to it
         with kept_on_interrupt(results.path):
+            measured = {r.key[1:] for r in results.select(quantity="bits_per_byte")}
+            old = [r for r in results.select(quantity="loss") if r.key[1:] not in measured]
+            if added := in_bits(old, targets):  # measured before there were bits per byte
+                results.add(*added, save=world.is_main)
             cases = unmeasured(results, checkpoints, chosen, arguments.lengths, world.device)
             for case, model in cases:
                 trained = replace(case, variant=Variant())
                 # A variant may change nothing at a length.
                 found = results.select(**trained.key) if case.config == trained.config else []
-                found = found or measure(model, case, targets, world)
+                if not found:
+                    found = measure(model, case, targets, world)
+                    found += in_bits(found[:1], targets)
                 found = [replace(record, variant=case.variant.name) for record in found]
                 results.add(*found, save=world.is_main)
                 if world.is_main:

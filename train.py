@@ -51,16 +51,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.identity import identity, resumed
 from data.loader import Batches
-from data.tokeniser import get_tokeniser
+from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
 from lssar.errors import UserError
 from model import GPT
-from support.files import lookup
+from support.files import first_line, lookup
 from training import checkpoint, distributed
 from training.distributed import StopSignal, World
-from training.estimate import dry_run, peak_flops, refuse_too_large, summary
+from training.estimate import choose_micro_batch, dry_run, peak_flops, refuse_too_large, summary
+from training.optimiser import Optimiser
 from training.run_log import RUN, RunLog, machine, other_machine
 
+SMALLER = "lower train.micro_batch (the result stays the same) or the model, and use --resume"
 EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
 
@@ -85,6 +87,8 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_DIVERGED
     except RuntimeError as error:
+        if distributed.out_of_memory(error):
+            raise UserError(f"rank {world.rank}: {first_line(error)}; {SMALLER}") from None
         if world.size == 1 or not distributed.lost_contact(error):
             raise
         lost = f"rank {world.rank} lost contact with another rank, which died or hangs"
@@ -156,9 +160,8 @@ class Run:
     """Everything one run needs, made in order, and what the loop does with it."""
 
     def __init__(self, config: Config, world: World, log: RunLog, resume: bool, accept_data=False):
-        self.config, self.world, self.log, t = config, world, log, config.train
-        self.plan = config.batch_plan(world.size)
-        self.batches = Batches(config, self.plan, world.rank, world.device)
+        self.world, self.log, t = world, log, config.train
+        self._split(config)
         self.data = identity(self.batches.train_set, self.batches.val_set)
         self.store = checkpoint.Store(config.run_directory)
         if world.is_main:
@@ -172,9 +175,11 @@ class Run:
             data = resumed(saved["data"], self.data, folder, accept_data, share)
             for warning in filter(None, (data, other_machine(saved["machine"], machine(world)))):
                 log.say(f"warning: {warning}")
+        if t.micro_batch == "auto":
+            before = parse_config(saved["config"], "").micro_batch if saved else 0
+            self._split(choose_micro_batch(config, world, before, log.say))
         self.model.to(world.device).use_backend(config.attention.backend)
-        groups, betas = self.model.parameter_groups(t.weight_decay), (t.beta1, t.beta2)
-        self.optimiser = torch.optim.AdamW(groups, lr=t.lr, betas=betas, fused=True)
+        self.optimiser = Optimiser(self.model, t)
         if saved is not None:
             self.optimiser.load_state_dict(saved["optimiser"])
             distributed.restore_rng(saved["rng"], world)
@@ -187,56 +192,109 @@ class Run:
             self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.autocast = distributed.autocast(world.device, t.precision)
 
+        if t.micro_batch == "auto":
+            self._rehearse()
+        self.numbers: list[Tensor] = []  # (norm, losses by rank) of each step that is not settled
         self.timed_steps, self.seconds = 0, 0.0  # since the last report
-        self.log.start(self.progress.step, summary(config, self.plan, world.device))
+        self.log.start(self.progress.step, summary(self.config, self.plan, world.device))
+
+    def _split(self, config: Config) -> None:
+        """Take the micro-batch of this config. What one step computes does not depend on it."""
+        self.config, self.plan = config, config.batch_plan(self.world.size)
+        self.batches = Batches(config, self.plan, self.world.rank, self.world.device)
+
+    def _rehearse(self) -> None:
+        """Halve the micro-batch until every rank has room for a step. Changes nothing else."""
+        while any(self.world.gather(torch.tensor(not self._has_room()))):
+            sequences = self.config.micro_batch
+            failed = f"out of memory with train.micro_batch = {sequences}"
+            if sequences == 1:
+                raise UserError(f"{failed}; lower train.length, model.width or model.layers")
+            self.log.say(f"warning: {failed}; the step starts again with {sequences // 2}")
+            torch.cuda.empty_cache()
+            if self.config.train.compile:  # or the second shape would be compiled for any shape
+                torch.compiler.reset()
+            self._split(self.config.with_micro_batch(sequences // 2))
+
+    def _has_room(self) -> bool:
+        """Whether gradients, optimiser and activations fit beside one another, as in every step
+        but the first. Without collectives: a rank that fails must not leave the others waiting."""
+        skip = torch.ones((), dtype=torch.bool, device=self.world.device)
+        try:
+            for _ in range(2):
+                inputs, targets = next(self.batches.loader.micro_batches(self.progress.step))
+                self._backward(inputs, targets, 1, synchronise=False)
+                self.optimiser.step(skip)
+            return True
+        except RuntimeError as error:
+            if not distributed.out_of_memory(error):
+                raise
+            return False
+        finally:
+            self.optimiser.zero_grad(set_to_none=True)
 
     def optimiser_step(self) -> None:
-        """One step on the global batch; skipped if the loss or the gradient is not finite."""
+        """One step on the global batch, which does nothing if the loss or the gradient is not
+        finite. Waits for no result: `settle` does."""
         began, p, t = time.perf_counter(), self.progress, self.config.train
-        for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(self.config, p.step)
-        self.losses = torch.stack(self.world.gather(self._accumulate(p.step)))  # by rank
+        warmed = min(1.0, p.step / max(1, t.warmup))
+        self.optimiser.set_rates(learning_rate(self.config, p.step), warmed)
+        losses = torch.stack(self.world.gather(self._accumulate(p.step)))  # by rank
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), t.clip or math.inf)
-        self.norm = norm.item()
-        if math.isfinite(self.norm) and self.losses.isfinite().all():
-            self.optimiser.step()
-            p.skipped = 0
-        else:
-            p.skipped += 1
-            offsets = self.batches.loader.offsets(p.step)
-            numbers = f"gradient norm {self.norm}, loss by rank {self.losses.tolist()}"
-            batch = f"batch of token offsets {offsets.min()}..{offsets.max()}"
-            skipped = f"step {p.step} is not finite and was skipped"
-            self.log.say(f"warning: {skipped}: {numbers}, {batch}")
-            if p.skipped > t.max_skipped_steps:
-                what = f"{p.skipped} steps in a row were not finite, the last was {p.step}"
-                raise self._diverged(f"{what} (their batches are above)")
+        self.numbers.append(torch.cat((norm.view(1), losses)))
+        self.optimiser.step(skip=~self.numbers[-1].isfinite().all())
         self.optimiser.zero_grad(set_to_none=True)
         p.step, p.val_loss = p.step + 1, None
         self.log.bar.update()
         self.timed_steps += 1
         self.seconds += time.perf_counter() - began
 
+    def settle(self) -> None:
+        """Wait for the steps so far, and tell which of them were skipped."""
+        began, p, first = time.perf_counter(), self.progress, self.progress.step - len(self.numbers)
+        rows = torch.stack(self.numbers).tolist() if self.numbers else []
+        self.seconds += time.perf_counter() - began
+        self.numbers.clear()
+        for step, (self.norm, *self.losses) in enumerate(rows, start=first):
+            if math.isfinite(self.norm) and all(map(math.isfinite, self.losses)):
+                p.skipped = 0
+                continue
+            p.skipped += 1
+            offsets = self.batches.loader.offsets(step)
+            numbers = f"gradient norm {self.norm}, loss by rank {self.losses}"
+            batch = f"batch of token offsets {offsets.min()}..{offsets.max()}"
+            skipped = f"step {step} is not finite and was skipped"
+            self.log.say(f"warning: {skipped}: {numbers}, {batch}")
+            if p.skipped > self.config.train.max_skipped_steps:
+                what = f"{p.skipped} steps in a row were not finite, the last was {step}"
+                raise self._diverged(f"{what} (their batches are above)")
+
     def _accumulate(self, step: int) -> Tensor:
         """Gradients of the mean loss over the global batch; returns this rank's part of it."""
         loader, total = self.batches.loader, torch.zeros((), device=self.world.device)
         divisors = loader.divisors(step)
         for i, (inputs, targets) in enumerate(loader.micro_batches(step)):
-            synchronise = self.world.size == 1 or i == self.plan.accumulation - 1
-            with contextlib.nullcontext() if synchronise else self.replica.no_sync():
-                with self.autocast:
-                    loss = self.replica(inputs, targets) / divisors[i]
-                loss.backward()
-            total += loss.detach()
+            last = i == self.plan.accumulation - 1
+            total += self._backward(inputs, targets, divisors[i], synchronise=last)
         return total
 
+    def _backward(self, inputs: Tensor, targets: Tensor, divisor: float, synchronise: bool):
+        """Add the gradients of the mean loss over the divisor, and return that quotient."""
+        alone = synchronise or self.world.size == 1
+        with contextlib.nullcontext() if alone else self.replica.no_sync():
+            with self.autocast:
+                loss = self.replica(inputs, targets) / divisor
+            loss.backward()
+        return loss.detach()
+
     def report(self) -> None:
+        self.settle()
         t, step = self.config.train, self.progress.step
         rate = self.timed_steps * t.batch_tokens / self.seconds
         peak = peak_flops(self.world.device)
         self.log.step(
             step,
-            loss=self.losses.mean().item(),
+            loss=torch.tensor(self.losses).mean().item(),
             lr=self.optimiser.param_groups[0]["lr"],
             grad_norm=self.norm,
             tokens_per_s=rate,
@@ -248,18 +306,23 @@ class Run:
     @torch.no_grad()
     def validate(self) -> None:
         """Mean loss over fixed tokens, shared by the ranks; uses no random numbers."""
-        total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
+        self.settle()
+        total = torch.zeros(3, dtype=torch.float64)  # summed loss, tokens, bytes of their text
+        lengths = text_bytes(self.batches.val_set.tokeniser)
         for inputs, targets in self.batches.validation():
             with self.autocast:
                 mean = self.model(inputs.to(self.world.device), targets.to(self.world.device))
             count = int(targets.isfinite().sum())  # a missing label is NaN
-            total += torch.tensor([mean.item() * count, count], dtype=torch.float64)
-        summed, tokens = self.world.sum(total).tolist()
+            size = 0 if lengths is None else lengths[targets.numpy()].sum()
+            total += torch.tensor([mean.item() * count, count, size], dtype=torch.float64)
+        summed, tokens, size = self.world.sum(total).tolist()
         self.progress.val_loss = summed / tokens
-        self.log.validation(self.progress.step, self.progress.val_loss)
+        bits = summed / size / math.log(2) if size else None
+        self.log.validation(self.progress.step, self.progress.val_loss, bits)
 
     def sample(self) -> None:
         """Print some text, drawn from a random stream of its own."""
+        self.settle()
         name, e = self.batches.train_set.tokeniser, self.config.eval
         if not self.world.is_main or name is None:
             return
@@ -272,6 +335,7 @@ class Run:
         self.log.say(f"sample at step {self.progress.step}: {tokeniser.decode(out[0].tolist())}")
 
     def save(self) -> None:
+        self.settle()
         p, config = self.progress, self.config
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
             what = f"the weights are not finite after step {p.step - 1} and were not saved"

@@ -285,7 +285,7 @@ class Batches:
         sizes = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch}
         order = {"seed": t.seed, "shuffle": config.data.shuffle}
         self.loader = TrainLoader(self.train_set, **sizes, **order, **share, device=device)
-        tokens, batch = config.eval.tokens, config.eval.batch or t.micro_batch
+        tokens, batch = config.eval.tokens, config.eval.batch or plan.micro_batch
         self._validation = {"total_tokens": tokens, "batch": batch, **share}
         self.validation()
 

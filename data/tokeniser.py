@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -50,6 +51,14 @@ class Tokeniser:
     eot: int
     merges_sha256: str | None = None
     spellings: np.ndarray  # the bytes of every token, by its id
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text by id; none for EOT, which is no part of a document, and unknown ids."""
+        lengths = np.zeros(2**16, dtype=np.int64)
+        lengths[: self.vocab_size] = [len(spelling) for spelling in self.spellings]
+        lengths[self.eot] = 0
+        return lengths
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids outside the vocabulary, which a padded model can emit, become U+FFFD."""
@@ -130,6 +139,16 @@ def get_tokeniser(name: str) -> Tokeniser:
     if name not in TOKENISERS:
         raise UserError(f"unknown tokeniser {name!r}; {did_you_mean(name, TOKENISERS)}")
     return TOKENISERS[name]()
+
+
+@functools.cache
+def text_bytes(name: str | None) -> np.ndarray | None:
+    """`byte_lengths` of a tokeniser; None, and so no bits per byte, where it is not to be had."""
+    try:
+        return get_tokeniser(name).byte_lengths if name else None
+    except UserError as error:
+        print(f"no bits per byte: {error}", file=sys.stderr)
+        return None
 
 
 def _valid_unicode(text: str) -> str:

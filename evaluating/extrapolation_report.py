@@ -56,8 +56,10 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
 
 
 def tables(results: Results, reference: str) -> str:
-    """Loss, perplexity, context gain and difference from the reference run, by length."""
-    losses, gains = by_key(results, "loss").items(), by_key(results, "context_gain").items()
+    """Loss, also in bits per byte and as perplexity, context gain and paired differences."""
+    losses, bits, gains = (
+        by_key(results, name).items() for name in ("loss", "bits_per_byte", "context_gain")
+    )
     paired = paired_differences(results, reference).items()
     # exp of more than 709 overflows.
     finite = {k: r.value if r.value is not None and r.value < 700 else None for k, r in losses}
@@ -67,6 +69,7 @@ def tables(results: Results, reference: str) -> str:
     against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
     parts = (
         (title, {k: number(r.value, ".4f", r.error) for k, r in losses}),
+        ("bits per byte", {k: number(r.value, ".4f", r.error) for k, r in bits}),
         ("perplexity", {k: number(value, ".2f") for k, value in perplexities.items()}),
         (helps, {k: number(r.value, "+.4f", r.error) for k, r in gains}),
         (against, {k: number(value, "+.4f", error) for k, (value, error) in paired}),
@@ -77,6 +80,7 @@ def tables(results: Results, reference: str) -> str:
 def short_table(results: Results) -> str:
     """Loss by length, its rise, and the context gain at the longest: one line per series."""
     names, gains = labels(results.runs), by_key(results, "context_gain")
+    bits = by_key(results, "bits_per_byte")
     lengths = sorted({r.length for r in results.records})
     body = []
     for identity, variant, found in results.series("loss"):
@@ -85,9 +89,13 @@ def short_table(results: Results) -> str:
         rise = None if None in (first, last) else last - first
         gain = gains.get((identity, variant, found[-1].length))
         ends = [number(rise, "+.3f"), number(gain.value, "+.3f") if gain else ""]
+        if bits:
+            known = bits.get((identity, variant, found[0].length))
+            ends.append(number(known.value, ".3f") if known else "")
         label = series_label(names[identity], variant)
         body.append([label, *(losses.get(n, "") for n in lengths), *ends])
-    return table(["validation loss at", *map(str, lengths), "rise", "context gain"], body)
+    header = ["validation loss at", *map(str, lengths), "rise", "context gain"]
+    return table([*header, *([f"bits per byte at {lengths[0]}"] if bits else [])], body)
 
 
 def styled_series(results: Results, quantity: str) -> Iterator[tuple[str, dict, list[Record]]]:

@@ -12,7 +12,7 @@ from paper.evidence import RUNS, read_runs
 from paper.jobs import Job, is_done
 from paper.plan import Workspace
 from training.config import Config
-from training.estimate import GIB, checkpoint_bytes, disk_line, estimate, planned_backends
+from training.estimate import GIB, checkpoint_bytes, disk_line, estimate, fit, planned_backends
 from training.hours import Device, device_called, gpu_hours, model_of, source, token_seconds
 
 TOKENISED = 400_000  # tokens per second and core, GPT-2's BPE; a cautious estimate
@@ -38,8 +38,12 @@ class Speed:
     recorded: Mapping[str, dict] = field(default_factory=dict)  # runs by name
 
     def cost(self, config: Config, processes: int = 1) -> Cost:
-        backends = planned_backends(config, "cuda" if self.device else "cpu")
-        e, rate = estimate(config, backends), self.recorded_rate(config)
+        where = "cuda" if self.device else "cpu"
+        if config.train.micro_batch == "auto" and self.device:
+            fitted = fit(config, processes, self.device.memory * GIB, where)
+            config = fitted or config.with_micro_batch(1)
+        backends = planned_backends(config, where)
+        e, rate = estimate(config, backends, where), self.recorded_rate(config)
         if rate is not None:
             hours = e.tokens * rate / 3600
         elif self.device:

@@ -147,7 +147,9 @@ def load_table(name, columns=(), lengths=(), quantity="loss", gain=False, tasks=
     found = [Column(**column) for column in columns]
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
     found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
-    found += [Column(16, "context_gain")] if gain else []
+    if gain:
+        found.append(Column(16, "context_gain"))
+        found.append(Column(1, "bits_per_byte", title="bits per byte (1x)"))
     for task, metric, title in (column for column in COLUMNS if column[0] in tasks):
         paper = metric if task.startswith("lambada") else task
         kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}

@@ -36,7 +36,7 @@ def by_length(built: Built, evidence: Evidence):
     "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
     table, gaps, label = built.table, built.table.figure == "gaps", quantity(built)
-    shown = [c for c, _ in built.columns if c.quantity != "context_gain"]  # which comes last
+    shown = [c for c, _ in built.columns if c.quantity in ("loss", "accuracy")]  # which come first
     lengths = [evidence.length(table, column.factor) for column in shown]
     panels, several = len(table.panels), len(table.panels) > 1
     width = plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN

@@ -223,6 +223,8 @@ def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
     moments = read_trainer(find(path))["optimiser"]["state"]
     shapes = [moments[i]["exp_avg"].shape for i in sorted(moments)]
     if shapes != [p.shape for group in optimiser.param_groups for p in group["params"]]:
-        other = f"the optimiser state of {path} is not that of this model's parameters"
+        other = (
+            f"the optimiser state of {path} is not that of this model's parameters and optimiser"
+        )
         raise UserError(f"train.init_optimiser: {other}; leave it out to take the weights alone")
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})

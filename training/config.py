@@ -14,7 +14,7 @@ import tomllib
 import typing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
@@ -86,7 +86,9 @@ class TrainSection:
     length: Count = 1024
     steps: Count = 18865
     batch_tokens: Count = 524288  # of one optimiser step, over all processes
-    micro_batch: Count = 4  # sequences per process and forward pass
+    # Sequences per process and forward pass; "auto": the largest power of two that fits the memory.
+    micro_batch: Count | Literal["auto"] = 4
+    optimiser: str = "adamw"  # or "muon" for the matrices of the blocks (training/optimiser.py)
     lr: Positive = 6e-4
     warmup: CountOrZero = 700
     schedule: str = "cosine"  # to zero; or "constant"
@@ -99,14 +101,14 @@ class TrainSection:
     compile: bool = False
     init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
-    max_skipped_steps: CountOrZero = 3  # non-finite steps in a row before the run stops
+    max_skipped_steps: CountOrZero = 3  # non-finite steps in a row; more stop at the next report
 
 
 @dataclass(frozen=True)
 class EvalSection:
     interval: Count = 250
     tokens: Count = 10485760  # the first ones of the validation set
-    batch: CountOrZero = 0  # sequences at once; 0: train.micro_batch
+    batch: CountOrZero = 0  # sequences at once; 0: the micro-batch
     sample_interval: CountOrZero = 0  # steps between samples of text; 0: none
     sample_prompt: str = "\n"
     sample_tokens: CountOrZero = 64
@@ -151,6 +153,14 @@ class Config:
     def run_directory(self) -> Path:
         return Path(self.log.directory) / self.log.name
 
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per process and forward pass; 1 while train.micro_batch is still "auto"."""
+        return 1 if self.train.micro_batch == "auto" else self.train.micro_batch
+
+    def with_micro_batch(self, sequences: int) -> "Config":
+        return replace(self, train=replace(self.train, micro_batch=sequences))
+
     def mechanism(self, **own) -> Mechanism:
         """Of [attention]; `own` is what [local] has instead: with a name, all of it."""
         settings = {} if "name" in own else _given(self.attention)
@@ -193,13 +203,13 @@ class Config:
             shared = f"{step} cannot be shared by {world_size} processes"
             raise UserError(f"{shared}; nearest number that can: {can}")
         share = sequences // world_size
-        if share % t.micro_batch:
+        if share % self.micro_batch:
             raise UserError(
                 f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences per "
                 f"process ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
                 f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
             )
-        return BatchPlan(sequences, world_size, share // t.micro_batch, t.micro_batch)
+        return BatchPlan(sequences, world_size, share // self.micro_batch, self.micro_batch)
 
     def to_toml(self) -> str:
         """The whole resolved configuration; reads back as an equal one."""
@@ -230,9 +240,16 @@ class Config:
 
 
 _SECTIONS = typing.get_type_hints(Config)
-# The types of every `section.key`, and after them its rule.
+
+
+def _parts(hint) -> tuple:
+    inner = () if typing.get_origin(hint) is list else typing.get_args(hint)
+    return sum(map(_parts, inner), ()) or (hint,)
+
+
+# The types of every `section.key`, its rule, and words that it takes besides.
 _KEYS = {
-    f"{section}.{key}": typing.get_args(hint) or (hint,)
+    f"{section}.{key}": _parts(hint)
     for section, kind in _SECTIONS.items()
     for key, hint in typing.get_type_hints(kind, include_extras=True).items()
 }
@@ -372,7 +389,8 @@ def _typed(value, kinds: tuple, where: str):
         raise UserError(f"{where}: is beyond {LARGEST}")
     if type(value) is str and any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{where}: is not text; write it in UTF-8")
-    if type(value) in kinds:
+    words = [word for word in kinds if isinstance(word, str) and word not in RULES]
+    if type(value) in kinds or value in words:
         return value
     if list[str] in kinds and type(value) is list and all(type(item) is str for item in value):
         return value
@@ -381,6 +399,7 @@ def _typed(value, kinds: tuple, where: str):
     if str in kinds and type(value) in (int, float, bool):
         return str(value)
     wanted = kinds[0].__name__ if isinstance(kinds[0], type) else kinds[0]
+    wanted = " or ".join([str(wanted), *map(repr, words)])
     raise UserError(f"{where}: is of type {type(value).__name__}, must be {wanted}")
 
 
@@ -397,10 +416,11 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
 
     for name, kinds in _KEYS.items():
         for rule in RULES.keys() & kinds:
-            require(RULES[rule](values[name]), name, rule)
+            require(values[name] in kinds or RULES[rule](values[name]), name, rule)
     choices = {
         "model.preset": tuple(PRESETS),
         "attention.backend": ("auto", *BACKENDS),
+        "train.optimiser": ("adamw", "muon"),
         "train.schedule": ("cosine", "constant"),
         "train.precision": ("auto", "bf16", "fp32"),
     }

@@ -34,18 +34,17 @@ class World:
         """Element-wise sum over all processes, on every process."""
         if self.size == 1:
             return values
-        result = values.to(self.device, copy=True)
+        result = values.clone()
         dist.all_reduce(result)
-        return result.to(values.device)
+        return result
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The tensors of all processes, which must have the same shape, in rank order."""
         if self.size == 1:
             return [values]
-        mine = values.to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
-        return [t.to(values.device) for t in everyone]
+        everyone = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(everyone, values)
+        return everyone
 
     def barrier(self) -> None:
         self.sum(torch.zeros(1))
@@ -90,7 +89,8 @@ def start(device: str = "auto") -> World:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         # torchrun may keep its store over a restart, with the addresses of dead workers.
         store = dist.PrefixStore(f"attempt-{restarts()}", store)
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        # Values in main memory go through gloo, and so wait for no GPU.
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, chosen)
 
@@ -158,6 +158,12 @@ def lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed because another process went away."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """On any device; a CPU's allocator has no error of its own."""
+    words = ("out of memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def finish() -> None:

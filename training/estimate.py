@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from lssar.errors import UserError
 from lssar.reference import resolve
 from model import ModelConfig
 from training.config import BatchPlan, Config
+from training.cross_entropy import CHUNK_LOGITS
+from training.distributed import World
 from training.hours import Device, device_called, gpu_hours, model_of, planned_device, source
 
 GIB = 2**30
@@ -36,12 +39,12 @@ class Estimate:
     memory: dict[str, int]  # bytes by use
 
 
-def estimate(config: Config, backends: list[str]) -> Estimate:
+def estimate(config: Config, backends: list[str], device: str = "cuda") -> Estimate:
     """What the run takes if these compute the attention of its layers."""
     model, t = model_of(config), config.train
     m = model.config
-    rows, parameters = t.micro_batch * t.length, model.parameter_count()
-    half = 2 if t.precision != "fp32" else 4  # bytes of an activation under autocast
+    rows, parameters = config.micro_batch * t.length, model.parameter_count()
+    half = _precision(config, device).itemsize  # bytes of an activation under autocast
     # Maps of B x H x L x L floats that eager keeps for the backward pass, three for a two-stage
     # mechanism (stage one, its shift, its power). The other backends recompute them.
     maps = sum(
@@ -49,9 +52,12 @@ def estimate(config: Config, backends: list[str]) -> Estimate:
         for layer, backend in zip(m.all_layers, backends, strict=True)
         if backend == "eager"
     )
-    head = min(rows * m.vocab_rows, 2**28) * (4 + half) + 4 * m.channels * m.vocab_rows * m.width
+    chunk = CHUNK_LOGITS.get(device, CHUNK_LOGITS["default"])
+    head = min(rows * m.vocab_rows, chunk) * (4 + half) + 4 * m.channels * m.vocab_rows * m.width
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
     memory = {
-        "state": 16 * parameters,  # weights, gradients, AdamW's two moments
+        # Weights, gradients and two moments, of which Muon has one.
+        "state": 16 * parameters - (4 * matrices if t.optimiser == "muon" else 0),
         # Per block: norms (fp32 in and out), q k v before and after RoPE, out, the MLP's two.
         "activations": rows * m.width * m.layers * (4 * 4 + half * (2 * 3 + 1 + 2 * 4 + 2)),
         "attention maps": 4 * maps * m.heads * rows * t.length,
@@ -75,6 +81,67 @@ def disk_line(checkpoints: float, data: float = 0) -> str:
     return f"{written}; {free / GIB:,.0f} GiB are free{short}"
 
 
+def _precision(config: Config, device: str) -> torch.dtype:
+    chosen = config.train.precision
+    bf16 = chosen == "bf16" or (chosen == "auto" and device == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+CARDS = (24, 40, 80)  # GB of common GPUs
+ROOM = 0.9  # of the free memory that an estimate may fill
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes for this process: of its GPU, or its share of the main memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages, info = os.sysconf("SC_PHYS_PAGES") // 2, Path("/proc/meminfo")
+    free = pages * os.sysconf("SC_PAGE_SIZE")
+    if info.exists():
+        free = 1024 * int(info.read_text().split("MemAvailable:")[1].split()[0])
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def fit(config: Config, world_size: int, free: int, device: str, most: int = 0) -> Config | None:
+    """With the largest micro-batch that fits `free` bytes: a power of two, or `most` and its
+    halves; None if a single sequence is too much."""
+    share = config.with_micro_batch(1).batch_plan(world_size).accumulation
+    sequences = most if most and share % most == 0 else share & -share
+    while sequences:
+        fitted = config.with_micro_batch(sequences)
+        e = estimate(fitted, planned_backends(fitted, device), device)
+        if sum(e.memory.values()) <= ROOM * free:
+            return fitted
+        sequences //= 2
+    return None
+
+
+def choose_micro_batch(config: Config, world: World, before: int, say: Callable) -> Config:
+    """For the rank with the least memory: that of `before`, the run's own so far, if it fits."""
+    free = int(min(world.gather(torch.tensor(free_memory(world.device)))))
+    fitted = fit(config, world.size, free, world.device.type, before)
+    chosen = fitted or config.with_micro_batch(1)
+    fits = "fits" if fitted else "is the smallest there is and may not fit"
+    what = f"train.micro_batch = {chosen.micro_batch} (auto) {fits}"
+    say(f"memory     {what} the {free / GIB:,.1f} GiB free per process")
+    return chosen
+
+
+def on_cards(config: Config, world_size: int) -> str:
+    """What fits common GPUs, and what to do where it does not."""
+    asked, parts = config.train.micro_batch, []
+    for card in CARDS:
+        fitted = fit(config, world_size, card * GIB, "cuda")
+        if fitted is None:
+            parts.append(f"{card} GB: too small; lower train.length, model.width or model.layers")
+        elif asked == "auto" or asked <= fitted.micro_batch:
+            fits = f"up to {fitted.micro_batch}" if asked != "auto" else f"{fitted.micro_batch}"
+            parts.append(f"{card} GB: micro-batch {fits}")
+        else:
+            parts.append(f"{card} GB: too small; --train.micro_batch={fitted.micro_batch} or auto")
+    return ", ".join(parts)
+
+
 def refuse_too_large(config: Config, device: torch.device) -> None:
     """One line instead of running out of memory while the weights are initialised."""
     m = config.model_config()
@@ -95,9 +162,8 @@ def planned_backends(config: Config, device: str, *, everywhere: bool = True) ->
     m, t = config.model_config(), config.train
     if config.attention.backend != "auto":
         return [config.attention.backend] * m.layers
-    fp32 = t.precision == "fp32" or (t.precision == "auto" and device != "cuda")
-    dtype = torch.float32 if fp32 else torch.bfloat16
-    entries = t.micro_batch * m.heads * t.length**2
+    dtype = _precision(config, device)
+    entries = config.micro_batch * m.heads * t.length**2
     call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
     backends = []
     for attention, positions in m.all_layers:
@@ -127,7 +193,7 @@ def summary(
     """What a run prints before its first step; `planned`: for a device that need not be here,
     a GPU of the kind `gpu` where it is one."""
     backends = planned_backends(config, device.type, everywhere=planned)
-    e, t, m = estimate(config, backends), config.train, config.model_config()
+    e, t, m = estimate(config, backends, device.type), config.train, config.model_config()
     chosen = ", ".join(dict.fromkeys(backends))
     plans = f", planned for {device.type}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
@@ -158,10 +224,15 @@ def hours_line(
 
 def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None) -> list[str]:
     """The summary for a device that need not be here, the disk, and the state of the data."""
-    plan, t = config.batch_plan(world_size), config.train
+    t, cards = config.train, on_cards(config, world_size)
+    if t.micro_batch == "auto":
+        on_gpu = device == "cuda"
+        free = planned_device(gpu).memory * GIB if on_gpu else free_memory(torch.device(device))
+        config = fit(config, world_size, free, device) or config.with_micro_batch(1)
+    plan = config.batch_plan(world_size)
     lines = summary(config, plan, torch.device(device), planned=True, gpu=gpu)
-    e = estimate(config, planned_backends(config, device))
-    lines.append(f"disk       {disk_line(checkpoint_bytes(config, e))}")
+    e = estimate(config, planned_backends(config, device), device)
+    lines += [f"GPUs       {cards}", f"disk       {disk_line(checkpoint_bytes(config, e))}"]
     directory = Path(config.data.directory)
     if not directory.exists():
         return [*lines, f"data       {directory} is not there yet"]

@@ -80,10 +80,13 @@ class RunLog(contextlib.ExitStack):
         else:
             self.bar.set_postfix(shown, refresh=False)
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """The loss in nats per token; in bits per byte of text it does not depend on the tokens."""
         if self.world.is_main:
-            self._record(step=step, val_loss=loss)
-            self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}")
+            bits = {} if bits_per_byte is None else {"val_bits_per_byte": bits_per_byte}
+            self._record(step=step, val_loss=loss, **bits)
+            shown = "".join(f", {value:.4f} bits per byte" for value in bits.values())
+            self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}{shown}")
 
     def _record(self, **values) -> None:
         with files.writing(self.path / METRICS):

@@ -91,11 +91,12 @@ def test_schedules_are_those_of_the_paper(path):
     assert (t.steps, t.lr, t.length, t.warmup, t.schedule) == (steps, lr, length, warmup, schedule)
     assert t.batch_tokens == 524_288
     assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
-    plan = load_config(path).batch_plan(world_size=8)
+    assert t.micro_batch == "auto"
+    plan = load_config(path).with_micro_batch(micro_batch or 1).batch_plan(world_size=8)
     assert plan.sequences == 524_288 // length
     assert plan.sequences == 8 * plan.accumulation * plan.micro_batch
     if micro_batch:
-        assert (plan.micro_batch, plan.accumulation) == (micro_batch, accumulation)
+        assert plan.accumulation == accumulation
         assert t.steps * t.batch_tokens == pytest.approx(TOKENS[key], rel=2e-3)
     else:
         config = load_config(path)
@@ -274,6 +275,8 @@ def test_an_override_of_a_string_is_taken_as_typed(text):
         ("--train.beta2=1", ["train.beta2 = 1.0"]),
         ("--train.warmup=20000", ["train.warmup = 20000", "18865"]),
         ("--train.micro_batch=0", ["train.micro_batch = 0"]),
+        ("--train.micro_batch=all", ["micro_batch = 'all'", "must be int or 'auto'"]),
+        ("--train.micro_batch=must be above 0", ["must be int or 'auto'"]),
         ("--eval.tokens=1000", ["eval.tokens = 1000", "1024"]),
         ("--log.name=a/b", ["log.name = 'a/b'"]),
         ("--model.heads=7", ["heads = 7"]),
@@ -327,7 +330,7 @@ def test_an_error_about_a_default_names_the_file_that_was_given(tmp_path):
         (["--train.micro_batch=500"], 1, ["micro_batch = 500", "512", ": 512"]),
         ([], 3, ["512", "3 processes"]),
         ([], 1024, ["512", "1024 processes"]),
-        ([], 256, ["micro_batch = 4", "256 processes", ": 2"]),
+        (["--train.micro_batch=4"], 256, ["micro_batch = 4", "256 processes", ": 2"]),
     ],
     ids=str,
 )
