@@ -144,7 +144,8 @@ def make_parser() -> Parser:
     text.add_argument("inputs", nargs="+", help="files, folders or patterns")
     text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")
     commands.add_parser("stdlib", parents=[common], help="the standard library")
-    commands.add_parser("passkey", parents=[common], help="passkey prompts")
+    passkey = commands.add_parser("passkey", parents=[common], help="passkey prompts")
+    passkey.add_argument("--longest", type=positive, default=128, help="bytes of a prompt")
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
@@ -155,7 +156,8 @@ def make_parser() -> Parser:
 
 def make_source(arguments: argparse.Namespace):
     if arguments.command in GENERATED:
-        return GENERATED[arguments.command]()
+        longest = (arguments.longest,) if arguments.command == "passkey" else ()
+        return GENERATED[arguments.command](*longest)
     if arguments.command == "text":
         kind = {"kind": "text", "field": arguments.field}
         return TextSource(find_files(arguments.inputs), arguments.field, kind)
