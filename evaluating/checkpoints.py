@@ -11,7 +11,7 @@ import torch
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
 from evaluating.results import AS_TRAINED, Results
 from lssar.errors import UserError
-from lssar.mechanisms import Mechanism
+from lssar.mechanisms import Mechanism, has_meaning
 from model import GPT, ModelConfig
 from support.files import sha256_of
 from training.checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
@@ -87,16 +87,17 @@ class Variant:
     """A trained model under another setting, without retraining; each changes one thing."""
 
     name: str = AS_TRAINED
-    key: str | None = None  # p, alpha, window or interpolation
-    value: float | int | None = None
+    key: str | None = None  # p, alpha, window, length or interpolation
+    value: float | int | str | None = None
 
     def suits(self, config: ModelConfig) -> bool:
-        return self.key not in ("p", "alpha") or config.attention.sharpened
+        everywhere = self.key in (None, "interpolation")
+        return everywhere or has_meaning(self.key, config.attention)
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
         acts_beyond = {"p": 0, "alpha": trained.attention.train_length, "window": self.value}
-        acts_beyond["interpolation"] = train_length
+        acts_beyond |= {"interpolation": train_length, "length": trained.attention.train_length}
         if length <= acts_beyond.get(self.key, length):
             return trained
         settings = trained.to_dict()
@@ -114,11 +115,16 @@ def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
         chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
     if arguments.position_interpolation:
         chosen.append(Variant("PI", "interpolation"))
+    if arguments.current_length:
+        chosen.append(Variant("L=current", "length", "current"))
     for variant in chosen:
         suited = [c for c in checkpoints if variant.suits(c.config)]
         if not suited:
-            given = f"--{variant.key} {variant.value:g}"
-            raise UserError(f"{given}: no checkpoint given re-weights its attention; leave it out")
+            if variant.key == "length":
+                given, rule = "--current-length", "has an L in its attention"
+            else:
+                given, rule = f"--{variant.key} {variant.value:g}", "re-weights its attention"
+            raise UserError(f"{given}: no checkpoint given {rule}; leave it out")
         for c in suited:  # raises for an impossible value
             variant.config(c.config, c.info.train_length, length=2**40)
     return chosen

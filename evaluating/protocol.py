@@ -33,6 +33,8 @@ class EvaluationParser(Parser):
         group.add_argument("--alpha", type=numbers, default=[], help="adaptive p_i: 0.1,0.2")
         group.add_argument("--window", type=lengths, default=[], help="sliding windows: 1024")
         group.add_argument("--position-interpolation", action="store_true")
+        meaning = "L of sigmoid and relu-length: the length of the evaluation"
+        group.add_argument("--current-length", action="store_true", help=meaning)
 
 
 def progress(total: int, label: str, unit: str, enabled: bool = True):
