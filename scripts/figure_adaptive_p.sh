@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Figure fig:adaptive_p: LSSAR p=15 evaluated with an exponent that grows beyond the training length.
+# Figure fig:adaptive_p: LSSAR p=15 evaluated with an exponent that grows beyond the training length: losses, and
+# passkeys (fig:adaptive_p, right).
 # SCALE=nano (default): two CPU cores, no network. SCALE=paper: 8 x A100 80GB.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Hours: nano 5 minutes; paper 2.2 on 8 GPUs (1 run).

@@ -12,6 +12,7 @@ from paper import theory
 from paper.claims import OUR_CONTROLS, PAPER_CLAIMS, judged
 from paper.evidence import Evidence
 from paper.statistic import HOLDS, OPEN
+from paper.table_figures import draw
 from paper.tables import build
 
 
@@ -81,13 +82,15 @@ def test_suppressed_keys_and_ties_can_be_told_from_others():
 
 def test_the_command_fills_its_tables_and_decides_their_claims(tmp_path, capsys):
     out = tmp_path / "nano/theory/theory.json"
-    theory.main(["--out", str(out), "--draws", "2"])
+    theory.main(["--out", str(out), "--draws", "4"])
     assert {r.quantity for r in read_results(out).records} >= {"rate", "dead", "cosine_needed"}
     assert out.with_suffix(".png").stat().st_size > 3000
     evidence = Evidence("nano", tmp_path / "nano")
     for name in ("theory", "overflow", "half_weight"):
         built = build(evidence, evidence.tables[name])
         assert built.measured
+        assert not any(line.missing for line in built.lines), "no row has all columns"
+        assert draw(built, evidence) is None, "the command has drawn it"
         assert all(any(line.entries[i].cell.n for line in built.lines) for i in range(3))
     for claim in (*PAPER_CLAIMS, *OUR_CONTROLS):
         if claim.table == "theory":
