@@ -104,9 +104,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     baseline: str | None = None
-    figure: str = (
-        "lengths"  # how it is drawn: see table_figures.py; or "none"
-    )
+    figure: str = "lengths"  # how it is drawn: see table_figures.py; or "none"
     folder: str = EXTRAPOLATION  # where its results are
     notes: tuple[str, ...] = ()
     title: str = ""  # where it is not the paper's
