@@ -1,12 +1,15 @@
-"""GPT-2's attention layer: projections, rotary positions, the KV cache, the call of `attend`.
+"""GPT-2's attention layer: projections, positions, the KV cache, the call of `attend`.
 
 The mechanisms themselves are in the library `lssar`; its names can be imported from here too:
 
     from attention import attend, attention_weights, get_mechanism, MECHANISMS
 """
 
+import math
+
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.backends import attend
@@ -17,41 +20,74 @@ from lssar.spans import attend_padded
 __all__ = ["MECHANISMS", "Attention", "KVCache", "attend", "attention_weights", "get_mechanism"]
 
 
+# How a layer knows where tokens are: RoPE; not at all (NoPE); scores that fall with the distance,
+# at a fixed rate per head (ALiBi) or by a gate per token (FoX, the forgetting transformer).
+POSITIONS = ("rope", "none", "alibi", "fox")
+
+
 class KVCache:
-    """Keys and values of every layer, in buffers that are allocated once for `capacity` tokens."""
+    """Keys and values of every layer: in buffers that are allocated once for `capacity` tokens, or
+    those of the last ones, where a layer has a window."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
         # For a padded batch: which keys are tokens (B, keys), new ones included.
         self.mask: Tensor | None = None
         self.document: Tensor | None = None  # (B, 1): where the last token's document starts
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, list[Tensor]] = {}
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, H, L, d) for one layer; returns all keys and values so far."""
-        end = self.length + k.shape[2]
+    def extend(self, layer: int, *new: Tensor, window: int | None = None) -> list[Tensor]:
+        """Append keys, values, ... (B, H, L, d) of one layer; returns all so far, or those that
+        some new token sees through the window."""
+        end = self.length + new[0].shape[2]
         if end > self.capacity:
             raise ValueError(f"KVCache of {self.capacity} tokens cannot hold {end}")
+        if window is not None:
+            kept = self._layers.get(layer, [x[:, :, :0] for x in new])
+            seen = [torch.cat(pair, dim=2) for pair in zip(kept, new, strict=True)]
+            start = max(0, seen[0].shape[2] - window + 1)
+            self._layers[layer] = [x[:, :, start:].clone() for x in seen]
+            return seen
         if layer not in self._layers:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        keys, values = self._layers[layer]
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
+            shapes = [(*x.shape[:2], self.capacity, x.shape[3]) for x in new]
+            self._layers[layer] = [x.new_empty(shape) for x, shape in zip(new, shapes, strict=True)]
+        for room, x in zip(self._layers[layer], new, strict=True):
+            room[:, :, self.length : end] = x
+        return [room[:, :, :end] for room in self._layers[layer]]
 
 
-Rope = tuple[Tensor, Tensor]
+Rope = tuple[Tensor, ...]  # cos and sin; then those that turn a query towards its sinks, if any
 
 
-def rope_at(position: Tensor, head_dim: int, interpolation: float) -> Rope:
-    """cos and sin (..., 1, 1, head_dim / 2) of positions (L,), or (B, L) where rows differ."""
+def rope_at(
+    position: Tensor,
+    head_dim: int,
+    interpolation: float,
+    scaling: str = "pi",
+    train_length: int = 1024,
+) -> Rope:
+    """cos and sin (..., 1, 1, head_dim / 2) of positions (L,), or (B, L) where rows differ.
+
+    `interpolation` s stretches them to s times the training length: "pi" divides the positions by
+    s; "ntk" raises the base, so that the slowest pair turns s times slower and the fastest as
+    before; "yarn" does so for each pair by its turns in the training length (fewer than 1: s times
+    slower, more than 32: as before) and multiplies q and k by 0.1 ln(s) + 1.
+    """
     # Angles reach 16,384 radians, where float32 has three digits after the point.
     dtype = torch.float32 if position.device.type == "mps" else torch.float64
     pair = torch.arange(0, head_dim, 2, device=position.device, dtype=dtype)
-    angle = position.to(dtype).unsqueeze(-1) / interpolation * 10000.0 ** (-pair / head_dim)
+    base, divisor, size = 10000.0, interpolation, 1.0
+    if scaling == "ntk":
+        base, divisor = base * interpolation ** (head_dim / max(1, head_dim - 2)), 1.0
+    speed = base ** (-pair / head_dim)  # radians per position
+    if scaling == "yarn":
+        turns = train_length * speed / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        speed = kept * speed + (1 - kept) * speed / interpolation
+        divisor, size = 1.0, 0.1 * math.log(interpolation) + 1
+    angle = position.to(dtype).unsqueeze(-1) / divisor * speed
     angle = angle[..., None, None, :]  # broadcasts over q and k as the projection gives them
-    return angle.cos().float(), angle.sin().float()
+    return (size * angle.cos()).float(), (size * angle.sin()).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,29 +102,64 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, mechanism: Mechanism, layer: int):
+    def __init__(
+        self, width: int, heads: int, mechanism: Mechanism, layer: int, positions: str | int
+    ):
         super().__init__()
         self.layer, self.heads, self.mechanism = layer, heads, mechanism
-        self.backend = "auto"
+        self.positions, self.backend = positions, "auto"
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         init = mechanism.parameter_init
         self.head_scale = None if init is None else nn.Parameter(torch.full((heads,), init))
+        self.forget = nn.Linear(width, heads) if positions == "fox" else None
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None, first=None) -> Tensor:
-        q, k, v = self.queries_keys_values(x, rope)
-        options = {"params": self.head_scale, "backend": self.backend}
+        m, (q, k, v) = self.mechanism, self.queries_keys_values(x, rope)
+        gates = [] if self.forget is None else [self.gates(x)]
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
+            # Padding may lie between the tokens of a window, and the current length counts all.
+            whole = cache.mask is not None or m.length == "current" or m.sinks
+            window = None if whole else m.window
+            k, v, *gates = cache.extend(self.layer, k, v, *gates, window=window)
+            if first is not None:
+                first = first - (cache.length + x.shape[1] - k.shape[2])
+        decay = self.decay(k, *gates)
+        if m.sinks and self.positions == "rope":
+            q, k = self.near_sinks(q, k, rope[2:])
+        options = {"params": self.head_scale, "decay": decay, "backend": self.backend}
         if cache is None or cache.mask is None:
-            out = attend(q, k, v, self.mechanism, first=first, **options)  # (B, H, L, d)
+            out = attend(q, k, v, m, first=first, **options)  # (B, H, L, d)
         else:
-            out = attend_padded(q, k, v, self.mechanism, cache.mask, **options)
+            out = attend_padded(q, k, v, m, cache.mask, **options)
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 
     def queries_keys_values(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape
         qk, v = self.qkv(x).view(batch, length, 3, self.heads, -1).split((2, 1), dim=2)
-        turned = qk if rope is None else rotate(qk, *rope)
+        turned = qk if rope is None or self.positions != "rope" else rotate(qk, *rope[:2])
         q, k = turned.transpose(1, 3).unbind(2)  # (B, H, L, d)
         return q, k, v.squeeze(2).transpose(1, 2)
+
+    def near_sinks(self, q: Tensor, k: Tensor, turn: Rope) -> tuple[Tensor, Tensor]:
+        """As StreamingLLM has it: the sinks stand right before the window. Twice the dimensions:
+        the first half of a query meets the keys of its window, the second, turned, the sinks."""
+        sink = (torch.arange(k.shape[2], device=k.device) < self.mechanism.sinks).unsqueeze(-1)
+        turned = rotate(q.transpose(1, 2).unsqueeze(2), *turn).squeeze(2).transpose(1, 2)
+        q = torch.cat((q, turned), -1) * math.sqrt(2)  # as scores are divided by sqrt(2 d)
+        return q, torch.cat((k.masked_fill(sink, 0), k.masked_fill(~sink, 0)), -1)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """FoX: log sigmoid(w_h . x_t + b_h), (B, H, L, 1)."""
+        gates = self.forget(x)
+        gates = F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        return gates.transpose(1, 2).unsqueeze(-1)
+
+    def decay(self, k: Tensor, gates: Tensor | None = None) -> Tensor | None:
+        """The log decay at each key, (B, H, Lk): of its gate, or ALiBi's m_h = 2^(-8 h / H)."""
+        if gates is not None:
+            return gates.squeeze(-1)
+        if self.positions != "alibi":
+            return None
+        head = torch.arange(1, self.heads + 1, device=k.device, dtype=torch.float32)
+        return -(2 ** (-8 * head / self.heads)).view(1, -1, 1).expand(-1, -1, k.shape[2])

@@ -70,7 +70,9 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tenso
     """Attention matrices of `layer` for tokens (L,), cosines of queries and keys: (heads, L, L)."""
     attention, x, rope, first = layer_inputs(model, tokens.unsqueeze(0), layer)
     q, k, _ = attention.queries_keys_values(x, rope)
-    options = {"first": first, "params": attention.head_scale}
+    gates = () if attention.forget is None else (attention.gates(x),)
+    decay = attention.decay(k, *gates)
+    options = {"first": first, "params": attention.head_scale, "decay": decay}
     cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
     return attention_weights(q, k, attention.mechanism, **options)[0].cpu(), cosines[0].cpu()
 

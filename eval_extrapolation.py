@@ -16,8 +16,10 @@ predicts the same tokens. Reported per length:
                     below zero, the far context helps
     paired          loss minus that of the first checkpoint, by segment, with its error
 
-`--p`, `--alpha`, `--window` and `--position-interpolation` add variants of each checkpoint. A
-window of the training length is the control that any claim of extrapolation has to beat.
+`--p`, `--alpha`, `--window`, `--position-interpolation`, `--ntk` and `--yarn` add variants of each
+checkpoint. A window of the training length is the control that any claim of extrapolation has to
+beat; `--sinks 4` adds it with the first 4 tokens in view (StreamingLLM). Of a model with layers of
+two kinds, a window narrows the global ones.
 """
 
 import hashlib

@@ -36,7 +36,7 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
     answer_early(make_parser().parse_args)
 
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
-from evaluating.checkpoints import Checkpoint, mechanism_label, open_checkpoints
+from evaluating.checkpoints import Checkpoint, model_label, open_checkpoints
 from lssar.errors import UserError
 from support.files import lookup, write_text, writing
 from training.checkpoint import load_model
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> None:
         )
     from evaluating.hf_model import MODEL as KNOWN
 
-    if unknown := sorted(set(checkpoint.config.to_dict()) - set(KNOWN)):
+    table = {"positions"} if type(checkpoint.config.positions) is int else set()
+    if unknown := sorted(set(checkpoint.config.to_dict()) - set(KNOWN) | table):
         has = ", ".join(f"{key} = {getattr(checkpoint.config, key)}" for key in unknown)
         raise UserError(f"{checkpoint.path} has {has}, which an exported model does not know")
     out = arguments.out
@@ -157,7 +158,7 @@ tags:
 
 # {run}
 
-A GPT-2 with rotary positions and {label} attention ({parameters:,} parameters: {layers} layers,
+A GPT-2 with {label} attention ({parameters:,} parameters: {layers} layers,
 {heads} heads, width {width}), of the paper *Softplus Attention with Re-weighting Boosts Length
 Extrapolation in Large Language Models*.
 
@@ -196,13 +197,14 @@ def write_card(checkpoint: Checkpoint, out: Path) -> None:
         "validation loss": info.val_loss and f"{info.val_loss:.4f} nats per token",
         "random numbers": None if info.seed is None else f"seed {info.seed}",
         "attention": ", ".join(f"{k} = {v}" for k, v in settings.items()),
+        "layers": f"{', '.join(config.pattern)}; positions {config.positions}",
         "command": script and f"`python {shlex.join([Path(script).name, *arguments])}`",
         "revision": lookup(file, "revision"),
     }
     text = CARD.format(
         mechanism=config.attention.name,
         run=info.run,
-        label=mechanism_label(config.attention),
+        label=model_label(config),
         parameters=load_model(checkpoint.path)[0].parameter_count(),
         layers=config.layers,
         heads=config.heads,

@@ -1,23 +1,28 @@
-"""GPT-2 with rotary positions and any attention mechanism of the paper.
+"""GPT-2 with any attention mechanism of the paper, and layers of one kind or two.
 
 Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
 is computed on demand, and the row count N of the mechanisms follows the absolute position, with
 and without a KV cache.
+
+All layers see everything before them, unless a `pattern` such as ("local:32", "global") makes some
+of them local: these see the last 32 tokens, with a mechanism and positions of their own.
 
 Three settings adapt input and output to data other than text (physics/): `channels` tokens per
 position, a learned table of `positions`, a regression head with `outputs` numbers.
 """
 
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Attention, KVCache, Rope, rope_at
+from attention import POSITIONS, Attention, KVCache, Rope, rope_at
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
 from lssar.spans import document_starts, token_positions
@@ -30,7 +35,17 @@ from training.cross_entropy import linear_cross_entropy, token_losses
 MEANING = 2
 LEAST_TEMPERATURE = 1e-6  # below it logits would overflow, and sampling is the argmax anyway
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
-TEXT = {"channels": 1, "positions": 0, "outputs": 0}  # a text model's values, and the least
+TEXT = {"channels": 1, "outputs": 0}  # a text model's values, and the least
+# What a description leaves out: the identity of a model has no key that is newer than the model.
+ABSENT = TEXT | {"positions": "rope", "scaling": "pi", "pattern": ("global",), "local": None}
+ABSENT |= {"documents": False}
+
+
+class Layer(NamedTuple):
+    """What layers can differ in."""
+
+    attention: Mechanism
+    positions: str | int
 
 
 @dataclass(frozen=True)
@@ -42,8 +57,11 @@ class ModelConfig:
     vocab_rows: int  # of the embedding table: vocab_size, or padded to a multiple of 64 for speed
     attention: Mechanism
     interpolation: float = 1.0  # position interpolation: RoPE position m becomes m / interpolation
+    scaling: str = "pi"  # or "ntk", "yarn": how RoPE is stretched by `interpolation`
     channels: int = 1  # tokens per position; above 1: a table for each, and an untied head
-    positions: int = 0  # rows of a learned position table in place of RoPE; 0: RoPE
+    positions: str | int = "rope"  # one of POSITIONS, or the rows of a learned table
+    pattern: tuple[str, ...] = ("global",)  # repeated over the layers: "global", or "local:WINDOW"
+    local: Layer | None = None  # of the local layers; None: `attention` and `positions`
     outputs: int = 0  # numbers per position from a regression head; 0: a token
     documents: bool = False  # a row sees its own document only, from its end-of-text token on
 
@@ -54,6 +72,20 @@ class ModelConfig:
     @property
     def end_of_text(self) -> int:
         return self.vocab_size - 1  # the last token of both our tokenisers
+
+    def layer(self, number: int) -> Layer:
+        """Of the layers from 0; no window is wider than the one of `attention`."""
+        kind, _, window = self.pattern[number % len(self.pattern)].partition(":")
+        plain = Layer(self.attention, self.positions)
+        if kind == "global":
+            return plain
+        attention, positions = self.local or plain
+        narrower = min(int(window), self.attention.window or int(window))
+        return Layer(replace(attention, window=narrower, sinks=0), positions)
+
+    @property
+    def all_layers(self) -> list[Layer]:
+        return [self.layer(number) for number in range(self.layers)]
 
     def __post_init__(self):
         def require(holds: bool, rule: str):
@@ -76,49 +108,95 @@ class ModelConfig:
         rows, vocab, stretch = self.vocab_rows, self.vocab_size, self.interpolation
         require(rows >= vocab, f"vocab_rows = {rows} must be at least vocab_size = {vocab}")
         require(0 < stretch < math.inf, f"interpolation = {stretch} must be positive")
-        both = f"interpolation = {stretch} stretches RoPE, positions = {self.positions} replaces it"
-        require(not self.positions or stretch == 1, f"{both}; leave one out")
+        self._check_layers(require)
+        none = f"interpolation = {stretch} stretches RoPE, positions = {self.positions} replaces it"
+        rotary = any(layer.positions == "rope" for layer in self.all_layers)
+        require(rotary or stretch == 1, f"{none}; leave one out")
+        require(self.scaling in ("pi", "ntk", "yarn"), f"scaling = {self.scaling!r} is unknown")
+
+    def _check_layers(self, require) -> None:
+        pattern, place = self.pattern, self.positions
+        for entry in pattern:
+            known = re.fullmatch(r"global|local:[1-9][0-9]{0,11}", str(entry))
+            require(known, f"pattern has {entry!r:.50}; write 'global', or 'local:32' for a window")
+        fits = f"pattern = {list(pattern)} must have 1 to layers = {self.layers} entries"
+        require(1 <= len(pattern) <= self.layers, fits)
+        table = type(place) is int and place >= 1
+        known = f"choose from {', '.join(POSITIONS)}, or the rows of a learned table"
+        require(table or place in POSITIONS, f"positions = {place!r}; {known}")
+        if self.local is None:
+            return
+        local, own = self.local.positions, any(entry != "global" for entry in pattern)
+        require(own, f"[local] is for local layers, and pattern = {list(pattern)} has none")
+        suits = local == place if table else local in POSITIONS
+        require(suits, f"positions = {local!r} of local layers do not go with {place!r}")
 
     def to_dict(self) -> dict:
-        """Plain JSON values; the attention by its name and its changed settings."""
-        entry = MECHANISMS[self.attention.name]
-        settings = {key: getattr(self.attention, key) for key in OVERRIDES}
-        changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
-        # A plain text model's description, and so its identity, has none of these keys.
-        absent = TEXT | {"documents": False}
-        plain = {k: v for k, v in asdict(self).items() if v != absent.get(k)}
-        return plain | {"attention": {"name": entry.name, **changed}}
+        """Plain JSON values; attention by its name and its changed settings."""
+
+        def described(m: Mechanism) -> dict:
+            settings = {key: getattr(m, key) for key in OVERRIDES}
+            entry = MECHANISMS[m.name]
+            changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
+            return {"name": m.name, **changed}
+
+        plain = {k: v for k, v in vars(self).items() if k not in ABSENT or v != ABSENT[k]}
+        if self.local is not None:
+            attention = described(self.local.attention)
+            plain["local"] = {"attention": attention, "positions": self.local.positions}
+        if "pattern" in plain:
+            plain["pattern"] = list(self.pattern)
+        return plain | {"attention": described(self.attention)}
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
         try:
-            return cls(**(values | {"attention": get_mechanism(**values["attention"])}))
+            found = values | {"attention": get_mechanism(**values["attention"])}
+            if local := found.get("local"):
+                mechanism = get_mechanism(**local["attention"])
+                found["local"] = Layer(**(local | {"attention": mechanism}))
+            if "pattern" in found:
+                found["pattern"] = tuple(found["pattern"])
+            return cls(**found)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
 
 
-# layers, heads, width, vocab_size, vocab_rows. nano reads bytes, the others GPT-2's BPE.
+BYTES, GPT2 = {"vocab_size": 257, "vocab_rows": 257}, {"vocab_size": 50257, "vocab_rows": 50304}
+VOCABULARIES = {"bytes": BYTES, "gpt2": GPT2}
 PRESETS: dict[str, dict[str, int]] = {
-    "nano": {"layers": 3, "heads": 3, "width": 96, "vocab_size": 257, "vocab_rows": 257},
-    "45m": {"layers": 6, "heads": 8, "width": 512, "vocab_size": 50257, "vocab_rows": 50304},
-    "124m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 50257, "vocab_rows": 50304},
-    "355m": {"layers": 24, "heads": 16, "width": 1024, "vocab_size": 50257, "vocab_rows": 50304},
+    "nano": {"layers": 3, "heads": 3, "width": 96, **BYTES},
+    "45m": {"layers": 6, "heads": 8, "width": 512, **GPT2},
+    "124m": {"layers": 12, "heads": 12, "width": 768, **GPT2},
+    "355m": {"layers": 24, "heads": 16, "width": 1024, **GPT2},
 }
 
 
-def preset(name: str, attention: str | Mechanism = "softmax", **changes) -> ModelConfig:
-    """A model of the paper by its size; `changes` are other values for ModelConfig's fields."""
+def preset(
+    name: str, attention: str | Mechanism = "softmax", tokeniser: str | None = None, **changes
+) -> ModelConfig:
+    """A model of the paper by its size, perhaps for another tokeniser's vocabulary; `changes` are
+    other values for ModelConfig's fields."""
     if name not in PRESETS:
         raise UserError(f"unknown model preset {name!r}; {did_you_mean(name, PRESETS)}")
+    if tokeniser not in (None, *VOCABULARIES):
+        guess = did_you_mean(tokeniser, VOCABULARIES)
+        raise UserError(f"model: unknown tokeniser {tokeniser!r}; {guess}")
+    vocabulary = VOCABULARIES.get(tokeniser, {})
+    size = changes.get("vocab_size")
+    if vocabulary and size not in (None, vocabulary["vocab_size"]):
+        has = f"tokeniser = {tokeniser!r} has {vocabulary['vocab_size']} ids"
+        raise UserError(f"model: {has}, vocab_size = {size} contradicts it; leave one out")
     mechanism = get_mechanism(attention) if isinstance(attention, str) else attention
-    return ModelConfig(**(PRESETS[name] | changes), attention=mechanism)
+    return ModelConfig(**(PRESETS[name] | vocabulary | changes), attention=mechanism)
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
-        self.attention = Attention(config.width, config.heads, config.attention, layer)
+        mechanism, positions = config.layer(layer)
+        self.attention = Attention(config.width, config.heads, mechanism, layer, positions)
         self.norm_mlp = nn.LayerNorm(config.width)
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)
@@ -135,7 +213,8 @@ class GPT(nn.Module):
         channels, width = config.channels, config.width
         self.embedding = nn.Embedding(channels * config.vocab_rows, width)  # of all channels
         self.join = nn.Linear(channels * width, width) if channels > 1 else None
-        self.positions = nn.Embedding(config.positions, width) if config.positions else None
+        table = config.positions if type(config.positions) is int else 0
+        self.positions = nn.Embedding(table, width) if table else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(width)
         outputs = config.outputs or (channels * config.vocab_rows if channels > 1 else 0)
@@ -170,19 +249,29 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, L, width); with a cache, of the tokens that follow it."""
         start, length = 0 if cache is None else cache.length, tokens.shape[1]
-        x, rope = self._embed(tokens, start), None
-        if self.positions is None:
-            if cache is None or cache.mask is None:
-                place = torch.arange(start, start + length, device=x.device)
-            else:
-                place = token_positions(cache.mask, length)
-            rope = rope_at(place, self.config.head_dim, self.config.interpolation)
+        x = self._embed(tokens, start)
+        if cache is None or cache.mask is None:
+            place = torch.arange(start, start + length, device=x.device)
+        else:
+            place = token_positions(cache.mask, length)
+        rope = self.rope(place)
         first = self._first(tokens, cache) if self.config.documents else None
         for block in self.blocks:
             x = block(x, rope, cache, first)
         if cache is not None:
             cache.length += length
         return self.norm(x)
+
+    def rope(self, place: Tensor) -> Rope | None:
+        """Of the tokens' places (L,) or (B, L), for the layers that have it."""
+        c, m = self.config, self.config.attention
+        if not any(block.attention.positions == "rope" for block in self.blocks):
+            return None
+        rope = rope_at(place, c.head_dim, c.interpolation, c.scaling, m.train_length)
+        if m.sinks:  # which stand right before the window
+            behind = (m.window + m.sinks - 1 - place).clamp(max=0)
+            rope += rope_at(behind, c.head_dim, c.interpolation, c.scaling, m.train_length)
+        return rope
 
     def _first(self, tokens: Tensor, cache: KVCache | None) -> Tensor | None:
         """The place where each token's document starts, (B, L)."""
@@ -239,14 +328,17 @@ class GPT(nn.Module):
         return losses[0] if self.head is None else torch.stack(losses, dim=-1)
 
     def configure(self, **changes) -> "GPT":
-        """The same weights under another `interpolation` or `attention` (p, alpha, window, ...)."""
+        """The same weights under other fields of the config: `interpolation`, `attention`, ..."""
         config = replace(self.config, **changes)
-        if config.attention.parameter_init != self.config.attention.parameter_init:
-            old, new = self.config.attention.name, config.attention.name
-            raise UserError(f"a model trained with {old!r} lacks the parameters of {new!r}")
+        for block, (new, place) in zip(self.blocks, config.all_layers, strict=True):
+            old, gated = block.attention.mechanism, block.attention.forget is not None
+            if new.parameter_init != old.parameter_init or gated != (place == "fox"):
+                has = f"{old.name!r}, positions {block.attention.positions!r}"
+                lacks = f"lacks the parameters of {new.name!r}, positions {place!r}"
+                raise UserError(f"a model trained with {has} {lacks}")
         self.config = config
-        for block in self.blocks:
-            block.attention.mechanism = config.attention
+        for block, layer in zip(self.blocks, config.all_layers, strict=True):
+            block.attention.mechanism, block.attention.positions = layer
         return self
 
     def use_backend(self, name: str) -> "GPT":
@@ -259,11 +351,14 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, length: int) -> float:
-        """Of a training step: 6 per weight of a product, and the causal half of the attention."""
+        """Of a training step: 6 per weight of a product, and what attention sees: the causal half,
+        or less through a window."""
         lookups = [self.positions, self.head and self.embedding]  # tables that multiply nothing
         dense = sum(p.numel() for p in self.parameters() if p.dim() >= 2)
         dense -= sum(table.weight.numel() for table in lookups if table is not None)
-        return 6 * dense + 6 * self.config.layers * self.config.width * length
+        windows = [min(m.window or length, length) for m, _ in self.config.all_layers]
+        seen = sum(window * (1 - window / (2 * length)) for window in windows)  # keys per token
+        return 6 * dense + 12 * self.config.width * seen
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         """For the optimiser: decay on matrices only, not on biases, norms or head scales."""

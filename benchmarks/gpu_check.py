@@ -38,7 +38,7 @@ from lssar.mechanisms import MECHANISMS as REGISTRY
 from lssar.mechanisms import Mechanism, get_mechanism
 from model import GPT, preset
 from support.command import revision
-from support.files import finite, write_json
+from support.files import finite, first_line, write_json
 from training.distributed import autocast
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def rows_of_group(name: str, check: Callable[..., Iterable[dict]], *arguments) -
     try:
         found = measure.in_new_process(rows_of, check, *arguments)
     except Exception as error:  # a check may fail in any way, and the others must still run
-        found = [row("all", FAIL, first_line(error))]
+        found = [row("all", FAIL, f"{type(error).__name__}: {first_line(error)}")]
     print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
     return [r | {"name": f"{name}: {r['name']}"} for r in found]
 
@@ -103,10 +103,6 @@ def rows_of(check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
     return rows
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
-
-
 # Near-uniform rows are ill-conditioned for any implementation, so the limit is twice what eager
 # loses on the same input in the same type, plus a few roundings of float32 for sums in another
 # order. The input is rounded to the type first: only the computation is judged.
@@ -115,20 +111,7 @@ FLOOR = 2**-22
 # the scores before it multiplies, where eager computes in float32. Half a unit of the type.
 SDPA_SLACK = {"fp32": 0, "bf16": 2**-8, "fp16": 2**-11}
 
-# (batch, heads, query rows, keys, head dim). Few rows need many heads: a row whose gradient nearly
-# cancels has any relative error in 16 bits, and must not be all there is to judge.
-SHAPES = {
-    "square": (2, 3, 256, 256, 64),
-    "odd": (1, 3, 203, 203, 40),
-    "wide heads": (1, 2, 193, 193, 128),
-    "one token": (2, 32, 1, 501, 64),
-    "few tokens": (1, 16, 5, 333, 64),
-    "a chunk": (1, 2, 70, 257, 64),
-    "shortest": (2, 32, 3, 3, 16),
-}
-MECHANISMS = {name: {} for name in ("softmax", "ssmax", "lssa", "sigmoid-logn-l1")}
-MECHANISMS |= {"lssar": {"p": 15}, "lssar p=2.5": {"p": 2.5}, "softmax-reweighted": {"p": 3}}
-MECHANISMS["lssar adaptive"] = {"alpha": 0.3, "train_length": 100}
+SHAPES, MECHANISMS = (benchmark.BENCHMARKS["gpu-check"][k] for k in ("shapes", "mechanisms"))
 # Compiling takes seconds per case, so a selection, and an even smaller one for --quick.
 COMPILED_SHAPES, COMPILED_MECHANISMS = ("odd", "few tokens"), ("softmax", "lssa", "lssar")
 QUICK_SHAPES, QUICK_MECHANISMS = ("odd", "one token", "few tokens"), ("softmax", "lssar")
@@ -192,7 +175,7 @@ def judge(case: Case, shapes: tuple[str, ...]) -> dict:
                 if share >= worst:
                     worst, where = share, f"{name} at {shape}: {error:.1e} of {limit:.1e} allowed"
         except Exception as error:  # whatever a device or a compiler raises is the finding
-            return row(case.name, FAIL, f"{shape}: {first_line(error)}")
+            return row(case.name, FAIL, f"{shape}: {type(error).__name__}: {first_line(error)}")
     return row(case.name, PASS if worst <= 1 else FAIL, where, share_of_limit=worst)
 
 

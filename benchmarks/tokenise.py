@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from data.pipeline import chunks, encoded
+from data.pipeline import Piece, chunks, encoded
 from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
 
@@ -54,9 +54,11 @@ def usual_way(texts: list[str], workers: int) -> Iterator[np.ndarray]:
 
 
 def our_way(texts: list[str], workers: int, fast: bool) -> Iterator[np.ndarray]:
-    pieces = [(text, True) for text in texts]
+    pieces = [[Piece(text)] for text in texts]
     source = SimpleNamespace(pieces=lambda state: pieces, state=lambda: None)
-    return (tokens for _, tokens, _ in encoded(chunks(source, None), "gpt2", workers, fast=fast))
+    return (
+        answer.tokens for _, answer in encoded(chunks(source, None), "gpt2", workers, fast=fast)
+    )
 
 
 def cpu_seconds() -> float:

@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from benchmarks.measure import check_writable
 from lssar.errors import UserError
 from lssar.fused import PHI
 from lssar.triton_form import Form
 from lssar.triton_op import CONFIGS, DECODE_CONFIGS, kernel_function
 from support.files import write_json
+from support.text import table
 
 ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 128, 256)
@@ -51,63 +54,36 @@ SCALARS = ("scale", "bias", "unit", "p", "alpha", "train_length")
 
 
 def jobs(head_dim: int, first_only: bool) -> list[dict]:
-    """Every compilation of the table but for the architecture, as arguments of `resources`."""
+    """Every compilation of the table but for the architecture, as `resources` takes them."""
     found = []
     for (kernel, dim, width), configs in CONFIGS.items():
         if dim != head_dim or (first_only and width == 4):
             continue
-        dtype = "bf16" if width == 2 else "fp32"
-        job = {"kernel": kernel, "head_dim": dim, "dtype": dtype, "variant": "p=15"}
-        first = {**job, "config": configs[0]}
-        if first_only:
-            found += [first, {**first, "variant": "softmax"}]
-            continue
-        found += [{**job, "config": c} for c in configs]
-        found.append({**first, "variant": "softmax"})
-        if width == 4:
-            continue
-        found += [{**job, "config": c} for c in DECODE_CONFIGS[kernel]]
-        if head_dim == 256:
-            continue
-        found += [{**first, "variant": v} for v in VARIANTS if v not in ("p=15", "softmax")]
-        found += [{**first, "dtype": "fp16", "variant": v} for v in ("p=15", "softmax")]
-        if head_dim == 64:
-            found += [{**first, "variant": v} for v in OTHERS]
+        dtype, first = "bf16" if width == 2 else "fp32", configs[0]
+        every = [(dtype, "p=15", config) for config in configs[: 1 if first_only else None]]
+        every.append((dtype, "softmax", first))
+        if width == 2 and not first_only:
+            every += [(dtype, "p=15", config) for config in DECODE_CONFIGS[kernel]]
+            if head_dim < 256:
+                every += [(dtype, v, first) for v in VARIANTS if v not in ("p=15", "softmax")]
+                every += [("fp16", v, first) for v in ("p=15", "softmax")]
+            if head_dim == 64:
+                every += [(dtype, v, first) for v in OTHERS]
+        job = {"kernel": kernel, "head_dim": dim}
+        found += [job | {"dtype": d, "variant": v, "config": config} for d, v, config in every]
     return found
 
 
-def resources(
-    kernel: str,
-    head_dim: int,
-    dtype: str,
-    variant: str,
-    config: tuple[int, int, int, int],
-    architecture: int,
-) -> dict:
-    """Compile one kernel to a cubin; its registers, spilled bytes and shared memory."""
-    rows, keys, warps, stages = config
-    compiled = compile_for(
-        architecture, kernel_function(kernel), head_dim, dtype, FORMS[variant], config
-    )
-    registers, spilled = _ptxas(compiled.asm["ptx"], architecture)
-    return {
-        "kernel": kernel,
-        "sm": architecture,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "variant": variant,
-        "rows": rows,
-        "keys": keys,
-        "warps": warps,
-        "stages": stages,
-        "registers": registers,
-        "spilled_bytes": spilled,
-        "shared_bytes": compiled.metadata.shared,
-    }
-
-
-def _resources(job: dict) -> dict:
-    return resources(**job)
+def resources(job: dict) -> dict:
+    """Compile a job for its `sm` to a cubin; its registers, spilled bytes and shared memory."""
+    sm, config, kernel = job["sm"], job["config"], kernel_function(job["kernel"])
+    form = FORMS[job["variant"]]
+    compiled = compile_for(sm, kernel, job["head_dim"], job["dtype"], form, config)
+    registers, spilled = _ptxas(compiled.asm["ptx"], sm)
+    found = {key: job[key] for key in ("kernel", "sm", "head_dim", "dtype", "variant")}
+    found |= zip(("rows", "keys", "warps", "stages"), config, strict=True)
+    found |= {"registers": registers, "spilled_bytes": spilled}
+    return found | {"shared_bytes": compiled.metadata.shared}
 
 
 def compile_for(architecture: int, kernel, head_dim: int, dtype: str, form: Form, config: tuple):
@@ -165,28 +141,11 @@ def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [
-            nvidia_tool("ptxas"),
-            "-v",
-            f"-arch={name}",
-            path,
-            "-o",
-            Path(folder) / "kernel.cubin",
-        ]
+        command = [nvidia_tool("ptxas"), "-v", f"-arch={name}", path, "-o", f"{folder}/cubin"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     return int(registers[1]), max(int(spills[1]), int(spills[2]))
-
-
-COLUMNS = "{:8} {:>3} {:>4} {:5} {:18} {:>9} {:>6} {:>7} {:>10} {:>8} {:>7}"
-
-
-def _print(row: dict) -> None:
-    tile = f"{row['rows']}x{row['keys']}"
-    columns = ("kernel", "sm", "head_dim", "dtype", "variant")
-    counts = ("warps", "stages", "registers", "spilled_bytes", "shared_bytes")
-    print(COLUMNS.format(*(row[c] for c in columns), tile, *(row[c] for c in counts)), flush=True)
 
 
 def check(args: Namespace) -> None:
@@ -212,25 +171,23 @@ def main(args: Namespace) -> None:
     check(args)
     if args.head_dim and args.head_dim not in HEAD_DIMS:
         raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64, 128 or 256")
-
-    head = ("kernel", "sm", "D", "type", "variant", "tile", "warps", "stages")
-    print(COLUMNS.format(*head, "registers", "spilled", "shared"))
     todo = [
-        {**job, "architecture": architecture}
+        {**job, "sm": architecture}
         for architecture in ARCHITECTURES
         for head_dim in ((args.head_dim,) if args.head_dim else HEAD_DIMS)
         for job in jobs(head_dim, args.first)
     ]
-    rows = []
-    for row in in_processes(_resources, todo, args.workers):
-        rows.append(row)
-        _print(row)
+    compiled = in_processes(resources, todo, args.workers)
+    rows = list(tqdm(compiled, desc="kernels", total=len(todo), disable=None))
+    print(
+        table([key.replace("_", " ") for key in rows[0]], [[*map(str, r.values())] for r in rows])
+    )
     if args.out:
-        table = {
+        found = {
             "status": "compiled with ptxas, not run on hardware",
             "command": "python benchmark.py compile --out results/triton_resources.json",
             "triton": importlib.metadata.version("triton"),
             "kernels": rows,
         }
-        write_json(args.out, table)
+        write_json(args.out, found)
         print(f"written: {args.out}")

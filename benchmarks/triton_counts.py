@@ -12,6 +12,7 @@ import math
 import re
 import subprocess
 import tempfile
+import tomllib
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -32,38 +33,10 @@ HEAD_DIMS = (64, 128)
 # Of triton_compile's forms, whose each is.
 COUNTED = {"lssar": "p=15", "lssa": "lssa", "sigmoid-logn": "sigmoid, bias", "softmax": "softmax"}
 LABELS = {name: mechanism_label(MECHANISMS[name]) for name in COUNTED}
-ASSUMPTIONS = (
-    "rows are long: whole tiles count, not the diagonal's, nor what is done once per row",
-    "the kinds overlap fully; without_overlap is the ratio if they never did",
-    "enough warps are resident to hide latencies, though many registers leave few",
-    "no bank conflicts, and what an H100's tensor cores read from shared memory is free",
-    "tensor cores reach their full rate, also with the old instructions on an H100",
-    "16-byte loads come from L2, narrower ones, of numbers per row or key, from L1",
-    "the kernels have the first of their configurations; a GPU may find a faster one",
-)
-# Per clock and multiprocessor: FLOP (tensor), bytes (l1, which is also shared memory, and l2), else
-# instructions of one thread. fp32, alu and special: CUDA C++ Programming Guide, throughput of
-# arithmetic instructions, compute capability 8.0 and 9.0. The others: architecture white papers of
-# the A100 (its L2 reads 5,120 bytes for 108 multiprocessors) and H100 (132; its L2 as the A100's).
-RATES = {
-    80: {"tensor": 2048, "fp32": 64, "l2": 5120 / 108},
-    90: {"tensor": 4096, "fp32": 128, "l2": 5120 / 132},
-}
-for _rates in RATES.values():
-    _rates |= {"alu": 64, "special": 16, "l1": 128, "issue": 128}
+ASSUMED = tomllib.loads(Path(__file__).with_name("gpu_rates.toml").read_text(encoding="utf-8"))
 DEVICES = {80: "A100", 90: "H100"}
-# By the name of an instruction up to its first dot. A conversion of one number, F2F, is special.
-PIPES = {
-    "tensor": "HMMA HGMMA",
-    "fp32": "FADD FFMA FMUL HADD2 HFMA2 HMUL2 IMAD",
-    "special": "F2F F2I I2F MUFU",
-    "alu": "BMSK CS2R F2FP FMNMX FSEL FSET FSETP I2FP IABS IADD3 IMNMX ISETP LEA LOP3 MOV P2R "
-    "PLOP3 PRMT R2P SEL SGXT SHF VIADD VIADDMNMX VIMNMX",
-    "l1": "LDG LDGSTS LDL LDS LDSM SHFL STG STL STS STSM",
-    "issue": "BAR BMOV BRA BREAK BSSY BSYNC CALL DEPBAR FENCE LDC LDGDEPBAR MEMBAR NOP R2UR S2R "
-    "S2UR VOTE WARPGROUP WARPSYNC",  # nothing but a slot of the scheduler
-}
-PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
+RATES = {sm: ASSUMED["rates"][str(sm)] for sm in DEVICES}
+PIPE_OF = {name: pipe for pipe, names in ASSUMED["pipes"].items() for name in names.split()}
 
 
 def loops(sass: str) -> list[list[str]]:
@@ -88,7 +61,7 @@ def pipe_of(name: str) -> str:
     if re.match("U(?!TMA)", root):  # once for a whole warp
         return "issue"
     if root not in PIPE_OF:
-        raise RuntimeError(f"the pipe of the instruction {name} is not known; add it to PIPES")
+        raise RuntimeError(f"the pipe of {name} is not known; add it to gpu_rates.toml")
     return PIPE_OF[root]
 
 
@@ -200,7 +173,7 @@ def main(args: Namespace) -> None:
     check(args)
     about = {
         "status": "an estimate from compiled code, not run on hardware",
-        "assumptions": ASSUMPTIONS,
+        "assumptions": ASSUMED["assumptions"],
         "rates": {DEVICES[sm]: rates for sm, rates in RATES.items()},
         "triton": importlib.metadata.version("triton"),
     }

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DESCRIPTION, TokenSet, describe, open_split
+from data.shards import DESCRIPTION, SIMULATE, TokenSet, describe, open_split
 from lssar.errors import UserError
 from support.files import open_regular, reading
 
@@ -122,13 +122,16 @@ Tokens = TokenSet | Records
 
 
 def open_data(
-    directory: str | Path, split: str, *, vocab_size: int, channels: int, outputs: int
+    directory: str | Path, split: str, *, vocab_size: int, channels=1, outputs=0, command=SIMULATE
 ) -> Tokens:
-    """What a model with these inputs and outputs reads: a stream of tokens, or records."""
+    """What a model with these inputs and outputs reads: a stream of tokens, or records.
+
+    `command` makes the folder: it is named where that is missing.
+    """
     directory = Path(directory)
     if channels == 1 and not outputs:
-        return open_split(directory, split, vocab_size=vocab_size)
-    about = describe(directory)
+        return open_split(directory, split, vocab_size=vocab_size, command=command)
+    about = describe(directory, command)
     for key, wanted in {"channels": channels, "outputs": outputs}.items():
         if about[key] != wanted:
             has = f"{directory} has {about[key]} {key} per position, the model {wanted}"

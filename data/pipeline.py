@@ -1,6 +1,6 @@
 """Source -> chunks of text -> worker processes -> tokens, in order and in bounded memory.
 
-A chunk carries the source's state before it, so that the writer can always name a place to
+A chunk carries the source's state after it, so that the writer can always name a place to
 continue from. What a chunk encodes to depends on nothing but its text.
 """
 
@@ -35,32 +35,42 @@ ONE_IN = 16  # of these parts, and at least one per chunk, is compared with tikt
 # Nothing in GPT-2's pattern joins a non-blank to a following blank, nor looks behind, so a text
 # may be cut there without changing its tokens.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
-# A source yields pieces of documents, (text, starts a document), or this between its splits.
-Piece = tuple[str, bool]
-END_OF_VALIDATION = None
+
+
+END_OF_VALIDATION = None  # in place of a document that a source has between its splits
+
+
+class Piece(NamedTuple):
+    """A document or a part of one."""
+
+    text: str
+    starts: bool = True  # a document
+    validation: bool = False
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """About a megabyte of consecutive pieces, and the source's state before the first."""
+    """About a megabyte of pieces, those of validation first."""
 
     pieces: list[Piece]
-    state: object
-    ends_validation: bool = False
+    state: object = None  # of the source after them; None: it has ended
+    skipped: dict | None = None  # what the source has left out so far
 
 
 def chunks(source, state: object) -> Iterator[Chunk]:
-    """Group the source's pieces from `state` on."""
-    pieces, size = [], 0
-    for piece in source.pieces(state):
-        if piece is not END_OF_VALIDATION:
-            pieces.append(piece)
-            size += len(piece[0])
-        if piece is END_OF_VALIDATION or size >= CHUNK_CHARS:
-            yield Chunk(pieces, state, ends_validation=piece is END_OF_VALIDATION)
-            pieces, size, state = [], 0, source.state()
-    if pieces:
-        yield Chunk(pieces, state)
+    """Group the source's pieces from `state` on; the last chunk may be empty."""
+    pieces, size, skipped = [], 0, getattr(source, "skipped", {})
+
+    def chunk(state: object = None) -> Chunk:
+        return Chunk(sorted(pieces, key=lambda p: not p.validation), state, dict(skipped))
+
+    for group in source.pieces(state):
+        pieces += group
+        size += sum(len(piece.text) for piece in group)
+        if size >= CHUNK_CHARS:
+            yield chunk(source.state())
+            pieces, size = [], 0
+    yield chunk()
 
 
 def cut_safely(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
@@ -77,6 +87,7 @@ def cut_safely(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
 
 class Encoded(NamedTuple):
     tokens: np.ndarray
+    validation: int  # so many of the tokens, the first
     encoder: str  # name and version of what made them
     dropped: bool  # the fast encoder, because it differed
 
@@ -95,19 +106,22 @@ class ChunkEncoder:
         self._fast = self._tokeniser.fast_encoder() if fast else None
 
     def __call__(self, pieces: list[Piece]) -> Encoded:
-        texts, begins = [], []
-        for text, starts in pieces:
-            parts = list(cut_safely(text, limit=PART_CHARS))
-            texts += parts
-            begins += [starts] + [False] * (len(parts) - 1)
+        parts = [
+            Piece(text, starts=piece.starts and number == 0, validation=piece.validation)
+            for piece in pieces
+            for number, text in enumerate(cut_safely(piece.text, limit=PART_CHARS))
+        ]
+        texts = [part.text for part in parts]
         fast = self._fast_ids(texts) if self._fast is not None else None
         encoder = self._exact if fast is None else self._fast
-        eot = np.array([self._tokeniser.eot], dtype=np.uint16)
+        eot, validation = np.array([self._tokeniser.eot], dtype=np.uint16), 0
         arrays = [eot[:0]]
-        for starts, ids in zip(begins, fast or map(encoder.encode, texts), strict=True):
-            arrays += [eot, ids] if starts else [ids]
+        for part, ids in zip(parts, fast or map(encoder.encode, texts), strict=True):
+            arrays += [eot, ids] if part.starts else [ids]
+            validation += (part.starts + len(ids)) * part.validation
         tokens = np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
-        return Encoded(tokens, encoder.name, self._fast is not None and fast is None)
+        dropped = self._fast is not None and fast is None
+        return Encoded(tokens, validation, encoder.name, dropped)
 
     def _fast_ids(self, texts: list[str]) -> list[np.ndarray] | None:
         """The ids of every part; None when they are not tiktoken's."""
@@ -130,8 +144,8 @@ def _encode_in_worker(tokeniser: str, fast: bool, pieces: list[Piece]) -> Encode
 
 def encoded(
     stream: Iterable[Chunk], tokeniser: str, workers: int, *, fast: bool = True
-) -> Iterator[tuple[Chunk, np.ndarray, str]]:
-    """(chunk, its tokens, what encoded them) in order, by `workers` processes; 0: in this one."""
+) -> Iterator[tuple[Chunk, Encoded]]:
+    """The chunks and what they encode to, in order, by `workers` processes; 0: in this one."""
     get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
     kept, given = itertools.tee(stream)
     pieces, told = (chunk.pieces for chunk in given), False
@@ -144,7 +158,7 @@ def encoded(
         if answer.dropped and not told:
             told = True
             print("note: splintr differs from tiktoken on this text; tiktoken is used instead")
-        yield chunk, answer.tokens, answer.encoder
+        yield chunk, answer
 
 
 def in_processes(function: Callable, tasks: Iterable, workers: int) -> Iterator:

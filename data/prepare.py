@@ -11,11 +11,13 @@ Others:
   verify DIR   re-read every byte of a set and compare with its manifest
 
 An interrupted preparation continues when the same command is run again, and ends with the same
-bytes. Shard 0 is validation.
+bytes. Shard 0 is validation: of the hub's text the beginning, of your own one document in twenty
+from all over it, in random order (a file of more than an 800th of the text is drawn in parts).
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -34,17 +36,18 @@ from data.download import READY_MADE, begun_revision, download, latest_revision
 from data.passkey_text import PasskeySource
 from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
-from data.sources import HUB, HubSource, StdlibSource, TextSource, find_files
+from data.sources import HUB, HubSource, Sample, StdlibSource, TextSource, find_files
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, forget_progress, recorded_settings, refuse_other_settings
 from lssar.errors import UserError, did_you_mean
-from support.command import MOST_PROCESSES, Parser, positive, run, whole
+from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
 from support.files import locked, lookup
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
 # Its `corpora` say which text the published numbers were trained and evaluated on.
 PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
+MOST_LISTED = 20
 SECONDS_BETWEEN_RECORDS = 5.0  # what a kill can cost; each record syncs the disk
 
 
@@ -59,46 +62,52 @@ def prepare(source, arguments: argparse.Namespace) -> None:
             forget_progress(out)
             print(f"{out} is already complete")
             return
-        writer = ShardWriter(out, source.prefix, tokeniser, settings, arguments.shard_tokens)
+        sizes = arguments.shard_tokens, getattr(source, "seed", None)
+        writer = ShardWriter(out, source.prefix, tokeniser, settings, *sizes)
         with contextlib.closing(writer):
-            _fill(writer, source, arguments.workers)
+            skipped = _fill(writer, source, arguments.workers)
+            report_skipped(skipped)
             _refuse_too_little(writer)
-            writer.finish()
+            listed = [{"file": p.name, "lines": n, "what": w} for p, (n, w) in skipped.items()]
+            writer.finish(skipped=listed)
     found = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
     print(f"{out}: {found}, {len(writer.shards)} shards")
 
 
-def _fill(writer: ShardWriter, source, workers: int) -> None:
+def _fill(writer: ShardWriter, source, workers: int) -> dict[Path, tuple[int, str]]:
+    """Write all that is missing. Of what was left out: how many lines (0: all), what is wrong."""
     val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
     most = max_tokens or sys.maxsize
-    (state, skip), last_record = writer.resume(), time.monotonic()
+    state, last_record = writer.resume(), time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 30.0
     bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
     with bar, contextlib.closing(stream):
-        for chunk, tokens, encoder in stream:
-            done = min(skip, len(tokens))
-            skip -= done
-            while done < len(tokens):
-                in_validation = val_tokens is not None and writer.split == "val"
-                room = (val_tokens if in_validation else writer.shard_tokens) - writer.partial
-                part = tokens[done : done + min(room, most - writer.total)]
-                writer.append(part, encoder)
-                done += len(part)
-                bar.update(len(part))
-                if writer.total == most:
-                    return
-                if len(part) == room:
-                    writer.close_shard()
-                    writer.split = "train" if in_validation else writer.split
-                    writer.save(chunk.state, done)
-            if chunk.ends_validation and writer.split == "val":
-                writer.close_shard()
-                writer.split = "train"
-            if time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
-                writer.save(chunk.state, done)
+        for chunk, answer in stream:
+            tokens, border = answer.tokens[: most - writer.total], answer.validation
+            if val_tokens is not None:  # the first ones, as llm.c has it
+                border = max(0, val_tokens - writer.totals["val"])
+            writer.append(tokens[:border], "val")
+            writer.append(tokens[border:], "train")
+            writer.encoders.add(answer.encoder)
+            bar.update(len(tokens))
+            if writer.total == most:
+                break
+            if chunk.state and time.monotonic() - last_record >= SECONDS_BETWEEN_RECORDS:
+                writer.save(chunk.state)
                 last_record = time.monotonic()
             bar.total = max_tokens or source.expected_tokens(writer.total)
+    return {source.files[int(index)]: found for index, found in chunk.skipped.items()}
+
+
+def report_skipped(skipped: dict[Path, tuple[int, str]]) -> None:
+    counts = [lines for lines, _ in skipped.values()]
+    if skipped:
+        print(f"left out by --skip-bad: files {counts.count(0)}, lines {sum(counts)}")
+    for path, (lines, what) in itertools.islice(skipped.items(), MOST_LISTED):
+        print(f"  {path}{f', {lines} lines, the first' if lines else ''} {what}")
+    if len(skipped) > MOST_LISTED:
+        print(f"  and {len(skipped) - MOST_LISTED} more files, listed in {MANIFEST}")
 
 
 def _refuse_too_little(writer: ShardWriter) -> None:
@@ -107,7 +116,8 @@ def _refuse_too_little(writer: ShardWriter) -> None:
     for split, tokens in writer.totals.items():
         if tokens == 0:
             small = f"the source is too small: its {writer.total} tokens leave nothing for {split}"
-            remedy = f"choose a smaller --val-tokens, and delete {writer.directory}"
+            choice = "smaller" if split == "train" else "larger"
+            remedy = f"choose a {choice} --val-tokens, and delete {writer.directory}"
             raise UserError(f"{small}; add text or {remedy}")
 
 
@@ -115,7 +125,7 @@ def token_count(text: str) -> int:
     """`100M`, `1.5B`, `20K` or a plain number of tokens."""
     unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper())
     try:
-        count = int(float(text[:-1]) * unit) if unit else int(text.replace("_", ""))
+        count = round(float(text[:-1]) * unit) if unit else int(text.replace("_", ""))
     except (ValueError, OverflowError):
         count = 0
     if not 1 <= count < 2**63:
@@ -133,16 +143,20 @@ def make_parser() -> Parser:
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     workers = whole(0, MOST_PROCESSES)
     common.add_argument("--workers", type=workers, help="default one per core, 0 for none")
-    val = argparse.ArgumentParser(add_help=False)
-    val.add_argument("--val-tokens", type=token_count, help="tokens for validation, from the start")
     for name, (repository, _, samples) in HUB.items():
-        hub = commands.add_parser(name, parents=[common, val], help=repository)
+        hub = commands.add_parser(name, parents=[common], help=repository)
+        hub.add_argument("--val-tokens", type=token_count, help="for validation, from the start")
         hub.add_argument("--sample", default="sample-10BT", help=" or ".join(samples))
         files = {"nargs": "+", "default": [], "metavar": "PARQUET"}
         hub.add_argument("--from-files", **files, help="read these, not the hub")
-    text = commands.add_parser("text", parents=[common, val], help="your own files")
+    text = commands.add_parser("text", parents=[common], help="your own files")
     text.add_argument("inputs", nargs="+", help="files, folders or patterns")
     text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")
+    val = "about so many for validation, from all over; default a twentieth, at most a shard"
+    text.add_argument("--val-tokens", type=token_count, help=val)
+    text.add_argument("--seed", type=seed_number, default=0, help="draws the validation documents")
+    bad = "leave out and list files that are not UTF-8 or damaged, and lines that are not JSON"
+    text.add_argument("--skip-bad", action="store_true", help=bad)
     commands.add_parser("stdlib", parents=[common], help="the standard library")
     passkey = commands.add_parser("passkey", parents=[common], help="passkey prompts")
     passkey.add_argument("--longest", type=positive, default=128, help="bytes of a prompt")
@@ -159,8 +173,9 @@ def make_source(arguments: argparse.Namespace):
         longest = (arguments.longest,) if arguments.command == "passkey" else ()
         return GENERATED[arguments.command](*longest)
     if arguments.command == "text":
-        kind = {"kind": "text", "field": arguments.field}
-        return TextSource(find_files(arguments.inputs), arguments.field, kind)
+        files, kind = find_files(arguments.inputs), {"kind": "text", "field": arguments.field}
+        how = {"sample": make_sample(files, arguments), "skip_bad": arguments.skip_bad}
+        return TextSource(files, arguments.field, kind, **how)
     (repository, prefix, samples), name = HUB[arguments.command], arguments.sample
     if name not in samples:
         what = f"{arguments.command} has no sample {name!r}"
@@ -172,18 +187,21 @@ def make_source(arguments: argparse.Namespace):
     return HubSource(arguments.command, name, revision)
 
 
-def number_of_validation_tokens(arguments: argparse.Namespace, source) -> int | None:
-    """By default llm.c's first shard, a twentieth of own text; None: the source splits itself."""
-    if arguments.command in GENERATED:
-        return None
-    tokens = arguments.val_tokens or arguments.shard_tokens
-    if arguments.val_tokens is None and arguments.command == "text":
-        bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
-        tokens = min(tokens, max(1, source.total_bytes // (20 * bytes_per_token)))
-    if tokens > arguments.shard_tokens:
-        fit = f"--val-tokens {tokens} do not fit in one shard of {arguments.shard_tokens}"
-        raise UserError(f"{fit}; choose fewer or a larger --shard-tokens")
-    return tokens
+def make_sample(files: list[Path], arguments: argparse.Namespace) -> Sample:
+    """Which part of own text is validation: by default a twentieth, at most about a shard."""
+    # Compressed text is about three times as long.
+    sizes = [p.stat().st_size * (3 if p.suffix in (".gz", ".parquet") else 1) for p in files]
+    bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
+    tokens = min(sum(sizes) // bytes_per_token, arguments.max_tokens or sys.maxsize)
+    one_in = max(20, tokens // arguments.shard_tokens)
+    if arguments.val_tokens is not None:
+        one_in = tokens // arguments.val_tokens
+    if one_in < 2:
+        half = f"more than half of the text, which has about {tokens} tokens"
+        raise UserError(f"--val-tokens {arguments.val_tokens} is {half}; choose fewer or add text")
+    # Even of a single file, validation has some forty parts, or ten if they would be short.
+    size = tokens * bytes_per_token // one_in
+    return Sample(one_in, max(1, size // 40, min(2048, size // 10)), arguments.seed)
 
 
 def main(argv: list[str]) -> None:
@@ -208,7 +226,13 @@ def main(argv: list[str]) -> None:
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
-    arguments.val_tokens = number_of_validation_tokens(arguments, source)
+    if arguments.command not in HUB:
+        arguments.val_tokens = None  # the source says which documents are validation
+    elif (arguments.val_tokens or 0) > arguments.shard_tokens:
+        fit = f"--val-tokens {arguments.val_tokens} do not fit in one shard of"
+        raise UserError(f"{fit} {arguments.shard_tokens}; choose fewer or a larger --shard-tokens")
+    else:
+        arguments.val_tokens = arguments.val_tokens or arguments.shard_tokens
     prepare(source, arguments)
     if arguments.command == "stdlib":
         compare_with_published(arguments.out)

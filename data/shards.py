@@ -26,6 +26,7 @@ MANIFEST, PROGRESS, DESCRIPTION = "manifest.json", "progress.json", "records.jso
 SHARD_NAME = re.compile(r"(?P<prefix>\w[\w.-]*)_(?P<split>train|val)_(?P<index>\d+)\.bin", re.ASCII)
 SAMPLE_TOKENS = 4096  # checked when a shard is opened: fast enough for 10,000 files
 OPEN_SHARDS = 128  # each holds a file descriptor, of which a process has perhaps 1,024
+PREPARE, SIMULATE = "python data/prepare.py --help", "python physics/simulate.py --help"
 MAX_PADDING = 1024  # a model's vocabulary with more unused ids is of another tokeniser
 
 
@@ -118,20 +119,26 @@ class TokenSet:
             check_ids(rows, self.vocab_size, where)
 
 
-def open_split(directory: str | Path, split: str, *, vocab_size: int | None = None) -> TokenSet:
+def open_split(
+    directory: str | Path, split: str, *, vocab_size: int | None = None, command: str = PREPARE
+) -> TokenSet:
     """The `train` or `val` shards of a folder, checked, for a model with this vocabulary."""
     directory = Path(directory)
     if not directory.exists():
-        raise UserError(f"{directory} does not exist; make it with data/prepare.py")
-    shards, manifest = list_shards(directory)
+        raise UserError(f"{directory} does not exist; make it with: {command}")
+    shards, manifest = list_shards(directory, command)
     tokeniser, limit = None, vocab_size
     if manifest:
         tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
         limit = ids if vocab_size is None else vocab_size
         if not 0 <= limit - ids < MAX_PADDING:
+            kinds = TOKENISERS.items()
+            fits = [n for n, kind in kinds if 0 <= limit - kind.vocab_size < MAX_PADDING]
             made = f"{directory} was tokenised with {tokeniser!r} ({ids} ids)"
             model = f"the model has a vocabulary of {vocab_size}"
-            raise UserError(f"{made} but {model}; prepare it with the model's tokeniser")
+            other = f"prepare the text with --tokeniser {fits[0]}" if fits else "choose other data"
+            remedy = f"train the model with --model.tokeniser={tokeniser}, or {other}"
+            raise UserError(f"{made} but {model}; {remedy}")
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
@@ -147,12 +154,13 @@ def _checked(directory: Path, shard: Shard, vocab_size: int | None) -> Shard:
     return replace(shard, tokens=tokens)
 
 
-def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
+def list_shards(directory: Path, command: str = PREPARE) -> tuple[list[Shard], dict | None]:
     """Every shard of the folder in order, by its manifest when there is one, else by the names."""
     with reading(directory):
         names = {entry.name for entry in os.scandir(directory)}
     if PROGRESS in names:
-        raise UserError(f"{directory} is unfinished ({PROGRESS}); rerun the command that makes it")
+        again = f"; rerun the command that makes it (perhaps {command})"
+        raise UserError(f"{directory} is unfinished ({PROGRESS}){again}")
     matches = filter(None, map(SHARD_NAME.fullmatch, names))
     found = sorted(matches, key=lambda match: (match["prefix"], int(match["index"])))
     if MANIFEST in names:
@@ -165,7 +173,7 @@ def list_shards(directory: Path) -> tuple[list[Shard], dict | None]:
             raise UserError(f"{directory / extra[0]} is not in {MANIFEST}; move it elsewhere")
         return shards, manifest
     if not found:
-        raise UserError(f"{directory} has no token shards; make some with data/prepare.py")
+        raise UserError(f"{directory} has no token shards; make some with: {command}")
     # Without a manifest, only the numbers in the names can show that a shard is missing.
     first, last = found[0], found[-1]
     if first["prefix"] != last["prefix"]:
@@ -203,12 +211,12 @@ def read_manifest(directory: Path) -> dict:
     return manifest
 
 
-def describe(directory: Path) -> dict:
+def describe(directory: Path, command: str = SIMULATE) -> dict:
     """The `records.json` of a set of records (data/loader.py)."""
     path = directory / DESCRIPTION
     if not path.exists():
         what = f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records"
-        raise UserError(f"{what}; make one with: python physics/simulate.py --help")
+        raise UserError(f"{what}; make one with: {command}")
     with json_record(path, "; simulate it again") as about:
         for key in ("points", "channels", "outputs"):
             _require(type(about[key]) is int, f"{key} {about[key]!r}")

@@ -1,11 +1,12 @@
 """Where text comes from: the hub, parquet files, a user's own files, the standard library.
 
 A source has a `prefix` for its shards' names, a `description` for the manifest, `pieces(state)`
-that starts or continues at a state, `state()` after the last piece (plain JSON), and
-`expected_tokens(written)` of the whole when so many are written, None if not known.
+that starts or continues at a state and yields lists of pieces, `state()` after the last list (plain
+JSON), and `expected_tokens(written)` of the whole when so many are written, None if not known.
 """
 
 import codecs
+import contextlib
 import gc
 import glob
 import gzip
@@ -17,10 +18,12 @@ import sysconfig
 import tokenize
 import zlib
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece
+from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece, cut_safely
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
 from support.files import digest, first_line, reading
@@ -33,6 +36,8 @@ HUB = {  # name: (repository, prefix of the shards, samples)
 }
 BYTE_ORDER_MARK = "\ufeff"
 CONVERT = "convert it first, for example with iconv"
+LONGEST_SOLID = 16 * CHUNK_CHARS  # bytes without blanks; beyond it a word is cut in two
+LONGEST_LINE = 2**28  # bytes
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 
 
@@ -43,7 +48,7 @@ class ParquetStream:
         self._path, self._field, self._arguments = path, field, arguments
         self._dataset = None
 
-    def pieces(self, state: dict | None) -> Iterator[Piece]:
+    def texts(self, state: dict | None) -> Iterator[tuple[str, bool]]:
         ensure_hub_cache()
         try:
             import datasets
@@ -57,7 +62,10 @@ class ParquetStream:
             rows = iter(self._dataset)
             try:
                 for row in rows:
-                    if text := row[self._field]:
+                    text = row[self._field]
+                    if not isinstance(text, str | None):
+                        raise Unusable(f"has no text in {self._field!r} but {text!r:.40}")
+                    if text:
                         yield text, True
             finally:
                 # A half-read parquet stream can crash the interpreter at exit.
@@ -65,6 +73,8 @@ class ParquetStream:
                 del rows
                 self._dataset = None
                 gc.collect()
+        except Unusable:
+            raise
         except Exception as error:  # readers and network clients below share no base class
             what = f"{self._arguments.get('data_files') or self._path}: {first_line(error)}"
             again = "rerun the same command to continue, or pass local copies with --from-files"
@@ -74,128 +84,213 @@ class ParquetStream:
         return self._dataset.state_dict()
 
 
-class HubSource:
+class HubSource(ParquetStream):
     """FineWeb or FineWeb-Edu, streamed from the hub."""
 
     def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
+        super().__init__(repository, "text", name=sample, revision=revision)
         self._tokens = samples[sample]
         self.description = {"kind": name, "sample": sample, "revision": revision}
-        self._stream = ParquetStream(repository, "text", name=sample, revision=revision)
 
-    def pieces(self, state: dict | None) -> Iterator[Piece]:
-        return self._stream.pieces(state and state["stream"])
-
-    def state(self) -> dict:
-        return {"stream": self._stream.state()}
+    def pieces(self, state: dict | None) -> Iterator[list[Piece]]:
+        return ([Piece(text)] for text, _ in self.texts(state))
 
     def expected_tokens(self, written: int) -> int | None:
         return self._tokens
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Validation from all over a text: of every `one_in` documents one, drawn by the seed.
+
+    A document of more than `longest` characters is cut, and its parts are drawn like documents.
+    """
+
+    one_in: int
+    longest: int
+    seed: int = 0
+
+    def holds(self, number: int) -> bool:
+        group, place = divmod(number, self.one_in)
+        return _name_hash(f"{self.seed} {group}") % self.one_in == place
+
+    def pieces(self, text: str, starts: bool, number: int) -> list[Piece]:
+        """The parts of a text, which are documents `number`, `number + 1`, ... of the sample."""
+        found, before, most = [], self.holds(number - 1), max(4 * self.longest, 4096)
+        for part in cut_safely(text, limit=self.longest):
+            for at in range(0, len(part), most):  # twice only where there are no blanks to cut at
+                validation = self.holds(number + len(found))
+                # Text that does not continue what its split has last is a document of its own.
+                begins = validation != before or at > 0 or (starts and not found)
+                found.append(Piece(part[at : at + most], begins, validation))
+                before = validation
+        return found
+
+
+class Unusable(UserError):
+    """What is wrong with a file, or with a line of it."""
+
+
 class TextSource:
     """Local .txt, .jsonl and .parquet files, in the order of their names."""
 
-    def __init__(self, files: list[Path], field: str, kind: dict, prefix: str = "text"):
-        """`kind`: the description but for the files."""
-        self.prefix, self._files, self._field = prefix, files, field
+    def __init__(self, files, field, kind: dict, prefix="text", *, sample=None, skip_bad=False):
+        """`kind`: the description but for the files. No `sample`: no piece is validation."""
+        self.prefix, self.files, self._field = prefix, files, field
+        self._sample, self._skip_bad = sample, skip_bad
         self._sizes = [path.stat().st_size for path in files]
-        self.total_bytes = sum(self._sizes)
         # A resumed preparation must find the same names and sizes.
         listing = [[path.name, size] for path, size in zip(files, self._sizes, strict=True)]
-        found = {"files": len(files), "bytes": self.total_bytes, "listing": digest(listing)}
+        found = {"files": len(files), "bytes": sum(self._sizes), "listing": digest(listing)}
         self.description = kind | found
-        for path in files:
-            if path.suffix == ".parquet":
-                check_parquet(path, field)
-        self._index, self._at, self._parquet = 0, None, None
+        if sample:
+            self.seed = sample.seed
+            self.description |= {"validation": asdict(sample), "skip_bad": skip_bad}
+        self.skipped = {}  # by the file's index: [lines (0: all of it), what is wrong]
+        for self._index, path in enumerate(files):
+            if path.suffix == ".parquet" and not skip_bad:
+                with self._usable():
+                    check_parquet(path, field)
+        self._index, self._at, self._parquet, self._drawn = 0, None, None, 0
 
-    def pieces(self, state: dict | None) -> Iterator[Piece]:
-        first, at = (state["file"], state["at"]) if state else (0, None)
-        for index, path in enumerate(self._files[first:], start=first):
-            self._index, self._at = index, at if index == first else None
-            with reading(path):
-                yield from self._read(path)
+    def pieces(self, state: dict | None) -> Iterator[list[Piece]]:
+        if state:
+            self._index, self._at, self._drawn = state["file"], state["at"], state["drawn"]
+            self.skipped.update(state["skipped"])
+        while self._index < len(self.files):
+            path = self.files[self._index]
+            with reading(path), self._usable():
+                if self._skip_bad and self._at is None:
+                    self._read_through(path)
+                for text, starts in self._read(path):
+                    pieces = [Piece(text, starts)]
+                    if self._sample:
+                        pieces = self._sample.pieces(text, starts, self._drawn)
+                    self._drawn += len(pieces)
+                    yield pieces
+            self._index, self._at = self._index + 1, None
 
-    def _read(self, path: Path) -> Iterator[Piece]:
+    @contextlib.contextmanager
+    def _usable(self, line: str = "") -> Iterator[None]:
+        """With --skip-bad, leave out what cannot be used in this block; else refuse it."""
+        try:
+            yield
+        except Unusable as problem:
+            if not self._skip_bad:
+                remedy = "; or leave such files and lines out with --skip-bad"
+                where = f"{self.files[self._index]}{f', line {line}:' if line else ''}"
+                raise UserError(f"{where} {problem}{remedy if self._sample else ''}") from None
+            what = f"{line}: {problem}" if line else str(problem)
+            lines, first = self.skipped.get(str(self._index), (0, what))
+            self.skipped[str(self._index)] = [lines + bool(line), first]
+
+    def _read_through(self, path: Path) -> None:
+        """Find out, before anything of it is used, that a file is whole and all of it is text."""
+        if path.suffix == ".parquet":
+            check_parquet(path, self._field)
+        elif path.suffix != ".jsonl":
+            with opened(path) as file:
+                blocks = iter(partial(file.read, CHUNK_CHARS), b"")
+                for _ in self._document(file) if is_document(path) else blocks:
+                    pass
+            self._at = None
+
+    def _read(self, path: Path) -> Iterator[tuple[str, bool]]:
+        """(text, whether it starts a document) from the current position on."""
         if path.suffix == ".parquet":
             self._parquet = ParquetStream("parquet", self._field, data_files=[str(path)])
-            yield from self._parquet.pieces(self._at)
+            yield from self._parquet.texts(self._at)
             self._parquet = None
             return
-        read = self._document if path.name.removesuffix(".gz").endswith(".txt") else self._lines
-        try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                file.seek(self._at or 0)
-                yield from read(path, file)
-        except (EOFError, zlib.error) as error:
-            raise UserError(f"{path} is damaged: {error}") from None
+        with opened(path) as file:
+            file.seek(self._at or 0)
+            yield from self._document(file) if is_document(path) else self._lines(file)
 
-    def _document(self, path: Path, file: BinaryIO) -> Iterator[Piece]:
-        """The whole file, in parts that fit in memory however long it is."""
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        self._at = self._at or 0
-        block, held, starts = b"...", "", self._at == 0
+    def _document(self, file: BinaryIO) -> Iterator[tuple[str, bool]]:
+        """The whole file, in parts that fit in memory and depend on nothing but where they are."""
+        self._at, held, block, starts = self._at or 0, b"", b"...", not self._at
         while block:
-            block = file.read(CHUNK_CHARS)
+            block = file.read(CHUNK_CHARS - len(held) % CHUNK_CHARS)
+            held += block
             try:
-                held += decoder.decode(block, final=not block)
+                text, _ = codecs.utf_8_decode(held, "strict", not block)
             except UnicodeDecodeError as error:
-                place = file.tell() - len(error.object) + error.start
-                raise UserError(f"{path} is not UTF-8 (byte {place}); {CONVERT}") from None
-            cut = SAFE_CUT.search(held, max(0, len(held) - 4096)) if block else None
-            if cut or not block:
-                end = cut.end() if cut else len(held)
-                part, held = held[:end], held[end:]
-                self._at += len(part.encode())
+                where = f"byte {self._at + error.start}"
+                raise Unusable(f"is not UTF-8 ({where}); {CONVERT}") from None
+            cut = SAFE_CUT.search(text, max(0, len(text) - 4096)) if block else None
+            if cut or not block or len(held) >= LONGEST_SOLID:
+                part = text[: cut.end()] if cut else text
+                size = len(part.encode())
+                held, self._at = held[size:], self._at + size
                 if part := part.removeprefix(BYTE_ORDER_MARK if starts else ""):
                     yield part, starts
                     starts = False
 
-    def _lines(self, path: Path, file: BinaryIO) -> Iterator[Piece]:
-        for line in file:
-            start, self._at = self._at or 0, file.tell()
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError:
-                raise UserError(f"{path} is not UTF-8 (line at byte {start}); {CONVERT}") from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line at byte {start}: not JSON ({error})") from None
-            text = row.get(self._field, ...) if isinstance(row, dict) else ...
-            if not isinstance(text, str | None):
-                there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-                lacks = f"no text in {self._field!r} (there is: {there})"
-                raise UserError(f"{path}, line at byte {start}: {lacks}; name it with --field")
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[str, bool]]:
+        while rest := (line := file.readline(LONGEST_LINE)):
+            while len(rest) == LONGEST_LINE and rest[-1:] != b"\n":  # read on to the line's end
+                rest = file.readline(LONGEST_LINE)
+            start, self._at, text = self._at or 0, file.tell(), None
+            with self._usable(f"at byte {start}"):
+                text = None if line.isspace() else self._text_of(line)
             if text:
                 yield text, True
 
+    def _text_of(self, line: bytes) -> str | None:
+        if len(line) == LONGEST_LINE:
+            raise Unusable(f"is longer than {LONGEST_LINE:,} bytes")
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError:
+            raise Unusable(f"not UTF-8; {CONVERT}") from None
+        except (ValueError, RecursionError) as error:
+            raise Unusable(f"not JSON ({error})") from None
+        text = row.get(self._field, ...) if isinstance(row, dict) else ...
+        if not isinstance(text, str | None):
+            there = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+            lacks = f"no text in {self._field!r} (there is: {there})"
+            raise Unusable(f"{lacks}; name it with --field")
+        return text
+
     def state(self) -> dict:
-        return {"file": self._index, "at": self._parquet.state() if self._parquet else self._at}
+        found = {"file": self._index, "drawn": self._drawn, "skipped": dict(self.skipped)}
+        return found | {"at": self._parquet.state() if self._parquet else self._at}
 
     def expected_tokens(self, written: int) -> int | None:
-        within = self._at if isinstance(self._at, int) else 0
-        done = sum(self._sizes[: self._index]) + min(within, self._sizes[self._index])
-        return written * self.total_bytes // done if done else None
+        done, sizes = sum(self._sizes[: self._index]), self._sizes[self._index :]
+        done += min(self._at, sizes[0]) if sizes and isinstance(self._at, int) else 0
+        return written * sum(self._sizes) // done if done else None
+
+
+def is_document(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith(".txt")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Unusable(f"is damaged: {error}") from None
 
 
 class NumberedSource:
     """Items 0 ... count - 1: `document(number)` is a text or END_OF_VALIDATION."""
 
-    _next = 0
+    _next, _validation = 0, True
 
-    def pieces(self, state: int | None) -> Iterator[Piece]:
-        for number in range(state or 0, self.count):
-            self._next = number + 1
-            text = self.document(number)
-            if text is END_OF_VALIDATION:
-                yield END_OF_VALIDATION
-            elif text:
-                yield text, True
+    def pieces(self, state: list | None) -> Iterator[list[Piece]]:
+        first, self._validation = state or (0, True)
+        for number in range(first, self.count):
+            self._next, text = number + 1, self.document(number)
+            self._validation = self._validation and text is not END_OF_VALIDATION
+            if text:
+                yield [Piece(text, validation=self._validation)]
 
-    def state(self) -> int:
-        return self._next
+    def state(self) -> list:
+        return [self._next, self._validation]
 
     def expected_tokens(self, written: int) -> int:
         return written * self.count // self._next
@@ -275,6 +370,6 @@ def check_parquet(path: Path, field: str) -> None:
         try:
             names = pyarrow.parquet.read_schema(path).names
         except ValueError as error:  # pyarrow's ArrowInvalid
-            raise UserError(f"{path} is not a parquet file: {error}") from None
+            raise Unusable(f"is not a parquet file: {error}") from None
     if field not in names:
-        raise UserError(f"{path} has no column {field!r}; {did_you_mean(field, names)}")
+        raise Unusable(f"has no column {field!r}; {did_you_mean(field, names)}")

@@ -1,13 +1,13 @@
 """Writing shards so that a kill at any instant loses nothing and leaves nothing half-written.
 
-The current shard grows in `NAME.bin.tmp` and is renamed when complete. `progress.json` says how
-much is safely on disk, and where in the source that ends; `manifest.json` replaces it at the end.
+Each split's current shard grows in `NAME.bin.tmp` and is renamed when complete. `progress.json`
+says how much is safely on disk, and where in the source that ends; `manifest.json` replaces it at
+the end.
 """
 
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from support import files
 
 
 def write_manifest(
-    directory: Path, tokeniser, shards: list[Shard], documents: int, settings: dict, encoders=()
+    directory: Path, tokeniser, shards: list[Shard], documents, settings, encoders=(), skipped=()
 ) -> None:
     """Declare the set complete. No dates in it: the same text gives the same bytes."""
     manifest = {
@@ -41,15 +41,74 @@ def write_manifest(
         "encoders": sorted(encoders) or None,  # names and versions of what wrote the tokens
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
-    }
+    } | ({"skipped": skipped} if skipped else {})
     files.write_json(directory / MANIFEST, files.seal(manifest))
 
 
 def forget_progress(directory: Path) -> None:
     """Called once the manifest is written, and by a rerun after a kill between the two."""
     with files.writing(directory):
-        (directory / PROGRESS).unlink(missing_ok=True)
+        for path in (*directory.glob("*.bin.tmp"), directory / PROGRESS):
+            path.unlink(missing_ok=True)
         files.sync(directory)
+
+
+@dataclass(eq=False)
+class OpenShard:
+    """A shard that is being written, at `path` once it is complete."""
+
+    path: Path
+    split: str
+    tokens: int = 0
+
+    def __post_init__(self):
+        """Create it, or continue after as many tokens as were recorded."""
+        self.temporary = self.path.with_suffix(".bin.tmp")
+        with files.writing(self.path):
+            # Killed between the rename and the record of it; a shuffled shard leaves what it is of.
+            if self.path.exists() and not self.temporary.exists():
+                self.path.replace(self.temporary)
+            size = HEADER_BYTES + 2 * self.tokens
+            found = self.temporary.stat().st_size if self.temporary.exists() else 0
+            if self.tokens and found < size:
+                restart = f"since the interruption; delete {self.path.parent} and start again"
+                raise UserError(f"{self.temporary} was lost or cut {restart}")
+            # Unbuffered: a failed write must fail here, not in a later close.
+            self.file = self.temporary.open("r+b" if self.tokens else "wb", buffering=0)
+            self.file.truncate(size)
+            self.file.seek(size)
+
+    def append(self, tokens: np.ndarray) -> None:
+        with files.writing(self.path):
+            written = memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")
+            files.write_all(self.file, written)
+        self.tokens += len(tokens)
+
+    def complete(self) -> Shard:
+        """Give it its header and its final name."""
+        with files.writing(self.path):
+            self.file.seek(0)
+            files.write_all(self.file, header_bytes(self.tokens))
+            os.fsync(self.file.fileno())
+            self.file.close()
+            checksum = files.sha256_of(self.temporary)
+            self.temporary.replace(self.path)
+            files.sync(self.path.parent)
+        return Shard(self.path.name, self.split, self.tokens, checksum)
+
+    def shuffled(self, eot: int, seed: int) -> Shard:
+        """The same with its documents in random order, but for the first and the last, which
+        another shard may continue. Its temporary file stays, for a resumed preparation."""
+        self.file.close()
+        with files.reading(self.temporary):
+            tokens = np.fromfile(self.temporary, "<u2", offset=HEADER_BYTES)
+        parts = np.split(tokens, np.flatnonzero(tokens[1:] == eot) + 1)
+        inner = np.random.default_rng(seed).permutation(range(1, len(parts) - 1))
+        with files.whole_file(self.path) as file:
+            file.write(header_bytes(self.tokens))
+            for i in dict.fromkeys((0, *inner, len(parts) - 1)):
+                file.write(parts[i])
+        return Shard(self.path.name, self.split, self.tokens, files.sha256_of(self.path))
 
 
 @dataclass(eq=False)
@@ -61,104 +120,82 @@ class ShardWriter:
     tokeniser: Tokeniser
     settings: dict
     shard_tokens: int
-    split: str = "val"
+    seed: int | None = None  # shuffles the documents of validation
     shards: list[Shard] = field(default_factory=list)
-    partial: int = 0  # tokens of the current shard
+    growing: dict[str, OpenShard] = field(default_factory=dict)  # by split
     documents: int = 0
     encoders: set[str] = field(default_factory=set)  # may change with an interruption
-    _file: BinaryIO | None = None
 
     @property
     def totals(self) -> dict[str, int]:
-        return tokens_by_split([*self.shards, Shard("", self.split, self.partial)])
+        return tokens_by_split([*self.shards, *self.growing.values()])
 
     @property
     def total(self) -> int:
         return sum(self.totals.values())
 
-    @property
-    def _path(self) -> Path:
-        """Of the current shard once complete; llm.c numbers validation and training together."""
-        return self.directory / f"{self.prefix}_{self.split}_{len(self.shards):06d}.bin"
+    def _open(self, split: str, number: int) -> OpenShard:
+        path = self.directory / f"{self.prefix}_{split}_{number:06d}.bin"
+        self.growing[split] = OpenShard(path, split)
+        return self.growing[split]
 
-    @property
-    def _temporary(self) -> Path:
-        return self._path.with_suffix(".bin.tmp")
-
-    def append(self, tokens: np.ndarray, encoder: str) -> None:
-        """Add tokens, and the name of what encoded them, to the current shard."""
-        with files.writing(self._path):
-            if self._file is None:
-                # Unbuffered: a failed write must fail here, not in a later close.
-                self._file = self._temporary.open("wb", buffering=0)
-                files.write_all(self._file, bytes(HEADER_BYTES))
-            written = memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")
-            files.write_all(self._file, written)
-        self.partial += len(tokens)
-        self.encoders.add(encoder)
+    def append(self, tokens: np.ndarray, split: str) -> None:
+        """Add tokens to a split, in shards of `shard_tokens`."""
         self.documents += int(np.count_nonzero(tokens == self.tokeniser.eot))
+        while len(tokens):
+            # llm.c numbers validation and training together.
+            number = len(self.shards) + len(self.growing)
+            shard = self.growing.get(split) or self._open(split, number)
+            part, tokens = np.split(tokens, [self.shard_tokens - shard.tokens])
+            shard.append(part)
+            if shard.tokens == self.shard_tokens:
+                self._complete(split)
 
-    def close_shard(self) -> None:
-        """Complete the current shard under its final name, if it has any tokens."""
-        if self._file is None:
-            return
-        with files.writing(self._path):
-            self._file.seek(0)
-            files.write_all(self._file, header_bytes(self.partial))
-            os.fsync(self._file.fileno())
-            self.close()
-            checksum = files.sha256_of(self._temporary)
-            self._temporary.replace(self._path)
-            files.sync(self.directory)
-        self.shards.append(Shard(self._path.name, self.split, self.partial, checksum))
-        self.partial = 0
+    def _complete(self, split: str) -> None:
+        shard = self.growing.pop(split)
+        shuffle = split == "val" and self.seed is not None
+        done = shard.shuffled(self.tokeniser.eot, self.seed) if shuffle else shard.complete()
+        self.shards.append(done)
 
-    def save(self, source_state: object, skip: int) -> None:
-        """Record that everything up to `skip` tokens after `source_state` is written."""
-        if self._file is not None:
-            with files.writing(self._path):
-                os.fsync(self._file.fileno())
-        body = {key: getattr(self, key) for key in ("settings", "split", "partial", "documents")}
+    def save(self, source_state: object) -> None:
+        """Record that everything up to `source_state` is written."""
+        for shard in self.growing.values():
+            with files.writing(shard.path):
+                os.fsync(shard.file.fileno())
+        growing = {k: [s.path.name, s.tokens] for k, s in self.growing.items() if s.tokens}
+        body = {"settings": self.settings, "documents": self.documents, "growing": growing}
         body |= {"shards": [asdict(shard) for shard in self.shards]}
-        body |= {"encoders": sorted(self.encoders), "source_state": source_state, "skip": skip}
+        body |= {"encoders": sorted(self.encoders), "source_state": source_state}
         record = {"sha256": files.digest(body), "progress": body}
         files.write_json(self.directory / PROGRESS, record)
 
-    def resume(self) -> tuple[object, int]:
-        """Continue from `progress.json` if there is one: the source state, tokens to skip."""
+    def resume(self) -> object:
+        """Continue from `progress.json` if there is one; the source's state there."""
         progress = read_progress(self.directory)
         if progress is None:
             with files.reading(self.directory):
                 names = sorted(path.name for path in self.directory.iterdir())
             for name in filter(SHARD_NAME.fullmatch, names):
                 raise UserError(f"{self.directory} already holds {name}; choose an empty --out")
-            self.save(None, 0)  # before the first byte: shards without a record are never ours
-            return None, 0
-        self.split = progress["split"]
+            self.save(None)  # before the first byte: shards without a record are never ours
+            progress = read_progress(self.directory)
         self.shards = [Shard(**entry) for entry in progress["shards"]]
-        self.documents = progress["documents"]
-        self.encoders = set(progress.get("encoders", ["unrecorded"]))  # older sets have none
-        restart = f"since the interruption; delete {self.directory} and start again"
+        self.documents, self.encoders = progress["documents"], set(progress["encoders"])
         for shard in self.shards:
             if not (self.directory / shard.name).exists():
-                raise UserError(f"{self.directory / shard.name} is gone {restart}")
-        if progress["partial"]:
-            self.partial = progress["partial"]
-            size = HEADER_BYTES + 2 * self.partial
-            with files.writing(self._path):
-                if self._path.exists():  # killed between the rename and the record of it
-                    self._path.replace(self._temporary)
-                if not self._temporary.exists() or self._temporary.stat().st_size < size:
-                    raise UserError(f"{self._temporary} was lost or cut {restart}")
-                self._file = self._temporary.open("r+b", buffering=0)
-                self._file.truncate(size)
-                self._file.seek(size)
+                gone = f"{self.directory / shard.name} is gone since the interruption"
+                raise UserError(f"{gone}; delete {self.directory} and start again")
+        for split, (name, tokens) in progress["growing"].items():
+            self.growing[split] = OpenShard(self.directory / name, split, tokens)
+        if not self.totals["val"]:
+            self._open("val", 0)  # shard 0 is validation, whichever split has tokens first
         self._remove_strays()
-        return progress["source_state"], progress["skip"]
+        return progress["source_state"]
 
     def _remove_strays(self) -> None:
         """Delete what was begun after the last record: it is about to be written again."""
-        keep = {shard.name for shard in self.shards} | {self._temporary.name if self._file else ""}
+        keep = {shard.name for shard in self.shards}
+        keep |= {shard.temporary.name for shard in self.growing.values()}
         records = {files.temporary_of(Path(name)).name for name in (PROGRESS, MANIFEST)}
         with files.writing(self.directory):
             for path in self.directory.iterdir():
@@ -167,16 +204,18 @@ class ShardWriter:
                 if path.name not in keep and (ours or path.name in records):
                     path.unlink()
 
-    def finish(self) -> None:
-        self.close_shard()
+    def finish(self, skipped: list[dict]) -> None:
+        """Complete the set; its manifest lists what was skipped."""
+        for split in list(self.growing):
+            self._complete(split)
+        self.shards.sort(key=lambda shard: int(SHARD_NAME.fullmatch(shard.name)["index"]))
         written = (self.shards, self.documents, self.settings, self.encoders)
-        write_manifest(self.directory, self.tokeniser, *written)
+        write_manifest(self.directory, self.tokeniser, *written, skipped)
         forget_progress(self.directory)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for shard in self.growing.values():
+            shard.file.close()
 
 
 def read_progress(directory: Path) -> dict | None:
@@ -188,6 +227,8 @@ def read_progress(directory: Path) -> dict | None:
     with files.json_record(path, f"; delete {directory} and start again") as record:
         if files.digest(record["progress"]) != record["sha256"]:
             raise ValueError("checksum")
+        if "growing" not in record["progress"]:
+            raise ValueError("written by older code")
     return record["progress"]
 
 
@@ -206,5 +247,5 @@ def recorded_settings(directory: Path) -> dict | None:
     if (directory / MANIFEST).exists():
         return read_manifest(directory).get("settings", {})
     progress = read_progress(directory)
-    begun = progress and (progress["shards"] or progress["partial"])
+    begun = progress and (progress["shards"] or progress["growing"])
     return progress["settings"] if begun else None

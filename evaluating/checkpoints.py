@@ -67,7 +67,7 @@ def labels(runs: dict[str, dict]) -> dict[str, str]:
     for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
         names = {}
         for identity, run in runs.items():
-            mechanism = mechanism_label(ModelConfig.from_dict(run["model"]).attention)
+            mechanism = model_label(ModelConfig.from_dict(run["model"]))
             names[identity] = form.format_map(run | {"mechanism": mechanism, "identity": identity})
         if len(set(names.values())) == len(names):
             break
@@ -78,33 +78,72 @@ def mechanism_label(m: Mechanism) -> str:
     return f"{m.label} p={m.p:g}" if m.sharpened else m.label
 
 
+def model_label(config: ModelConfig) -> str:
+    """The mechanism, and what else tells its layers from those of the paper."""
+    place = {"none": ", NoPE", "alibi": ", ALiBi", "fox": ", FoX"}.get(config.positions, "")
+    windows = ", ".join(entry for entry in dict.fromkeys(config.pattern) if entry != "global")
+    own = config.local is not None and config.local.attention != config.attention
+    local = f" {mechanism_label(config.local.attention)}" if own else ""
+    return mechanism_label(config.attention) + place + (windows and f" + {windows}{local}")
+
+
 def series_label(run: str, variant: str) -> str:
     return run if variant == AS_TRAINED else f"{run}, {variant}"
 
 
+STRETCHES = {"pi": "PI", "ntk": "NTK", "yarn": "YaRN"}  # of RoPE, to the evaluation length
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A trained model under another setting, without retraining; each changes one thing."""
+    """A trained model under another setting, without retraining; each changes one thing.
+
+    Of layers of two kinds, p and alpha are of all that re-weight; a window narrows the global ones
+    (and what is wider of the local ones); RoPE is stretched wherever it is.
+    """
 
     name: str = AS_TRAINED
-    key: str | None = None  # p, alpha, window, length or interpolation
+    key: str | None = None  # p, alpha, window, length, or how RoPE is stretched: pi, ntk, yarn
     value: float | int | str | None = None
+    sinks: int = 0  # beside a window
 
-    def suits(self, config: ModelConfig) -> bool:
-        everywhere = self.key in (None, "interpolation")
-        return everywhere or has_meaning(self.key, config.attention)
+    def needs(self, config: ModelConfig) -> str | None:
+        """What a model has to be for it to mean anything; None: it is."""
+        layers, wide = config.all_layers, [x for x in config.all_layers if not x.attention.window]
+        if self.key in ("p", "alpha") and not any(m.sharpened for m, _ in layers):
+            return "re-weights its attention"
+        if self.key == "length" and not has_meaning("length", config.attention):
+            return "has an L in its attention"
+        if self.key in STRETCHES and not any(place == "rope" for _, place in wide):
+            return "has RoPE in a layer without a window"
+        if self.key in ("ntk", "yarn") and config.interpolation != 1:
+            return "was trained without position interpolation"
+        if self.sinks and config.documents:
+            return "sees more than one document: the first tokens are those of another"
+        if self.sinks and any(m.cosine and place == "rope" for m, place in wide):
+            return "has scores of q.k or no RoPE: a sink's cosine is not that of a turned query"
+        return None
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
         acts_beyond = {"p": 0, "alpha": trained.attention.train_length, "window": self.value}
-        acts_beyond |= {"interpolation": train_length, "length": trained.attention.train_length}
+        acts_beyond |= dict.fromkeys(STRETCHES, train_length)
+        acts_beyond["length"] = trained.attention.train_length
         if length <= acts_beyond.get(self.key, length):
             return trained
         settings = trained.to_dict()
-        if self.key == "interpolation":
+        if self.key in STRETCHES:
             settings["interpolation"] = trained.interpolation * length / train_length
+            settings["scaling"] = self.key
+        elif self.key == "window":
+            settings["attention"] |= {"window": self.value, "sinks": self.sinks}
+        elif self.key == "length":
+            settings["attention"] |= {"length": self.value}
         else:
-            settings["attention"] |= {self.key: self.value}
+            if trained.attention.sharpened:
+                settings["attention"] |= {self.key: self.value}
+            if trained.local is not None and trained.local.attention.sharpened:
+                settings["local"]["attention"] |= {self.key: self.value}
         return ModelConfig.from_dict(settings)
 
 
@@ -113,18 +152,17 @@ def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
     chosen = [Variant()]
     for key in ("p", "alpha", "window"):
         chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
-    if arguments.position_interpolation:
-        chosen.append(Variant("PI", "interpolation"))
-    if arguments.current_length:
-        chosen.append(Variant("L=current", "length", "current"))
+    if arguments.sinks and not arguments.window:
+        raise UserError(f"--sinks {arguments.sinks} are kept beside a window; give --window too")
+    for window in arguments.window if arguments.sinks else ():
+        name = f"window={window}, sinks={arguments.sinks}"
+        chosen.append(Variant(name, "window", window, arguments.sinks))
+    chosen += [Variant(STRETCHES[key], key) for key in STRETCHES if getattr(arguments, key)]
+    chosen += [Variant("L=current", "length", "current")] if arguments.current_length else []
     for variant in chosen:
-        suited = [c for c in checkpoints if variant.suits(c.config)]
+        suited = [c for c in checkpoints if not (needs := variant.needs(c.config))]
         if not suited:
-            if variant.key == "length":
-                given, rule = "--current-length", "has an L in its attention"
-            else:
-                given, rule = f"--{variant.key} {variant.value:g}", "re-weights its attention"
-            raise UserError(f"{given}: no checkpoint given {rule}; leave it out")
+            raise UserError(f"{variant.name}: no checkpoint given {needs}; leave it out")
         for c in suited:  # raises for an impossible value
             variant.config(c.config, c.info.train_length, length=2**40)
     return chosen
@@ -154,14 +192,14 @@ class Case:
         return self.variant.config(c.config, c.info.train_length, self.length)
 
     def configure(self, model: GPT) -> None:
-        model.configure(attention=self.config.attention, interpolation=self.config.interpolation)
+        model.configure(**vars(self.config))
 
 
 def unmeasured(results: Results, checkpoints, variants, lengths, device) -> Iterator[tuple]:
     """(case, model) of what the results lack; shorter lengths first."""
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-        suited = [v for v in variants if v.suits(checkpoint.config)]
+        suited = [v for v in variants if not v.needs(checkpoint.config)]
         cases = [Case(checkpoint, v, n) for n in lengths for v in suited]
         missing = [case for case in cases if not results.find(**case.key)]
         model = checkpoint.load(device) if missing else None

@@ -9,11 +9,11 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from attention import rope_at
 from lssar.spans import Arrangement, arrange, bounded, can_look_at
 from model import GPT, MEANING, ModelConfig, preset
 
 MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
+MODEL |= {"positions": "rope", "pattern": ["global"], "local": None}
 
 
 class LssarConfig(PreTrainedConfig):
@@ -76,8 +76,12 @@ class Seen:
             count = torch.minimum(count, place + 1)
         self.mask = arrange(tokens, length, rows, count)
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return (k, v) if self.cache is None else self.cache.update(k, v, layer)
+    def extend(self, layer: int, k: Tensor, v: Tensor, *gates: Tensor, **_) -> tuple[Tensor, ...]:
+        if self.cache is None:
+            return k, v, *gates
+        # A gate is one dimension more of its key: these caches hold keys and values.
+        k, v = self.cache.update(torch.cat((k, *(gate.to(k) for gate in gates)), -1), v, layer)
+        return (k[..., :-1], v, k[..., -1:]) if gates else (k, v)
 
 
 class LssarPreTrainedModel(PreTrainedModel):
@@ -136,8 +140,7 @@ class LssarModel(LssarPreTrainedModel):
         if past_key_values is None and use_cache and not recomputing:
             past_key_values = DynamicCache()
         seen = Seen(past_key_values, x, attention_mask, position_ids)
-        config, states = self.gpt.config, ()
-        rope = rope_at(seen.place, config.head_dim, config.interpolation)
+        rope, states = self.gpt.rope(seen.place), ()
         for block in self.gpt.blocks:
             states += (x,)
             if recomputing:

@@ -83,7 +83,8 @@ class CheckpointLM(TemplateLM):
         for place, sequence in enumerate(sequences):
             places[sequence].append(place)
         ordered = sorted(places, key=lambda s: (-len(s), s))
-        alike = self._model.config.attention.length == "current"  # then L is the width of the batch
+        layers = self._model.config.all_layers
+        alike = any(m.length == "current" for m, _ in layers)  # then L is the width of the batch
         for _, group in groupby(ordered, key=len if alike else lambda s: None):
             group = list(group)
             for first in range(0, len(group), self.batch_size):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evaluating.results import Results
-from support.command import Parser, lengths, numbers
+from support.command import Parser, lengths, numbers, positive
 
 # Tokens in one forward pass, or one sequence if that is longer. Fixed, because a matrix product
 # can round differently in another shape, and results must be the same every time.
@@ -32,7 +32,10 @@ class EvaluationParser(Parser):
         group.add_argument("--p", type=numbers, default=[], help="other sharpening exponents: 3,25")
         group.add_argument("--alpha", type=numbers, default=[], help="adaptive p_i: 0.1,0.2")
         group.add_argument("--window", type=lengths, default=[], help="sliding windows: 1024")
-        group.add_argument("--position-interpolation", action="store_true")
+        group.add_argument("--sinks", type=positive, help="first tokens kept beside a window: 4")
+        group.add_argument("--position-interpolation", dest="pi", action="store_true")
+        for scaling in ("ntk", "yarn"):
+            group.add_argument(f"--{scaling}", action="store_true", help="RoPE to the length")
         meaning = "L of sigmoid and relu-length: the length of the evaluation"
         group.add_argument("--current-length", action="store_true", help=meaning)
 

@@ -6,7 +6,6 @@ row block by row block or at once, and never by something else.
 """
 
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import PARTS, Mechanism
 from lssar.reference import (
     check_shapes,
+    decay_of,
     grouped_product,
     no_autocast,
+    over_root_d,
     parameters_of,
     resolve,
     weights_of_span,
@@ -38,6 +39,7 @@ def attend(
     *,
     first: Tensor | None = None,
     params: Tensor | None = None,
+    decay: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention: q (B, H, Lq, d) over k, v (B, G, Lk, d), the last query at the last key.
@@ -46,7 +48,10 @@ def attend(
     q and k. `mechanism` is a name or a `Mechanism`. `first` (B, Lq) or (Lq,) is the place of the
     first key that each row sees (`lssar.spans` makes it: windows, packed documents, padding).
     `params` holds the learnable scalar of each head (H,) for `ssmax` and `relu-shen`; absent, the
-    paper's initial value. `backend` is "auto" for the fastest that supports the call, or one of
+    paper's initial value. `decay` (B, H, Lk) or (1, H, Lk) is the log of what each step forward
+    leaves of the keys before it: a score gains the decays of the steps from its key to its query
+    (a constant per head is ALiBi, a gate made of the hidden state a forgetting transformer).
+    `backend` is "auto" for the fastest that supports the call, or one of
     `BACKENDS` to insist on it.
     """
     check_shapes(q, k, v)
@@ -55,9 +60,10 @@ def attend(
             "torch.jit.trace cannot record attention; use torch.export or torch.compile"
         )
     m = resolve(mechanism, keys=k.shape[2])
-    params = parameters_of(m, params, q)
-    span = span_of(first, m.window, q, k)
-    return _chosen(backend, m, _describe(q, k, v, span)).run(q, k, v, m, params, span)
+    params, decay = parameters_of(m, params, q), decay_of(decay, q, k)
+    span = span_of(first, m, q, k)
+    chosen = _chosen(backend, m, _describe(q, k, v, span, decay))
+    return chosen.run(q, k, v, m, params, span, *(() if decay is None else (decay,)))
 
 
 # --- what a call asks and a backend offers -------------------------------------------------------
@@ -77,10 +83,11 @@ class Call:
     keys: int = 0  # Lk
     spans: bool = False  # some rows do not see all keys up to their own
     grouped: bool = False  # heads of q share one of k and v
+    decays: bool = False  # scores fall with the steps between key and query
     transformed: bool = False  # inside torch.func.grad, vmap, jvp, ...
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
+def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None) -> Call:
     alike = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
     return Call(
         device=q.device.type,
@@ -93,6 +100,7 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Call:
         keys=k.shape[2],
         spans=not span.full,
         grouped=q.shape[1] != k.shape[1],
+        decays=decay is not None,
         transformed=not torch.compiler.is_compiling()
         and torch._C._functorch.maybe_current_level() is not None,
     )
@@ -122,6 +130,10 @@ class Computes:
             return f"it does not compute {m.name!r}: p = {m.p!r}"
         if m.softcap is not None:
             return f"it does not cap scores: softcap = {m.softcap!r}"
+        if call.decays:
+            return "its scores do not decay"
+        if m.sinks and call.spans:
+            return f"it sees nothing outside of a window: sinks = {m.sinks}"
         if call.spans and not self.spans:
             return "it has no windows, packed documents or padding"
         if call.grouped and not self.grouped:
@@ -135,8 +147,8 @@ class Computes:
         widest = max(call.head_dim, call.value_dim or 0)
         if self.largest_head_dim is not None and widest > self.largest_head_dim:
             return f"it takes head dimensions up to {self.largest_head_dim}, not {widest}"
-        cosine = m.scale == "log d log N"
-        if self.most_keys and cosine and call.keys > (most := self.most_keys(call.head_dim)):
+        own = m.scale == "log d log N"  # the scale that kernels compute themselves
+        if self.most_keys and own and call.keys > (most := self.most_keys(call.head_dim)):
             return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
         if self.combination and (reason := self.combination(m)):
             return reason
@@ -152,7 +164,7 @@ class Backend:
     """`run(q, k, v, mechanism, params, span)`, what it computes, and why it may be missing here."""
 
     run: Callable[..., Tensor]
-    computes: Computes | None = None  # None: every call
+    computes: Computes | None = None  # None: every call, and `run` takes a decay too
     missing: Callable[[], str | None] = _present
     transforms: bool = False  # made of operations that torch.func can transform
 
@@ -220,36 +232,32 @@ def used_backend(m: Mechanism) -> str | None:
 
 
 def _eager(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    m: Mechanism,
+    params: Tensor | None,
+    span: Span,
+    decay: Tensor | None = None,
 ) -> Tensor:
-    weights = weights_of_span(q, k, m, params, span)
-    if span.first is not None:  # what no row sees may be anything, NaN too
+    weights = weights_of_span(q, k, m, params, span, decay)
+    if span.first is not None and not span.sinks:  # what no row sees may be anything, NaN too
         unseen = torch.arange(k.shape[2], device=v.device) < span.first.amin(1, keepdim=True)
         v = v.masked_fill(unseen[:, None, :, None], 0)
     with no_autocast(q):
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
-def _rowblock(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
-    return attend_by_row_blocks(_eager, q, k, v, m, params, span)
-
-
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
 ) -> Tensor:
-    """PyTorch's flash attention; the scales of ssmax and of the cosine are factors of q."""
+    """PyTorch's flash attention; other scales are factors of q."""
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale != "1/sqrt(d)":
         wide = torch.promote_types(q.dtype, torch.float32)
         row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=wide)
-        if params is not None:
-            factor: float | Tensor = params.view(-1, 1, 1)
-        else:
-            factor = math.sqrt(q.shape[-1]) * math.log(q.shape[-1])
-            q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1).to(k.dtype)
-        q = (q * (factor * row_count.log().unsqueeze(-1))).to(k.dtype)
+        dtype = k.dtype
+        q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count.unsqueeze(-1)))
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # SDPA aligns is_causal with the first key, a cache needs the last.
@@ -310,9 +318,9 @@ def _with_notice(device: str, reason: str | None) -> str | None:
 
 
 _SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
-# Both fused kernels know every part; `fused.unfused` says which of them do not go together.
+# Both fused kernels know every other part; `fused.unfused` says which of them do not go together.
 _FUSED = Computes(
-    PARTS | {"numerics": ("safe",)},
+    PARTS | {"numerics": ("safe",), "norm": ("l1", "none", "L", "gamma sqrt(N/2)")},
     sharpened=(False, True),
     spans=True,
     grouped=True,
@@ -328,6 +336,6 @@ BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
     "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
     "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
-    "rowblock": Backend(_rowblock),
+    "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }

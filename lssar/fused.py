@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from lssar.mechanisms import SIGNED, Mechanism
+from lssar.reference import over_root_d
 from lssar.spans import Span
 
 PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
+OWN_SCALES = ("1/sqrt(d)", "log d log N")  # others are factors of q
 CAN_SHARPEN = ("exp", "sigmoid", "softplus")
 COSINE, L1, LOG_N, RECENTRE, RECENTRE_L1 = 1, 2, 4, 8, 16  # Flags in cpu_call.h
 
@@ -60,13 +62,13 @@ def attend(
     What is a factor of a query or of an output row is multiplied outside of the kernel.
     """
     divisor: Tensor | float | None = m.train_length if m.norm == "L" else None
+    count = None
     if params is not None:
         count = span.counts(q.shape[2], k.shape[2], q.device).unsqueeze(-1)  # against (B, H, Lq, d)
-        scale = params.view(-1, 1, 1)
-        if m.scale == "s log N / sqrt(d)":
-            q = q * (scale * count.log())
         if m.norm == "gamma sqrt(N/2)":
-            divisor = scale * (count / 2).sqrt()
+            divisor = params.view(-1, 1, 1) * (count / 2).sqrt()
+    if m.scale not in OWN_SCALES:
+        q, k = over_root_d(q, k, m, params, count)
     flags = {
         COSINE: m.scale == "log d log N",
         L1: m.norm == "l1",

@@ -4,12 +4,14 @@ A mechanism is a frozen record of a few orthogonal parts. One row of the attenti
 query that sees N keys (itself included, N counted from 1), is computed as
 
     x = scale * similarity + bias        q.k / sqrt(d), or log d log N cos(q, k), ...
+                                         and the log decay from the key to the query, if given
     A = phi(x)                           activation, on the visible keys only
     A = A / sum|A|                       normalisation (l1, by a length, or none)
     A = -A, A - 1/N, ...                 post-step
     A = l1(relu(N A - 1[N > 3])^p)       sharpening, the paper's re-weighting
 
-`MECHANISMS` holds one entry per row of the paper's tables; adding a mechanism is adding an entry.
+`MECHANISMS` holds one entry per row of the paper's tables, and the controls and baselines beside
+them; adding a mechanism is adding an entry.
 Nothing here needs torch.
 """
 
@@ -21,14 +23,17 @@ from lssar.errors import UserError, did_you_mean
 
 # What each part can be. `reference.py` computes all of them; a backend declares which it does.
 PARTS: dict[str, tuple[str, ...]] = {
-    "scale": ("1/sqrt(d)", "s log N / sqrt(d)", "log d log N"),  # the last one on the cosine
+    "scale": ("1/sqrt(d)", "s log N / sqrt(d)", "log d log N", "s log d log N", "sqrt(d)"),
     "bias": ("none", "-log L", "-log N"),
     "phi": (*("exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"),),
-    "norm": ("l1", "none", "L", "gamma sqrt(N/2)"),  # what a row is divided by
+    # What a row is divided by; or a stick, of which each key back from the query breaks off phi,
+    # and the query's own key keeps what is left.
+    "norm": ("l1", "none", "L", "gamma sqrt(N/2)", "stick"),
     "post": ("none", "negate", "recentre", "recentre, l1"),
     "length": ("train", "current"),  # what L is: train_length, or the number of keys
     "numerics": ("safe", "naive"),  # naive: the paper's literal x**p, which overflows
 }
+COSINES = ("log d log N", "s log d log N", "sqrt(d)")  # scales of cos(q, k); the others of q.k
 SIGNED = ("identity", "gelu", "mish")  # activations with negative values
 
 
@@ -52,6 +57,7 @@ class Mechanism:
     length: str = "train"
     numerics: str = "safe"
     window: int | None = None  # a query sees only the last `window` keys, and N <= window
+    sinks: int = 0  # of the first keys, which a window keeps in view (StreamingLLM)
     softcap: float | None = None  # c: a score x becomes c tanh(x / c), as in Gemma 2
 
     def __post_init__(self) -> None:
@@ -73,15 +79,23 @@ class Mechanism:
         if self.softcap is not None:
             if not (_is_number(self.softcap) and self.softcap > 0):
                 self._refuse("softcap", "it must be a number > 0, or None for no cap")
-            if self.scale == "log d log N":
+            if self.cosine:
                 self._refuse("softcap", "scores on the cosine are bounded already; leave it out")
-        learnable = self.scale == "s log N / sqrt(d)" or self.norm == "gamma sqrt(N/2)"
+        if not (_is_whole(self.sinks) and self.sinks >= 0 and (self.window or not self.sinks)):
+            self._refuse("sinks", "it must be a whole number >= 0, and needs a window")
+        if self.norm == "stick" and (self.phi, self.post) != ("sigmoid", "none"):
+            self._refuse("norm", "what breaks off a stick is phi = 'sigmoid', and there is no post")
+        learnable = self.scale.startswith("s ") or self.norm == "gamma sqrt(N/2)"
         if learnable != (self.parameter_init is not None):
             rule = "must be a number" if learnable else "has no use: no part has a parameter"
             self._refuse("parameter_init", rule)
 
     def _refuse(self, key: str, rule: str) -> NoReturn:
         raise UserError(f"attention {self.name!r}: {key} = {getattr(self, key)!r}; {rule}")
+
+    @property
+    def cosine(self) -> bool:
+        return self.scale in COSINES
 
     @property
     def sharpened(self) -> bool:
@@ -129,6 +143,9 @@ MECHANISMS: dict[str, Mechanism] = {
         Mechanism("exp", "exp(x)", norm="none"),
         Mechanism("identity-l1", "x (l1)", phi="identity"),
         Mechanism("cos-softmax", "Softmax of cosines", scale="log d log N"),
+        Mechanism("cos-softmax-constant", "Softmax of cosines, constant scale", scale="sqrt(d)"),
+        Mechanism("cos-ssmax", "SSMax of cosines", scale="s log d log N", parameter_init=1.0),
+        Mechanism("stick-breaking", "Stick-breaking", phi="sigmoid", norm="stick"),
         Mechanism("softmax-inverse", "-Softmax", post="negate"),
         Mechanism("softmax-recentred", "Softmax, re-centred", post="recentre"),
         Mechanism("softmax-recentred-l1", "Softmax, re-centred, l1", post="recentre, l1"),
@@ -139,7 +156,7 @@ MECHANISMS: dict[str, Mechanism] = {
     )
 }
 
-OVERRIDES = ("p", "alpha", "train_length", "length", "numerics", "window")
+OVERRIDES = ("p", "alpha", "train_length", "length", "numerics", "window", "sinks")
 
 
 def get_mechanism(name: str, **overrides: Any) -> Mechanism:

@@ -44,32 +44,35 @@ def attention_weights(
     *,
     first: Tensor | None = None,
     params: Tensor | None = None,
+    decay: Tensor | None = None,
 ) -> Tensor:
     """The attention matrix (B, H, Lq, Lk) of queries (B, H, Lq, d) over keys (B, G, Lk, d).
 
     Causal, the last query aligned with the last key: query i of Lq sees Lk - Lq + i + 1 keys, or
-    those from first_i on. Each of the G heads of k serves H / G heads of q in turn. float64 in,
-    float64 out; any other type is computed, and returned, in float32.
+    those from first_i on. Each of the G heads of k serves H / G heads of q in turn. `decay` as in
+    `attend`. float64 in, float64 out; any other type is computed, and returned, in float32.
     """
     check_shapes(q, k)
     m = resolve(mechanism, keys=k.shape[2])
-    params = parameters_of(m, params, q)
-    return weights_of_span(q, k, m, params, span_of(first, m.window, q, k))
+    params, span = parameters_of(m, params, q), span_of(first, m, q, k)
+    return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
 
 
 def weights_of_span(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span
+    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span, decay: Tensor | None
 ) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with no_autocast(q):
-        return _weights(q.to(dtype), k.to(dtype), m, params, span)
+        return _weights(q.to(dtype), k.to(dtype), m, params, span, decay)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+def _weights(
+    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span, decay: Tensor | None
+) -> Tensor:
     queries, keys = q.shape[-2], k.shape[-2]
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
     key = torch.arange(keys, device=q.device)
@@ -78,22 +81,30 @@ def _weights(q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Sp
     first = span.firsts(queries, keys, q.device)
     if first is not None:
         first = first[:, None, :, None]
-        visible = visible & (key >= first)  # (B, 1, Lq, Lk)
-        row_count = (position + 1 - first).clamp(min=1)  # a row that sees nothing ends as zeros
+        visible = visible & ((key >= first) | (key < span.sinks))  # (B, 1, Lq, Lk)
+        row_count = position + 1 - first + first.clamp(max=span.sinks)
+        row_count = row_count.clamp(min=1)  # a row that sees nothing ends as zeros
     row_count = row_count.to(q.dtype)
 
     x = _scores(q, k, m, row_count, params)
+    if decay is not None:
+        x = x + _log_decay(decay, queries).to(q.dtype)
+    if m.norm == "stick":
+        return _broken_stick(x, visible, own=key == position)
     a = _normalise(_activate(x, visible, m), m, row_count, params)
     a = _post_step(a, m, row_count, visible)
-    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count)) if m.sharpened else a
+    bound = _score_bound(q, k, m, row_count, params) if m.sharpened else 0.0
+    return sharpen(a, m, row_count, bound) if m.sharpened else a
 
 
 @torch.no_grad()
-def _score_bound(q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor) -> Tensor:
+def _score_bound(
+    q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor, params: Tensor | None
+) -> Tensor | float:
     """The largest score each row could have; its rounding is a few eps of that."""
     d = q.shape[-1]
-    if m.scale == "log d log N":
-        return math.log(d) * row_count.log()
+    if m.cosine:
+        return _cosine_scale(d, m, row_count, params)
     longest = k.norm(dim=-1).cummax(-1).values[..., k.shape[-2] - q.shape[-2] :]
     longest = longest.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
@@ -101,9 +112,9 @@ def _score_bound(q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor) -> Tenso
 
 def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:
     d = q.shape[-1]
-    if m.scale == "log d log N":
+    if m.cosine:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        q = q * (math.log(d) * row_count.log())
+        q = q * _cosine_scale(d, m, row_count, params)
     elif m.scale == "s log N / sqrt(d)":
         q = q * (_per_head(params) * row_count.log() / math.sqrt(d))
     else:
@@ -116,6 +127,55 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     elif m.bias == "-log L":
         x = x - math.log(m.train_length)
     return x
+
+
+def over_root_d(
+    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, row_count: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q and k whose product over sqrt(d) is the score, for kernels that compute no other.
+
+    `row_count` broadcasts against q (B, H, Lq, d); a scale without N needs none.
+    """
+    d, factor = q.shape[-1], _per_head(params) if m.scale.startswith("s ") else 1.0
+    if m.cosine:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1)
+        factor = factor * (d if m.scale == "sqrt(d)" else math.sqrt(d) * math.log(d))
+    if row_count is not None and "log N" in m.scale:
+        factor = factor * row_count.log()
+    return q * factor, k
+
+
+def _cosine_scale(d: int, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor | float:
+    """What cos(q, k) is multiplied by."""
+    if m.scale == "sqrt(d)":
+        return math.sqrt(d)
+    scale = math.log(d) * row_count.log()
+    return scale if m.scale == "log d log N" else scale * _per_head(params)
+
+
+def _log_decay(decay: Tensor, queries: int) -> Tensor:
+    """What is left of key j at query i, (B, H, Lq, Lk): the sum of the log decays j + 1 .. i.
+
+    Counted from the last key, so that the large sums, and their rounding, are those of keys that
+    are far away.
+    """
+    wide = decay if decay.device.type == "mps" else decay.double()
+    since = _sum_after(wide).to(decay.dtype)
+    return since.unsqueeze(-2) - since[..., decay.shape[-1] - queries :].unsqueeze(-1)
+
+
+def _sum_after(x: Tensor) -> Tensor:
+    """Of the entries after each one of the last dimension."""
+    return F.pad(x[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
+
+
+def _broken_stick(x: Tensor, visible: Tensor, own: Tensor) -> Tensor:
+    """sigmoid(x_ij) prod_{j<k<i} (1 - sigmoid(x_ik)); the query's own key gets the rest."""
+    before = visible & ~own
+    kept = F.logsigmoid(-x).masked_fill(~before, 0)
+    broken = torch.where(before, F.logsigmoid(x) + _sum_after(kept), -torch.inf)
+    return torch.where(own & visible, kept.sum(-1, keepdim=True), broken).exp()
 
 
 def grouped_product(a: Tensor, b: Tensor) -> Tensor:
@@ -222,6 +282,19 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         f"{n} {tuple(t.shape)}" for n, t in zip("qkv", (q, k, v), strict=True) if t is not None
     ]
     raise UserError(f"{rule}; got {', '.join(shapes)}")
+
+
+def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The log decay at each key, (1 or B, H, Lk), in the type the weights are computed in."""
+    if decay is None:
+        return None
+    shape = (q.shape[0], q.shape[1], k.shape[2])
+    if decay.shape not in (shape, (1, *shape[1:])) or not decay.is_floating_point():
+        raise UserError(
+            f"decay must be a floating-point tensor (B, H, Lk), here {shape}; "
+            f"got {decay.dtype} {tuple(decay.shape)}"
+        )
+    return decay.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | None:

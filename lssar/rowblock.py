@@ -21,30 +21,40 @@ BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
 
 
 def attend_by_row_blocks(
-    attend_eager, q, k, v, mechanism: Mechanism, params: Tensor | None, span: Span
+    attend_eager,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mechanism: Mechanism,
+    params: Tensor | None,
+    span: Span,
+    decay: Tensor | None = None,
 ) -> Tensor:
-    """`attend_eager(q, k, v, mechanism, params, span)`, recomputed in backward."""
+    """`attend_eager(q, k, v, mechanism, params, span, decay)`, recomputed in backward."""
     batch, heads = q.shape[:2]
+    decay = None if decay is None else decay.expand(batch, -1, -1)
     first = span.firsts(q.shape[2], k.shape[2], q.device)
     if first is not None and len(first) > 1:  # sequences that differ in what they see
-        parts = zip(q.split(1), k.split(1), v.split(1), first.split(1), strict=True)
+        decays = [None] * batch if decay is None else decay.split(1)
+        parts = zip(q.split(1), k.split(1), v.split(1), first.split(1), decays, strict=True)
         out = [_RowBlocks.apply(attend_eager, mechanism, *part, params) for part in parts]
         return torch.cat(out)
-    q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+    q, k, v, decay = _each(lambda x: x.reshape(1, -1, *x.shape[2:]), (q, k, v, decay))
     params = None if params is None else params.repeat(batch)  # one of every head
-    out = _RowBlocks.apply(attend_eager, mechanism, q, k, v, first, params)
+    out = _RowBlocks.apply(attend_eager, mechanism, q, k, v, first, decay, params)
     return out.view(batch, heads, *out.shape[2:])
 
 
 class _RowBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, attend_eager, mechanism, q, k, v, first, params):
+    def forward(ctx, attend_eager, mechanism, q, k, v, first, decay, params):
         ctx.attend_eager, ctx.mechanism, ctx.first = attend_eager, mechanism, first
-        ctx.save_for_backward(q, k, v, params)
+        ctx.save_for_backward(q, k, v, params, decay)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
-        for block in _blocks(q, k, first):
-            *parts, scale = block.of(q, k, v, params)
-            out[:, block.heads, block.rows] = attend_eager(*parts, mechanism, scale, block.span)
+        for block in _blocks(q, k, first, mechanism.sinks):
+            *parts, scale, fall = block.of(q, k, v, params, decay)
+            rows = attend_eager(*parts, mechanism, scale, block.span, fall)
+            out[:, block.heads, block.rows] = rows
         return out
 
     @staticmethod
@@ -55,22 +65,22 @@ class _RowBlocks(torch.autograd.Function):
         totals = _each(
             lambda t: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)), inputs
         )
-        for block in _blocks(*inputs[:2], ctx.first):
+        for block in _blocks(*inputs[:2], ctx.first, ctx.mechanism.sinks):
             parts = _each(lambda t: t.detach().requires_grad_(), block.of(*inputs))
             with torch.enable_grad():
-                out = ctx.attend_eager(*parts[:3], ctx.mechanism, parts[3], block.span)
+                out = ctx.attend_eager(*parts[:3], ctx.mechanism, parts[3], block.span, parts[4])
             leaves = [t for t in parts if t is not None]
             grads = torch.autograd.grad(out, leaves, grad_out[:, block.heads, block.rows])
             targets = [t for t in block.of(*totals) if t is not None]
             for target, grad in zip(targets, grads, strict=True):
                 target += grad
         types = _each(lambda t: t.dtype, inputs)
-        *grads, scale = (t and total.to(t) for t, total in zip(types, totals, strict=True))
-        return None, None, *grads, None, scale
+        *grads, scale, fall = (t and total.to(t) for t, total in zip(types, totals, strict=True))
+        return None, None, *grads, None, fall, scale
 
 
 def _each(function, tensors) -> list:
-    """Of every tensor; a mechanism without parameters has None in their place."""
+    """Of every tensor; a call without parameters or decay has None in their place."""
     return [t if t is None else function(t) for t in tensors]
 
 
@@ -82,16 +92,17 @@ class _Block:
     keys: slice  # that some of these rows see
     span: Span
 
-    def of(self, q: Tensor, k: Tensor, v: Tensor, params: Tensor | None) -> list[Tensor | None]:
+    def of(self, q, k, v, params: Tensor | None, decay: Tensor | None) -> list[Tensor | None]:
         """Views of its part of each."""
         return [
             q[:, self.heads, self.rows],
             *(x[:, self.shared, self.keys] for x in (k, v)),
             params if params is None else params[self.heads],
+            decay if decay is None else decay[:, self.heads, self.keys],
         ]
 
 
-def _blocks(q: Tensor, k: Tensor, first: Tensor | None) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int = 0) -> Iterator[_Block]:
     """Of one head of k if it fills a block, as keys are normalised anew for each; else of several.
 
     At least four blocks of rows, so that little is computed of what no row sees.
@@ -100,7 +111,7 @@ def _blocks(q: Tensor, k: Tensor, first: Tensor | None) -> Iterator[_Block]:
     group, past = q.shape[1] // heads, keys - length
     entries = BLOCK_ENTRIES.get(q.device.type, BLOCK_ENTRIES["default"])
     longest = keys
-    if first is not None:
+    if first is not None and not sinks:
         counts = torch.arange(past + 1, keys + 1, device=first.device) - first
         longest = min(keys, 2 * max(1, int(counts.max())))
     rows = max(16, min(entries // (group * longest), -(-length // 4)))
@@ -109,8 +120,8 @@ def _blocks(q: Tensor, k: Tensor, first: Tensor | None) -> Iterator[_Block]:
         stop = min(start + rows, length)
         low, span = 0, Span()
         if first is not None:
-            low = min(int(first[:, start:stop].min()), past + stop - 1)
-            span = Span(first[:, start:stop] - low)
+            low = 0 if sinks else min(int(first[:, start:stop].min()), past + stop - 1)
+            span = Span(first[:, start:stop] - low, sinks=sinks)
         for head in range(0, heads, together):
             end = min(head + together, heads)
             yield _Block(

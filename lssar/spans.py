@@ -54,10 +54,11 @@ def _is_left_padded(mask: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """What the rows of a call see: from `first` on, and at most `window` keys."""
+    """What the rows of a call see: from `first` on, at most `window` keys, and the sinks."""
 
     first: Tensor | None = None  # (B, Lq) or (1, Lq)
     window: int | None = None
+    sinks: int = 0  # and this many of the first keys besides
 
     @property
     def full(self) -> bool:
@@ -79,11 +80,13 @@ class Span:
         return counts[:, None]
 
 
-def span_of(first: Tensor | None, window: int | None, q: Tensor, k: Tensor) -> Span:
+def span_of(first: Tensor | None, m: Mechanism, q: Tensor, k: Tensor) -> Span:
     """A caller's `first` and a mechanism's window, checked; what hides nothing is dropped."""
-    window = None if window is None or window >= k.shape[2] else window
+    window = None if m.window is None or m.window >= k.shape[2] else m.window
     if first is None:
-        return Span(None, window)
+        return Span(None, window, m.sinks if window else 0)
+    if m.sinks:
+        raise UserError(f"sinks = {m.sinks} are the first keys of all; leave first out")
     batch, queries = q.shape[0], q.shape[2]
     shapes = ((queries,), (1, queries), (batch, queries))
     if first.is_floating_point() or first.dtype == torch.bool or first.shape not in shapes:
@@ -160,8 +163,13 @@ def attend_padded(
         raise UserError("attend_padded makes first from its mask; give one of the two")
     end, first, keys, queries = mask if isinstance(mask, Arrangement) else arrange(mask, q.shape[2])
     k, v = k[:, :, :end], v[:, :, :end]
+    if (decay := options.pop("decay", None)) is not None:
+        options["decay"] = decay = decay[:, :, :end]
     if keys is not None and queries is not None:
         q, k, v = _moved(q, queries), _moved(k, keys), _moved(v, keys)
+        if decay is not None:
+            decay = decay.expand(len(q), -1, -1).unsqueeze(-1)
+            options["decay"] = _moved(decay, keys).squeeze(-1)
     out = attend(q, k, v, mechanism, first=first, **options)
     return out if queries is None else _moved(out, queries.argsort(dim=1))
 

@@ -107,7 +107,7 @@ def attend(
 def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
     """Whether 16 bits are too few: for what is multiplied or subtracted outside of the kernel, and
     in fp16 for weights without a bound."""
-    outside = m.scale == "s log N / sqrt(d)" or m.norm in ("L", "gamma sqrt(N/2)")
+    outside = m.scale not in fused.OWN_SCALES or m.norm in ("L", "gamma sqrt(N/2)")
     outside = outside or m.post == "recentre" or (m.phi == "softplus" and m.norm == "none")
     return outside or (dtype == torch.float16 and m.norm != "l1")
 

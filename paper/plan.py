@@ -20,7 +20,7 @@ from paper.jobs import Job, is_done
 from support.files import read_text, write_json
 from training.checkpoint import find, read_description
 from training.config import Config, load_config, parse_config
-from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backend
+from training.estimate import ASSUMED_DEVICE, ASSUMED_MFU, estimate, planned_backends
 from training.run_log import read_metrics
 
 GIB = 2**30
@@ -208,7 +208,7 @@ def disk_line(costs: dict[str, Cost | None], shards: float) -> str:
 
 
 def config_cost(config: Config, tokens_per_second: float | None) -> Cost:
-    e = estimate(config, planned_backend(config, "cpu" if tokens_per_second else "cuda"))
+    e = estimate(config, planned_backends(config, "cpu" if tokens_per_second else "cuda"))
     hours = e.tokens / tokens_per_second / 3600 if tokens_per_second else e.gpu_hours
     # Weights and AdamW's moments, in the newest checkpoints and the best.
     return e.tokens, hours, 12.0 * e.parameters * (config.checkpoint.keep + 1)

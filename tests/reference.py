@@ -60,31 +60,50 @@ def reweight(row, p):
     return l1([value**p for value in y]) if max(y) > 0 else row
 
 
+def broken_stick(x):
+    """From the query's own key backwards, each breaks sigmoid(x) off; the own key has the rest."""
+    left, row = 1.0, [0.0] * len(x)
+    for j in reversed(range(len(x) - 1)):
+        row[j] = left * sigmoid(x[j])
+        left *= 1.0 - sigmoid(x[j])
+    return [*row[:-1], left]
+
+
 def adaptive_p(p, alpha, n, train_length):
     return p if n <= train_length else p * (1.0 + alpha * (math.sqrt(n / train_length) - 1.0))
 
 
-def row(name, q, keys, *, p=15.0, alpha=0.0, train_length=1024, length=None, param=None):
+def row(name, q, keys, *, p=15.0, alpha=0.0, train_length=1024, length=None, param=None, falls=()):
     """The weights of query vector q on the keys that it sees (itself included).
 
-    length is the paper's L (train_length when absent); param the learnable scalar of the head.
+    length is the paper's L (train_length when absent); param the learnable scalar of the head;
+    falls what is added to each score for the way from its key to the query.
     """
     n, d = len(keys), len(q)
     big_l = train_length if length is None else length
     exponent = adaptive_p(p, alpha, n, train_length)
-    if name in ("lssa", "lssar", "cos-softmax"):
-        scores = [math.log(d) * math.log(n) * cosine(q, key) for key in keys]
-        if name == "cos-softmax":
+    fall = falls or [0.0] * n
+    if name == "cos-softmax-constant":
+        scores = [math.sqrt(d) * cosine(q, key) for key in keys]
+        return softmax([a + b for a, b in zip(scores, fall, strict=True)])
+    if name in ("lssa", "lssar", "cos-softmax", "cos-ssmax"):
+        scale = math.log(d) * math.log(n)
+        if name == "cos-ssmax" and param is not None:
+            scale *= param
+        scores = [scale * cosine(q, key) + b for key, b in zip(keys, fall, strict=True)]
+        if name.startswith("cos-"):
             return softmax(scores)
         a = l1([softplus(score) for score in scores])
         return a if name == "lssa" else reweight(a, exponent)
 
-    x = [dot(q, key) / math.sqrt(d) for key in keys]
+    x = [dot(q, key) / math.sqrt(d) + b for key, b in zip(keys, fall, strict=True)]
+    if name == "stick-breaking":
+        return broken_stick(x)
     if name == "softmax":
         return softmax(x)
     if name == "ssmax":
         s = 0.43 if param is None else param
-        return softmax([s * math.log(n) * value for value in x])
+        return softmax([s * math.log(n) * (a - b) + b for a, b in zip(x, fall, strict=True)])
     if name == "softmax-reweighted":
         return reweight(softmax(x), exponent)
     if name == "softmax-inverse":
@@ -113,28 +132,32 @@ def row(name, q, keys, *, p=15.0, alpha=0.0, train_length=1024, length=None, par
     return l1([PHI[phi](value) for value in x])
 
 
-def weights(name, q, k, *, window=None, **settings):
-    """All rows, zeros where a key is not seen; the last query stands at the last key."""
+def weights(name, q, k, *, window=None, sinks=0, decay=None, **settings):
+    """All rows, zeros where a key is not seen; the last query stands at the last key.
+
+    decay[j] is the log of what the step to key j leaves of everything before it.
+    """
     lq, lk = len(q), len(k)
     rows = []
     for i in range(lq):
         end = lk - lq + i + 1
-        start = 0 if window is None else max(0, end - window)
-        seen = row(name, q[i], k[start:end], **settings)
-        rows.append([0.0] * start + seen + [0.0] * (lk - end))
+        seen = [j for j in range(end) if window is None or j >= end - window or j < sinks]
+        falls = () if decay is None else [math.fsum(decay[j + 1 : end]) for j in seen]
+        found = row(name, q[i], [k[j] for j in seen], falls=falls, **settings)
+        rows.append([0.0] * lk)
+        for j, weight in zip(seen, found, strict=True):
+            rows[-1][j] = weight
     return rows
 
 
-def weights_of_batch(name, q, k, params=None, **settings):
+def weights_of_batch(name, q, k, params=None, decay=None, **settings):
     """`weights` of every head of tensors q (B, H, Lq, d), k (B, H, Lk, d), as a float64 tensor."""
-    scalars = [None] * q.shape[1] if params is None else params.tolist()
-    return torch.tensor(
-        [
-            [
-                weights(name, q[b, h].tolist(), k[b, h].tolist(), param=scalars[h], **settings)
-                for h in range(q.shape[1])
-            ]
-            for b in range(q.shape[0])
-        ],
-        dtype=torch.float64,
-    )
+
+    def head(b, h):
+        scalar = None if params is None else params[h].item()
+        falls = None if decay is None else decay[b, h].tolist()
+        rows = q[b, h].tolist(), k[b, h].tolist()
+        return weights(name, *rows, param=scalar, decay=falls, **settings)
+
+    found = [[head(b, h) for h in range(q.shape[1])] for b in range(q.shape[0])]
+    return torch.tensor(found, dtype=torch.float64)

@@ -9,6 +9,7 @@ an impossible batch is an error that names the file, the key, the value and what
 import contextlib
 import json
 import math
+import shlex
 import tomllib
 import typing
 from dataclasses import asdict, dataclass, fields, replace
@@ -41,12 +42,14 @@ class ModelSection:
     layers: int | None = None  # None: the preset's value, here and below
     heads: int | None = None
     width: int | None = None
+    tokeniser: str | None = None  # whose vocabulary: "bytes" or "gpt2"
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
-    channels: int | None = None  # these three: see model.ModelConfig; None: a text model's
-    positions: int | None = None
+    channels: int | None = None  # these: see model.ModelConfig; None: a text model's
     outputs: int | None = None
+    positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
+    pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,18 @@ class AttentionSection:
 
 
 @dataclass(frozen=True)
+class LocalSection:
+    """What the local layers of model.pattern have in place of [attention] and model.positions."""
+
+    name: str | None = None  # None: as the global layers, here and below
+    p: float | None = None
+    positions: str | int | None = None
+
+
+@dataclass(frozen=True)
 class DataSection:
     directory: PathText = "corpora/fineweb10B"
+    prepare: str = "data/prepare.py fineweb"  # what makes it, but for --out
     shuffle: bool = True  # windows in a seeded order, each once per epoch
     document_mask: bool = False  # a token sees its own document only
 
@@ -127,6 +140,7 @@ class BatchPlan(NamedTuple):
 class Config:
     model: ModelSection = ModelSection()
     attention: AttentionSection = AttentionSection()
+    local: LocalSection = LocalSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
@@ -137,22 +151,33 @@ class Config:
     def run_directory(self) -> Path:
         return Path(self.log.directory) / self.log.name
 
-    def mechanism(self) -> Mechanism:
-        settings = {k: v for k, v in asdict(self.attention).items() if v is not None}
-        del settings["backend"]
-        return get_mechanism(**{"train_length": self.train.length, **settings})
+    def mechanism(self, **own) -> Mechanism:
+        """Of [attention]; `own` is what [local] has instead: with a name, all of it."""
+        settings = {} if "name" in own else _given(self.attention)
+        settings.pop("backend", None)
+        return get_mechanism(**{"train_length": self.train.length, **settings, **own})
 
     def model_config(self):
-        from model import preset  # imports torch: a mistyped key is found faster without it
+        from model import Layer, preset  # imports torch: a mistyped key is found faster without it
 
-        changes = {k: v for k, v in asdict(self.model).items() if v is not None}
+        changes, own = _given(self.model), _given(self.local)
         changes["documents"] = self.data.document_mask
+        if "pattern" in changes:
+            changes["pattern"] = tuple(changes["pattern"])
+        if own:
+            positions = own.pop("positions", changes.get("positions", "rope"))
+            changes["local"] = Layer(self.mechanism(**own), positions)
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
-    def data_ends(self) -> dict[str, int]:
+    def data_ends(self) -> dict[str, int | str]:
         """The arguments of `data.loader.open_data` that make the data fit this model."""
-        m = self.model_config()
-        return {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
+        m, d = self.model_config(), self.data
+        own = f"data/prepare.py text FILES --tokeniser {'bytes' if m.vocab_size == 257 else 'gpt2'}"
+        if m.channels > 1 or m.outputs:
+            own = "physics/simulate.py orbits"
+        command = f"python {d.prepare or own} --out {shlex.quote(d.directory)}"
+        ends = {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
+        return ends | {"command": command}
 
     def batch_plan(self, world_size: int = 1) -> BatchPlan:
         """The accumulation that makes exactly train.batch_tokens, or an error with the numbers."""
@@ -193,7 +218,8 @@ class Config:
     def differences(self, other: "Config") -> list[str]:
         """`section.key: mine -> other's` for everything that a resumed run may not change."""
         free = (
-            *("eval.", "checkpoint.", "log.", "data.directory", "attention.backend"),
+            *("eval.", "checkpoint.", "log.", "data.directory", "data.prepare"),
+            "attention.backend",
             *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_"),
             # The steps so far are the same, however many follow.
             *(["train.steps"] if self.train.schedule == "constant" else []),
@@ -210,6 +236,10 @@ _KEYS = {
     for section, kind in _SECTIONS.items()
     for key, hint in typing.get_type_hints(kind, include_extras=True).items()
 }
+
+
+def _given(section) -> dict:
+    return {key: value for key, value in asdict(section).items() if value is not None}
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -230,6 +260,9 @@ def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, di
     found = _read(path, seen=())
     for text in overrides:
         found |= _parse_override(text)
+    places = [found.get(f"data.{key}", ("", ""))[1] for key in ("directory", "prepare")]
+    if places[0] != places[1]:  # the command makes the directory that it stands beside, no other
+        found["data.prepare"] = ("", places[0])
     config = _build(found)
     if not config.log.name:
         config = replace(config, log=replace(config.log, name=path.stem))
@@ -315,7 +348,8 @@ def _parse_override(text: str) -> Found:
     with contextlib.suppress(*_NOT_TOML):
         (parsed,) = tomllib.loads(f"v = {value}").values()
     # A run may be called 2024-01-31 or 1e3: a string is taken as typed, or without its quotes.
-    if str in _KEYS.get(f"{section}.{key}", ()) and not isinstance(parsed, str):
+    kinds = _KEYS.get(f"{section}.{key}", ())
+    if str in kinds and type(parsed) not in kinds:
         parsed = value
     return _flatten({section: {key: parsed}}, "command line")
 
@@ -340,11 +374,14 @@ def _typed(value, kinds: tuple, where: str):
         raise UserError(f"{where}: is not text; write it in UTF-8")
     if type(value) in kinds:
         return value
+    if list[str] in kinds and type(value) is list and all(type(item) is str for item in value):
+        return value
     if float in kinds and type(value) is int:
         return float(value)
     if str in kinds and type(value) in (int, float, bool):
         return str(value)
-    raise UserError(f"{where}: is of type {type(value).__name__}, must be {kinds[0].__name__}")
+    wanted = kinds[0].__name__ if isinstance(kinds[0], type) else kinds[0]
+    raise UserError(f"{where}: is of type {type(value).__name__}, must be {wanted}")
 
 
 def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
@@ -370,8 +407,8 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     for name, known in choices.items():
         require(values[name] in known, name, f"unknown; {did_you_mean(values[name], known)}")
     t, tokens, run = config.train, config.eval.tokens, config.log.name
-    positions = config.model.positions or t.length
-    require(t.length <= positions, "train.length", f"is above model.positions = {positions}")
+    table = config.model.positions if type(config.model.positions) is int else t.length
+    require(t.length <= table, "train.length", f"is above model.positions = {table}")
     require(t.warmup <= t.steps, "train.warmup", f"is longer than train.steps = {t.steps}")
     has_moments = t.init_from and not config.model.outputs  # a regression head starts from scratch
     rule = "needs train.init_from, and a model without model.outputs"

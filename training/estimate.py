@@ -1,7 +1,7 @@
 """What a run will take: memory, time and arithmetic, before anything starts."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from data.loader import Batches
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
 from lssar.reference import resolve
-from model import GPT
+from model import GPT, ModelConfig
 from training.config import BatchPlan, Config
 
 # Peak dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets.
@@ -42,8 +42,8 @@ class Estimate:
         return self.flops / (PEAK_FLOPS[ASSUMED_DEVICE] * ASSUMED_MFU) / 3600
 
 
-def estimate(config: Config, backend: str) -> Estimate:
-    """What the run takes if `backend` computes its attention."""
+def estimate(config: Config, backends: list[str]) -> Estimate:
+    """What the run takes if these compute the attention of its layers."""
     with torch.device("meta"):
         model = GPT(config.model_config())
     m, t = model.config, config.train
@@ -51,13 +51,17 @@ def estimate(config: Config, backend: str) -> Estimate:
     half = 2 if t.precision != "fp32" else 4  # bytes of an activation under autocast
     # Maps of B x H x L x L floats that eager keeps for the backward pass, three for a two-stage
     # mechanism (stage one, its shift, its power). The other backends recompute them.
-    maps = 0 if backend != "eager" else 3 if m.attention.sharpened else 2
+    maps = sum(
+        3 if layer.attention.sharpened else 2
+        for layer, backend in zip(m.all_layers, backends, strict=True)
+        if backend == "eager"
+    )
     head = min(rows * m.vocab_rows, 2**28) * (4 + half) + 4 * m.channels * m.vocab_rows * m.width
     memory = {
         "state": 16 * parameters,  # weights, gradients, AdamW's two moments
         # Per block: norms (fp32 in and out), q k v before and after RoPE, out, the MLP's two.
         "activations": rows * m.width * m.layers * (4 * 4 + half * (2 * 3 + 1 + 2 * 4 + 2)),
-        "attention maps": 4 * maps * m.layers * m.heads * rows * t.length,
+        "attention maps": 4 * maps * m.heads * rows * t.length,
         "head": 0 if m.outputs else head,
     }
     tokens = t.steps * t.batch_tokens
@@ -78,26 +82,44 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
         raise UserError(f"a model of {takes}, this machine has {there / GIB:,.0f}; {remedy}")
 
 
-def planned_backend(config: Config, device: str, *, everywhere: bool = True) -> str:
-    """The attention backend of the training step; `everywhere`: as if all were installed."""
-    if config.attention.backend != "auto":
-        return config.attention.backend
+def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:
+    """The attention backend of each layer in the training step; `everywhere`: as if all were
+    installed."""
     m, t = config.model_config(), config.train
+    if config.attention.backend != "auto":
+        return [config.attention.backend] * m.layers
     fp32 = t.precision == "fp32" or (t.precision == "auto" and device != "cuda")
     dtype = torch.float32 if fp32 else torch.bfloat16
     entries = t.micro_batch * m.heads * t.length**2
-    window = m.attention.window
-    spans = m.documents or (window is not None and window < t.length)
-    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile, spans=spans)
-    return choose_backend(resolve(m.attention, t.length), call, everywhere=everywhere)
+    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
+    backends = []
+    for attention, positions in m.all_layers:
+        spans = m.documents or (attention.window or t.length) < t.length
+        here = replace(call, spans=spans, decays=positions in ("alibi", "fox"))
+        attention = resolve(attention, t.length)
+        backends.append(choose_backend(attention, here, everywhere=everywhere))
+    return backends
+
+
+def described_layers(m: ModelConfig) -> str:
+    """`lssar (p = 15)`, or each kind of layer after the numbers of those that are of it."""
+    kinds: dict[str, list[str]] = {}
+    for number, (attention, positions) in enumerate(m.all_layers, start=1):
+        p = f" (p = {attention.p:g})" if attention.sharpened else ""
+        place = "" if m.positions == positions == "rope" else f", positions {positions}"
+        window = f", window {attention.window}" if attention.window else ""
+        kinds.setdefault(f"{attention.name}{p}{place}{window}", []).append(str(number))
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "; ".join(f"layers {', '.join(found)}: {kind}" for kind, found in kinds.items())
 
 
 def summary(config: Config, plan: BatchPlan, device: torch.device, planned=False) -> list[str]:
     """What a run prints before its first step; `planned`: for a device that need not be here."""
-    backend = planned_backend(config, device.type, everywhere=planned)
-    e, t, m = estimate(config, backend), config.train, config.model_config()
-    p = f" (p = {m.attention.p:g})" if m.attention.sharpened else ""
-    plans = f", planned for {device.type}: backend {backend}" if planned else ""
+    backends = planned_backends(config, device.type, everywhere=planned)
+    e, t, m = estimate(config, backends), config.train, config.model_config()
+    chosen = ", ".join(dict.fromkeys(backends))
+    plans = f", planned for {device.type}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
     hours_here = ""
     if torch.cuda.is_available() and (peak := peak_flops(device)):
@@ -106,7 +128,7 @@ def summary(config: Config, plan: BatchPlan, device: torch.device, planned=False
     return [
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
-        f"attention  {m.attention.name}{p}{plans}",
+        f"attention  {described_layers(m)}{plans}",
         f"batch      {t.batch_tokens:,} tokens per step = {plan.world_size} processes x "
         f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "

@@ -17,7 +17,7 @@ from data_sets import contents, read_stream, run_prepare
 
 import benchmark
 from data import sources
-from data.pipeline import Chunk, encoded
+from data.pipeline import Chunk, Piece, encoded
 from data.prepare import PUBLISHED, main
 from data.shards import describe_set, open_split, verify
 from data.tokeniser import get_tokeniser
@@ -43,6 +43,11 @@ def write_parquet(path, texts, **options):
 
 def whole_stream(folder):
     return [*read_stream(folder, "val").tolist(), *read_stream(folder, "train").tolist()]
+
+
+def text_tokens(stream):
+    """Without the ends of documents, in no order: of text that is split in two."""
+    return sorted(token for token in stream if token != 50256)
 
 
 def refuses(match, *arguments):
@@ -81,26 +86,6 @@ def test_parquet_files_become_llm_c_s_stream(parquet, tmp_path, source, workers)
     assert verify(out) == manifest["tokens"]
 
 
-def test_own_text_of_every_kind_in_the_order_of_its_names(tmp_path):
-    folder = tmp_path / "mine"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "a.txt").write_bytes(b"\xef\xbb\xbf" + DOCUMENTS[7].encode() * 60)
-    lines = [json.dumps({"text": t, "n": 1}) for t in DOCUMENTS[1:4]] + ["", '{"text": null}']
-    (folder / "b.jsonl").write_text("\n".join(lines))
-    with gzip.open(folder / "c.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in DOCUMENTS[4:7])
-    write_parquet(folder / "deep" / "d.parquet", DOCUMENTS[8:20], row_group_size=5)
-    with gzip.open(folder / "deep" / "e.txt.gz", "wt") as file:
-        file.write("compressed\r\ntext")
-    (folder / "notes.docx").write_text("not for us")
-    (folder / "empty.txt").write_text("")
-    out = tmp_path / "out"
-    main(["text", str(folder), "--workers=0", "--val-tokens=50", "--out", str(out)])
-    documents = [DOCUMENTS[7] * 60, *DOCUMENTS[1:7], *DOCUMENTS[8:20], "compressed\r\ntext"]
-    assert whole_stream(out) == stream_of(documents)
-    assert len(read_stream(out, "val")) == 50
-
-
 def test_parquet_is_read_where_the_home_cannot_be_written(tmp_path):
     write_parquet(tmp_path / "mine.parquet", DOCUMENTS[:9], row_group_size=4)
     out, temporary = tmp_path / "out", tmp_path / "temporary"
@@ -111,7 +96,7 @@ def test_parquet_is_read_where_the_home_cannot_be_written(tmp_path):
         "text", tmp_path / "mine.parquet", "--workers=0", "--out", out, env=kept | places
     )
     assert done.returncode == 0, done.stderr
-    assert whole_stream(out) == stream_of(DOCUMENTS[:9])
+    assert text_tokens(whole_stream(out)) == text_tokens(stream_of(DOCUMENTS[:9]))
     assert done.stderr.count("set HF_HOME to one that can be written") == 1
 
 
@@ -120,17 +105,10 @@ def test_a_long_text_file_is_read_in_parts(tmp_path):
     for name, text in {"words": "ünïcode wörds " * 200_000, "solid": "中" * 900_000}.items():
         path = tmp_path / f"{name}.txt"
         path.write_text(text)
-        pieces = list(sources.TextSource([path], "text", {}).pieces(None))
-        assert "".join(part for part, _ in pieces) == text
-        assert [starts for _, starts in pieces] == [True] + [False] * (len(pieces) - 1)
+        pieces = [p for group in sources.TextSource([path], "text", {}).pieces(None) for p in group]
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
         assert (len(pieces) > 1) == (name == "words")
-
-
-def test_own_text_leaves_a_twentieth_for_validation(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 10_000)
-    main(["text", f"{tmp_path}/a.txt", "--tokeniser=bytes", "--out", str(tmp_path / "out")])
-    assert len(read_stream(tmp_path / "out", "val")) == 500
-    assert len(read_stream(tmp_path / "out", "train")) == 9501
 
 
 def test_the_standard_library_is_split_by_file_and_says_which(tmp_path):
@@ -237,9 +215,9 @@ def test_missing_and_unusable_inputs_are_one_line_each(tmp_path):
         ("b.jsonl", b'{"body": "x"}', r"no text in 'text' \(there is: 'body'\)"),
         ("c.jsonl", b'{"text": 7}', r"no text in 'text'"),
         ("d.jsonl", b"[1]", r"no text in 'text' \(there is: list\)"),
-        ("e.jsonl", b'{"text": "\xff"}', r"e\.jsonl is not UTF-8"),
+        ("e.jsonl", b'{"text": "\xff"}', r"e\.jsonl, line at byte 0: not UTF-8"),
         ("f.jsonl", b"[" * 100_000, r"f\.jsonl, line at byte 0: not JSON"),
-        ("a.jsonl.gz", b"no gzip", r"cannot read .*a\.jsonl\.gz"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is damaged: Not a gzipped file"),
         (
             "b.jsonl.gz",
             gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
@@ -253,19 +231,21 @@ def test_damaged_text_is_one_line(tmp_path, name, data, match):
 
 
 def test_a_field_of_another_name_is_read_with_field(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "some text that is long enough"}\n')
-    main(["text", f"{tmp_path}/a.jsonl", "--field=body", "--workers=0", "--val-tokens=1",
+    (tmp_path / "a.jsonl").write_text('{"body": "some text that is long enough"}\n' * 20)
+    main(["text", f"{tmp_path}/a.jsonl", "--field=body", "--workers=0",
           "--out", str(tmp_path / "out")])  # fmt: skip
-    assert whole_stream(tmp_path / "out") == stream_of(["some text that is long enough"])
+    text = ["some text that is long enough"] * 20
+    assert text_tokens(whole_stream(tmp_path / "out")) == text_tokens(stream_of(text))
 
 
 def test_empty_and_too_small_corpora_are_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     out = ["--workers=0", "--out", tmp_path / "out"]
     refuses("the source holds no text", "text", tmp_path / "empty.txt", *out)
-    (tmp_path / "small.txt").write_text("a few words only")
+    (tmp_path / "small.txt").write_text("words")
     # The empty attempt left nothing that could forbid this one.
-    refuses("too small: its 5 tokens leave nothing for train", "text", tmp_path / "small.txt",
+    refuses("too small: its 2 tokens leave nothing for val", "text", tmp_path / "small.txt", *out)
+    refuses("--val-tokens 100 is more than half", "text", tmp_path / "small.txt",
             "--val-tokens=100", *out)  # fmt: skip
 
 
@@ -328,8 +308,8 @@ def test_a_user_s_mistake_exits_with_2_and_no_traceback(tmp_path):
 
 
 def test_a_killed_worker_is_reported_not_waited_for():
-    text = [("some words " * 1000, True)]
-    stream = encoded((Chunk(text, None) for _ in range(10_000)), "gpt2", workers=2)
+    text = [Piece("some words " * 1000)]
+    stream = encoded((Chunk(text) for _ in range(10_000)), "gpt2", workers=2)
     next(stream)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
     with pytest.raises(UserError, match="a worker process died"):
@@ -338,17 +318,17 @@ def test_a_killed_worker_is_reported_not_waited_for():
 
 def test_chunks_come_back_in_order_whatever_their_cost():
     texts = ["x " * (50_000 if i % 5 == 0 else 1) + str(i) for i in range(30)]
-    stream = (Chunk([(text, True)], i) for i, text in enumerate(texts))
-    for i, (chunk, tokens, _) in enumerate(encoded(stream, "gpt2", workers=2)):
+    stream = (Chunk([Piece(text)], i) for i, text in enumerate(texts))
+    for i, (chunk, answer) in enumerate(encoded(stream, "gpt2", workers=2)):
         assert chunk.state == i
-        assert tokens.tolist() == stream_of([texts[i]])
+        assert answer.tokens.tolist() == stream_of([texts[i]])
     assert i == 29
 
 
 def test_memory_is_bounded_by_the_chunks_under_way():
     """The source is never asked for more than a few chunks beyond what has come out."""
     taken = []
-    stream = (taken.append(i) or Chunk([("a b", True)], i) for i in range(200))
+    stream = (taken.append(i) or Chunk([Piece("a b")], i) for i in range(200))
     results = encoded(stream, "gpt2", workers=2)
     for done, _ in enumerate(results, start=1):
         assert len(taken) <= done + 5
@@ -365,7 +345,7 @@ def test_the_benchmark_runs_and_checks_itself(capsys):
 
 
 def test_tokens_are_uint16_on_disk(tmp_path):
-    (tmp_path / "a.txt").write_text("Hello world")
-    main(["text", f"{tmp_path}/a.txt", "--val-tokens=1", "--out", str(tmp_path / "out")])
+    (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n' * 40)
+    main(["text", f"{tmp_path}/a.jsonl", "--out", str(tmp_path / "out")])
     data = (tmp_path / "out" / "text_train_000001.bin").read_bytes()
-    assert np.frombuffer(data[1024:], "<u2").tolist() == [15496, 995]
+    assert np.frombuffer(data[1024:], "<u2").tolist()[:3] == [50256, 15496, 995]

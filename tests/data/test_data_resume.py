@@ -52,7 +52,7 @@ for arguments, chunk, delay in json.loads(sys.argv[1]):
 
 SOURCES = {
     "hub": ["fineweb", "--from-files", "{corpus}/*.parquet", "--shard-tokens=9999"],
-    "text": ["text", "{corpus}", "--shard-tokens=30K", "--val-tokens=7K"],
+    "text": ["text", "{corpus}", "--shard-tokens=30K", "--val-tokens=9K", "--skip-bad"],
     "stdlib": ["stdlib", "--shard-tokens=900K"],
 }
 
@@ -70,12 +70,15 @@ def out():
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     text_corpus(folder / "corpus")
+    (folder / "corpus" / "1.txt").write_bytes(b"sound words " * 200_000 + b"\xff")
+    (folder / "corpus" / "4.jsonl").write_text('{"text": "fine"}\n{"text": \n' * 9_000)
     sets = {}
     for name, command in SOURCES.items():
         arguments = [part.format(corpus=folder / "corpus") for part in command] + ["--workers=0"]
         main([*arguments, "--out", str(folder / name)])
         sets[name] = (arguments, contents(folder / name))
         assert len(sets[name][1]) > 5
+    assert len(json.loads(sets["text"][1]["manifest.json"])["skipped"]) == 2
     return sets
 
 
@@ -99,7 +102,7 @@ def test_killed_again_and_again_every_source_ends_with_the_same_bytes(out, unint
 
 
 def test_killed_with_workers_it_continues_and_leaves_no_process(out, uninterrupted):
-    arguments, expected = uninterrupted["hub"]
+    arguments, expected = uninterrupted["text"]
     command = [sys.executable, "data/prepare.py", *arguments[:-1], "--workers=2", "--out"]
     marker = str(out)
     process = subprocess.Popen(
@@ -151,9 +154,10 @@ def test_settings_may_not_change_in_the_middle(out, uninterrupted, monkeypatch):
 
 def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
     arguments, expected = interrupted(out, uninterrupted, monkeypatch)
-    assert read_progress(out)["partial"] > 0
+    assert read_progress(out)["growing"]["train"][1] > 0
     record = (out / "progress.json").read_text()
-    for damaged in (record[:-9], record.replace('"skip": ', '"skip": 1'), "null", "[" * 9999):
+    more = record.replace('"documents": ', '"documents": 1')
+    for damaged in (record[:-9], more, "null", "[" * 9999):
         (out / "progress.json").write_text(damaged)
         with pytest.raises(UserError, match=r"progress\.json is damaged"):
             main(arguments)
@@ -166,7 +170,7 @@ def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
     finished.write_bytes(kept)
     partial = next(out.glob("*.bin.tmp"))
     kept = partial.read_bytes()
-    partial.write_bytes(kept[:2000])
+    partial.write_bytes(kept[:1024])
     with pytest.raises(UserError, match=r"\.bin\.tmp was lost or cut"):
         main(arguments)
     partial.write_bytes(kept)
@@ -194,23 +198,15 @@ def stopped_in_the_middle(out, uninterrupted, monkeypatch):
     return [*arguments, "--out", str(out)]
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_the_manifest_names_every_encoder_that_wrote_the_set(
-    out, uninterrupted, monkeypatch, recorded
-):
-    """Begun with the fast encoder, or by code that recorded none, and finished with tiktoken."""
+def test_the_manifest_names_every_encoder_that_wrote_the_set(out, uninterrupted, monkeypatch):
+    """Begun with the fast encoder, if there is one, and finished with tiktoken."""
     begun_with = get_tokeniser("gpt2").fast_encoder() or get_tokeniser("gpt2").encoder()
     command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
-    if not recorded:
-        record = read_progress(out)
-        del record["encoders"]
-        write_json(out / "progress.json", {"sha256": digest(record), "progress": record})
     monkeypatch.setattr(Gpt2Tokeniser, "fast_encoder", lambda self: None)
     main(command)
     manifest = json.loads((out / "manifest.json").read_text())
     tiktoken = f"tiktoken {importlib.metadata.version('tiktoken')}"
-    first = begun_with.name if recorded else "unrecorded"
-    assert manifest["encoders"] == sorted({first, tiktoken})
+    assert manifest["encoders"] == sorted({begun_with.name, tiktoken})
     assert manifest["merges_sha256"] == BPE_FILES["vocab.bpe"]
     shards = {name: data for name, data in contents(out).items() if name.endswith(".bin")}
     assert shards.items() <= uninterrupted["hub"][1].items(), "the tokens depend on the encoder"
@@ -219,3 +215,12 @@ def test_the_manifest_names_every_encoder_that_wrote_the_set(
 def test_the_manifest_of_bytes_names_utf_8(uninterrupted):
     manifest = json.loads(uninterrupted["stdlib"][1]["manifest.json"])
     assert (manifest["encoders"], manifest["merges_sha256"]) == (["utf-8"], None)
+
+
+def test_a_record_of_older_code_is_refused_in_one_line(out, uninterrupted, monkeypatch):
+    command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
+    record = read_progress(out)
+    del record["growing"]
+    write_json(out / "progress.json", {"sha256": digest(record), "progress": record})
+    with pytest.raises(UserError, match=r"progress\.json is damaged .*older code.* start again"):
+        main(command)

@@ -96,8 +96,9 @@ def test_ready_made_sets_open_under_any_prefix(tmp_path, prefix):
 def test_a_prepared_set_knows_its_tokeniser(prepared):
     tokens = open_split(prepared, "train", vocab_size=257)
     assert (tokens.tokeniser, tokens.vocab_size, tokens.directory) == ("bytes", 257, prepared)
-    total = 1 + len((LINE * 100).encode())  # one document, one EOT
-    assert verify(prepared) == {"val": 700, "train": total - 700}
+    found, manifest = verify(prepared), read_manifest(prepared)
+    assert found == manifest["tokens"]
+    assert sum(found.values()) == len((LINE * 100).encode()) + manifest["documents"]
 
 
 def test_thousands_of_shards_need_few_descriptors(tmp_path):
@@ -142,6 +143,12 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path):
 @pytest.mark.parametrize("vocab_size", [256, 50257, 50304])
 def test_another_tokeniser_s_set_is_refused(prepared, vocab_size):
     refuses(prepared, rf"tokenised with 'bytes' \(257 ids\) .* {vocab_size}", vocab_size=vocab_size)
+
+
+def test_both_ways_out_of_another_tokeniser_s_set_are_named(prepared):
+    train = "train the model with --model.tokeniser=bytes"
+    refuses(prepared, f"{train}, or prepare the text with --tokeniser gpt2$", vocab_size=50304)
+    refuses(prepared, f"{train}, or choose other data$", vocab_size=7003)
 
 
 def test_missing_things_are_named(tmp_path, prepared):
@@ -252,7 +259,8 @@ def test_verify_finds_any_flipped_bit(prepared):
 
 def test_verify_is_a_command(prepared, capsys):
     main(["verify", str(prepared)])
-    assert "is sound: 3,301 training tokens, 700 validation tokens" in capsys.readouterr().out
+    found = "is sound: {train:,} training tokens, {val:,} validation tokens"
+    assert found.format(**read_manifest(prepared)["tokens"]) in capsys.readouterr().out
 
 
 def test_an_unfinished_set_is_not_trained_on(prepared):

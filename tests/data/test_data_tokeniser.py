@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from data import tokeniser as module
-from data.pipeline import ChunkEncoder, cut_safely
+from data.pipeline import ChunkEncoder, Piece, cut_safely
 from data.tokeniser import Encoder, get_tokeniser
 from lssar.errors import UserError
 
@@ -141,12 +141,12 @@ def fast():
     return GPT2.fast_encoder()
 
 
-PIECES = [("Zürich " * 50, True), ("tail", False), ("don't", True)]
-PIECES += [(f"page {i} of the book\n" * (1 + i % 5), True) for i in range(100)]
+PIECES = [Piece("Zürich " * 50), Piece("tail", starts=False), Piece("don't")]
+PIECES += [Piece(f"page {i} of the book\n" * (1 + i % 5)) for i in range(100)]
 
 
 def expected_tokens():
-    parts = ([50256] * starts + GPT2._bpe.encode_ordinary(text) for text, starts in PIECES)
+    parts = ([50256] * starts + GPT2._bpe.encode_ordinary(text) for text, starts, _ in PIECES)
     return [token for part in parts for token in part]
 
 
@@ -163,7 +163,7 @@ BYTE_IDS = [GPT2._bpe.encode_single_token(bytes([byte])) for byte in range(256)]
 def test_a_wrong_fast_encoder_is_noticed_and_replaced(wrong):
     encoder = ChunkEncoder("gpt2")
     encoder._fast = Encoder("wrong", wrong)
-    tokens, name, dropped = encoder(PIECES)
+    tokens, _, name, dropped = encoder(PIECES)
     assert dropped
     assert name == f"tiktoken {importlib.metadata.version('tiktoken')}"
     assert tokens.tolist() == expected_tokens()
@@ -172,7 +172,7 @@ def test_a_wrong_fast_encoder_is_noticed_and_replaced(wrong):
 def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared():
     """Whichever document the fast encoder loses a byte of, and about a sixteenth of other ids."""
     texts = [f"document {i}: the end" for i in range(64)]
-    pieces, noticed = [(text, True) for text in texts], {"byte": 0, "merge": 0}
+    pieces, noticed = [Piece(text) for text in texts], {"byte": 0, "merge": 0}
     encoder = ChunkEncoder("gpt2")
     for victim in texts:
         for kind, spoilt in (("byte", victim[:-1]), ("merge", None)):
@@ -188,7 +188,7 @@ def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared():
 
 
 def test_without_a_fast_encoder_nothing_is_dropped():
-    tokens, name, dropped = ChunkEncoder("gpt2", fast=False)(PIECES)
+    tokens, _, name, dropped = ChunkEncoder("gpt2", fast=False)(PIECES)
     assert not dropped
     assert name.startswith("tiktoken ")
     assert tokens.tolist() == expected_tokens()

@@ -86,7 +86,7 @@ def rotten_manifest(times: int, folder: Path) -> Told:
 @attack("storage", "record of an unfinished set: a bit flipped or bytes cut", full=200, short=20)
 def rotten_progress(times: int, folder: Path) -> Told:
     writer = ShardWriter(folder, "x", get_tokeniser("bytes"), {"a": 1}, 100)
-    writer.save({"file": 3, "at": 77}, 5)
+    writer.save({"file": 3, "at": 77})
     return spoil(folder / "progress.json", times, lambda: read_progress(folder))
 
 

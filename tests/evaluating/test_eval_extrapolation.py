@@ -197,6 +197,23 @@ def test_a_variant_is_the_same_weights_under_another_setting(workspace, variant)
     assert record.value != find(results, "lssar", "as trained", 64).value
 
 
+def test_sinks_and_ways_to_stretch_rope_are_variants_too(workspace):
+    options = ["--window", "12", "--sinks", "2", "--ntk", "--yarn", "--no-figures"]
+    main(command(workspace, ["softmax"], "more.json", *options))
+    results, trained = load(workspace, "more.json"), tiny_model("softmax").config
+    streaming = replace(trained.attention, window=12, sinks=2)
+    for variant, changes in {
+        "window=12, sinks=2": {"attention": streaming},
+        "NTK": {"interpolation": 64 / TRAIN, "scaling": "ntk"},
+        "YaRN": {"interpolation": 64 / TRAIN, "scaling": "yarn"},
+    }.items():
+        model = tiny_model("softmax").configure(**changes)
+        expected = plain_losses(model, first_tokens(workspace), 64).mean().item()
+        assert find(results, "softmax", variant, 64).value == pytest.approx(expected, rel=1e-6)
+    values = {r.value for r in results.select(quantity="loss", length=64)}
+    assert len(values) == 5  # as trained, and with a window alone
+
+
 def test_a_variant_that_changes_nothing_at_a_length_has_the_same_numbers(workspace):
     results = load(workspace, "all.json")
     for variant, length in (("window=12", 8), ("alpha=0.5", 16), ("PI", 16)):
@@ -396,6 +413,7 @@ def test_as_many_tokens_as_the_set_has_are_used_and_said(tmp_path, capsys):
         (["--tokens", "63"], "--tokens 63 is less than one window of 64"),
         (["--p", "3"], "no checkpoint given re-weights"),
         (["--window", "0"], "--window: '0' must be at least 1"),
+        (["--sinks", "4"], "--sinks 4 are kept beside a window"),
         (["--out", "x.txt"], "ends in .json"),
         (["--data", "nowhere"], "nowhere does not exist"),
         (["--nonsense"], "unrecognized arguments"),

@@ -210,7 +210,7 @@ def test_a_described_checkpoint_has_its_seed_as_a_field(tmp_path):
 def test_variants_act_only_where_they_change_something():
     trained = tiny_model("lssar", train_length=32).config
     alpha, window = Variant("a", "alpha", 0.5), Variant("w", "window", 20)
-    interpolated = Variant("PI", "interpolation")
+    interpolated = Variant("PI", "pi")
     # Fine-tuned at 64 with positions halved: p_i grows from the mechanism's own training length.
     tuned = replace(trained, interpolation=2.0)
     assert alpha.config(tuned, 64, 32) is tuned

@@ -20,7 +20,7 @@ from data.tokeniser import BPE_FILES, get_tokeniser
 from evaluating.hf_model import LssarForCausalLM
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
-from model import MEANING
+from model import MEANING, Layer
 
 BYTES = get_tokeniser("bytes")
 PROMPTS = ["def f(", "The grass is green and", ""]
@@ -64,9 +64,11 @@ def written_by_generate(checkpoint, prompt, capsys) -> str:
 
 
 def test_a_fresh_process_without_this_repository_writes_what_generate_writes(tmp_path, capsys):
-    models = [tiny_model("lssar"), tiny_model("ssmax")]
-    runs = [tmp_path / "run-lssar", tmp_path / "run-ssmax"]
-    folders = [str(tmp_path / "out-lssar"), str(tmp_path / "out-ssmax")]
+    local = Layer(MECHANISMS["softmax"], "rope")
+    hybrid = {"layers": 3, "pattern": ("local:5", "global"), "positions": "fox", "local": local}
+    models = [tiny_model("lssar"), tiny_model("ssmax"), tiny_model("lssar", **hybrid)]
+    runs = [tmp_path / f"run-{number}" for number in range(3)]
+    folders = [str(tmp_path / f"out-{number}") for number in range(3)]
     for model, run, folder in zip(models, runs, folders, strict=True):
         write_checkpoint(run, model, tokeniser="bytes")
         export_hf.main([str(run), folder])
@@ -97,10 +99,15 @@ def test_a_fresh_process_without_this_repository_writes_what_generate_writes(tmp
         assert found["parameters"] == pytest.approx(sums)
 
 
+HYBRID = {"pattern": ("local:3", "global"), "positions": "alibi"}
+CASES = [(name, {}) for name in MECHANISMS]
+CASES += [("lssar", HYBRID), ("softmax", HYBRID | {"positions": "fox"})]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, side):
-    model = tiny_model(mechanism)
+@pytest.mark.parametrize(("mechanism", "layers"), CASES)
+def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, layers, side):
+    model = tiny_model(mechanism, **layers)
     outside, rows = exported_model(model), [torch.randint(0, 257, (n,)) for n in (9, 3, 1)]
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad(rows, batch_first=True, padding_side=side)

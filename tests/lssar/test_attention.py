@@ -15,10 +15,12 @@ from lssar.reference import attention_weights
 
 NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
-LEARNABLE = ("ssmax", "relu-shen")
+LEARNABLE = ("ssmax", "relu-shen", "cos-ssmax")
+SDPA = ("softmax", "ssmax", "cos-softmax", "cos-softmax-constant", "cos-ssmax")
 BACKENDS = ("auto", "sdpa", "rowblock", "eager")  # the kernels have tests of their own
 PROBABILITIES = (
     *("softmax", "ssmax", "sigmoid-logn-l1", "sigmoid-l1", "softplus-l1", "lssa"),
+    *("cos-softmax", "cos-softmax-constant", "cos-ssmax", "stick-breaking"),
     *SHARPENED,
 )
 SIGNED = ("gelu-l1", "mish-l1", "identity-l1", "softmax-recentred-l1")
@@ -44,9 +46,9 @@ def params_of(name, heads=2):
     return torch.linspace(0.3, 1.7, heads, dtype=torch.float64)
 
 
-def test_the_registry_holds_the_24_mechanisms_of_the_paper_and_a_control():
+def test_the_registry_holds_the_24_mechanisms_of_the_paper_controls_and_a_baseline():
     assert set(NAMES) == {
-        "cos-softmax",
+        *("cos-softmax", "cos-softmax-constant", "cos-ssmax", "stick-breaking"),
         *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "relu-length"),
         *("relu-shen", "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1"),
         *("mish-l1", "identity", "exp", "identity-l1", "softmax-inverse", "softmax-recentred"),
@@ -71,7 +73,7 @@ def test_weights_equal_the_loop_reference(name, shape):
 @pytest.mark.parametrize("lq", [1, 5, 37])
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(n, b) for n in NAMES for b in BACKENDS if b != "sdpa" or n in ("softmax", "ssmax")],
+    [(n, b) for n in NAMES for b in BACKENDS if b != "sdpa" or n in SDPA],
 )
 def test_attend_is_the_reference_weights_times_the_values(name, backend, lq):
     q, k, v = random_qkv(lq, 37, 20, batch=2)
@@ -105,7 +107,7 @@ def assert_close_to_float64(tensors, name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_of_any_width_in_float32_with_gradients(name, backend, lq, width):
-    if backend == "sdpa" and name not in ("softmax", "ssmax"):
+    if backend == "sdpa" and name not in SDPA:
         return
     q, k, v = random_qkv(lq, 37, 20, dtype=torch.float32)
     v = torch.cat([v] * 7, -1)[..., :width]
@@ -156,7 +158,7 @@ def test_a_missing_triton_is_said_once_where_a_gpu_would_have_used_it(monkeypatc
 @pytest.mark.parametrize("name", LEARNABLE)
 def test_absent_params_are_the_papers_initial_value(name):
     q, k, v = random_qkv(9, 9, 20)
-    initial = {"ssmax": 0.43, "relu-shen": 1.0}[name]
+    initial = {"ssmax": 0.43, "relu-shen": 1.0, "cos-ssmax": 1.0}[name]
     expected = weights_of_batch(name, q, k, torch.full((2,), initial, dtype=torch.float64))
     torch.testing.assert_close(attention_weights(q, k, name), expected)
     torch.testing.assert_close(attend(q, k, v, name), expected @ v)
@@ -200,6 +202,57 @@ def test_sliding_window_equals_the_masked_reference(name, window):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
     got = attend(q, k, v, m, params=params)
     torch.testing.assert_close(got, expected @ v, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 7}, {"window": 7, "sinks": 3}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_and_sinks_equal_the_loop_reference(name, settings):
+    q, k, v = random_qkv(19, 23, 20)
+    params, decay = params_of(name), -torch.rand(1, 2, 23, dtype=torch.float64)
+    expected = weights_of_batch(name, q, k, params, decay, **settings)
+    m, options = get_mechanism(name, **settings), {"params": params, "decay": decay}
+    torch.testing.assert_close(attention_weights(q, k, m, **options), expected)
+    torch.testing.assert_close(attend(q, k, v, m, **options), expected @ v)
+
+
+def test_a_decay_is_exact_where_keys_are_near_however_long_the_row():
+    """Sums to 10,000: in float32 a score would be off by a thousandth, were they counted from 0."""
+    q, k, v = random_qkv(3, 16384, 16, heads=1, dtype=torch.float32)
+    decay = torch.full((1, 1, 16384), -0.63)
+    got = attend(q, k, v, "softmax", decay=decay)
+    exact = attend(*(t.double() for t in (q, k, v)), "softmax", decay=decay.double())
+    assert (got - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (
+            {"decay": torch.zeros(1, 2, 9)},
+            r"decay must be .* here \(1, 2, 13\); got .* \(1, 2, 9\)",
+        ),
+        ({"decay": torch.zeros(1, 2, 13, dtype=torch.int64)}, "got torch.int64"),
+        ({"decay": torch.zeros(1, 2, 13), "backend": "cpu"}, "its scores do not decay"),
+    ],
+    ids=["shape", "type", "backend"],
+)
+def test_a_decay_that_cannot_be_is_refused(options, part):
+    q, k, v = random_qkv(9, 13, 20, dtype=torch.float32)
+    with pytest.raises(UserError, match=part):
+        attend(q, k, v, "softmax", **options)
+
+
+def test_sinks_need_a_window_and_rows_that_begin_at_the_first_key():
+    with pytest.raises(UserError, match=r"sinks = 4; .* needs a window"):
+        get_mechanism("softmax", sinks=4)
+    q, k, v = random_qkv(9, 13, 20)
+    m = get_mechanism("softmax", window=5, sinks=2)
+    with pytest.raises(UserError, match="sinks = 2 are the first keys of all"):
+        attend(q, k, v, m, first=torch.zeros(9, dtype=torch.int64))
+    with pytest.raises(UserError, match="sees nothing outside of a window"):
+        attend(q.float(), k.float(), v.float(), m, backend="cpu")
+    with pytest.raises(UserError, match="norm = 'stick'; what breaks off a stick"):
+        Mechanism("mine", "Mine", norm="stick")
 
 
 @pytest.mark.parametrize("backend", ["eager", "rowblock"])
@@ -436,7 +489,7 @@ def test_backend_errors_say_why_and_what_exists():
         attend(q, k, v, "lssar", backend="sdpa")
     with pytest.raises(UserError, match=r"'sdpa'.*window"):
         attend(q, k, v, get_mechanism("softmax", window=2), backend="sdpa")
-    for name in set(NAMES) - {"softmax", "ssmax", "cos-softmax"}:
+    for name in set(NAMES) - set(SDPA):
         with pytest.raises(UserError, match="'sdpa'"):
             attend(q, k, v, name, backend="sdpa")
 

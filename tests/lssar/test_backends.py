@@ -18,6 +18,9 @@ def mechanisms(draw):
     """Any combination of parts, whether the paper has it or not."""
     parts = {part: draw(st.sampled_from(values)) for part, values in PARTS.items()}
     parts["numerics"] = "safe"
+    if parts["norm"] == "stick":
+        parts |= {"phi": "sigmoid", "post": "none"}
+    window = draw(st.sampled_from([None, 1, 4, 100]))
     learnable = parts["scale"].startswith("s ") or parts["norm"].startswith("gamma")
     probabilities = (parts["norm"], parts["post"]) == ("l1", "none") and parts["phi"] not in SIGNED
     return Mechanism(
@@ -27,7 +30,8 @@ def mechanisms(draw):
         p=draw(st.sampled_from([None, 1, 2.5, 15])) if probabilities else None,
         alpha=draw(st.sampled_from([0.0, 0.3])),
         train_length=draw(st.sampled_from([5, 1024])),
-        window=draw(st.sampled_from([None, 1, 4, 100])),
+        window=window,
+        sinks=draw(st.sampled_from([0, 2])) if window else 0,
         parameter_init=0.43 if learnable else None,
     )
 
@@ -37,27 +41,30 @@ def mechanisms(draw):
     mechanisms(),
     st.sampled_from([(1, 9), (7, 7), (5, 19)]),
     st.sampled_from([(4, 4), (8, 8), (8, 5)]),
+    st.booleans(),
     st.integers(0, 10**6),
 )
-def test_whatever_auto_picks_equals_the_reference(m, lengths, widths, seed):
+def test_whatever_auto_picks_equals_the_reference(m, lengths, widths, decays, seed):
     generator = torch.Generator().manual_seed(seed)
     (lq, lk), (d, dv) = lengths, widths
     q, k, v = (
         torch.randn(2, 3, *shape, generator=generator) for shape in ((lq, d), (lk, d), (lk, dv))
     )
-    expected = attention_weights(q.double(), k.double(), m) @ v.double()
-    eager = attention_weights(q, k, m).double() @ v.double()
+    decay = -torch.rand(2, 3, lk, generator=generator) if decays else None
+    wide = decay if decay is None else decay.double()
+    expected = attention_weights(q.double(), k.double(), m, decay=wide) @ v.double()
+    eager = attention_weights(q, k, m, decay=decay).double() @ v.double()
     # Sharpened rows close to uniform are ill-conditioned for any implementation.
     loss = (eager - expected).abs().max()
     tolerance = 1e-5 * (1 + expected.abs().max()) + 4 * loss
-    got = attend(q, k, v, m)
+    got = attend(q, k, v, m, decay=decay)
     assert (got.double() - expected).abs().max() <= tolerance, (used_backend(m), m)
 
 
 @pytest.mark.parametrize("part", [f.name for f in fields(Mechanism)])
 def test_every_field_of_a_mechanism_reaches_the_choice(part):
     """A field that no backend is asked about would be ignored by the fused ones in silence."""
-    of_the_call = {"p", "window", "softcap", *PARTS}
+    of_the_call = {"p", "window", "sinks", "softcap", *PARTS}
     passed_on = {"alpha", "train_length", "parameter_init"}  # numbers that every kernel is given
     assert part in of_the_call | passed_on | {"name", "label"}
 

@@ -150,7 +150,7 @@ def test_checkpointing_recomputes_the_same_bits():
 def test_other_vectors_give_the_same(flag, monkeypatch):
     tensors = draw(1, 2, 250, 40)
     options = [{"p": None}, {"p": 1}, {"p": 15}, {"p": 4.5}]
-    others = [name for name, m in MECHANISMS.items() if m.parameter_init is None]
+    others = [n for n, m in MECHANISMS.items() if m.parameter_init is None and m.norm != "stick"]
 
     def everything():
         yield from (results(fused, tensors, tensors[0], torch.float32, **o) for o in options)

@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_one(tmp_path):
         "    os.environ.pop(name, None)\n"
         "from benchmarks import triton_compile as t\n"
         "job = t.jobs(64, first_only=True)[0]\n"
-        "print(t.resources(**job, architecture=80)['registers'])\n"
+        "print(t.resources(job | {'sm': 80})['registers'])\n"
     )
     assert int(python("-c", code, interpret=False)) > 0
     (private,) = (tmp_path / "tmp").glob("lssar-*")

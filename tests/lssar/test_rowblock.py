@@ -110,16 +110,47 @@ def test_inputs_that_are_not_contiguous_and_a_gradient_of_some_only(small_blocks
     torch.testing.assert_close(*(torch.autograd.grad(o.sum(), k)[0] for o in (out, expected)))
 
 
-@pytest.mark.parametrize("name", ["lssar", "softmax-recentred-l1"])
+@pytest.mark.parametrize(
+    ("name", "settings", "spans"),
+    [
+        ("softmax", {}, False),
+        ("lssar", {"p": 3}, True),
+        ("stick-breaking", {"window": 21}, True),
+        ("cos-ssmax", {"window": 9, "sinks": 3}, False),
+        ("softmax-reweighted", {"window": 30, "sinks": 40, "p": 3}, False),
+    ],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_decay_sinks_and_spans_equal_eager_with_gradients(
+    name, settings, spans, shared, small_blocks
+):
+    sizes = ((4, 50), (2, 70), (2, 70))
+    q, k, v = (torch.randn(2, *size, 12, dtype=torch.float64) for size in sizes)
+    decay = -torch.rand(1 if shared else 2, 4, 70, dtype=torch.float64)
+    first = torch.randint(0, 60, (2, 50)) if spans else None
+    found = []
+    for backend in ("rowblock", "eager"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
+        options = {"first": first, "decay": leaves[3], "backend": backend}
+        out = attend(*leaves[:3], get_mechanism(name, **settings), **options)
+        found.append((out, *torch.autograd.grad(out, leaves, torch.cos(out.detach()))))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["lssar", "softmax-recentred-l1", "stick-breaking", "decay"])
 def test_nothing_of_size_length_squared_exists(name, monkeypatch):
     length, d = 1024, 16
     monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**17, "default": 2**17})
     q, k, v = (torch.randn(1, 1, length, d).requires_grad_() for _ in range(3))
+    options = {}
+    if name == "decay":
+        name, options = "softmax", {"decay": -torch.rand(1, 1, length)}
     with LargestTensor() as largest:
-        attend(q, k, v, name, backend="rowblock").sum().backward()
+        attend(q, k, v, name, **options, backend="rowblock").sum().backward()
     assert largest.elements == 2**17
     with LargestTensor() as largest:
-        attend(q, k, v, name, backend="eager").sum().backward()
+        attend(q, k, v, name, **options, backend="eager").sum().backward()
     assert largest.elements == length * length  # the measure does see what it should
 
 

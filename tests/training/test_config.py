@@ -3,13 +3,18 @@
 import dataclasses
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import prepare
+from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
+from paper.experiments import SCALES
+from physics import simulate
 from training.config import Config, load_config
 
 ALL = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -60,7 +65,8 @@ def test_every_headline_run_is_shipped():
 def test_every_shipped_config_loads_as_its_name_says(path):
     config = load_config(path)
     size = re.match(r"(gpt2-)?([0-9a-z]+)", path.stem)[2]
-    attention = next(part for part in path.stem.split("-")[1:] if part in MECHANISM_WORDS)
+    words = path.stem.split("-")[1:]
+    attention = next(MECHANISM_OF[word] for word in words if word in MECHANISM_OF)
     assert config.model.preset == size
     assert config.attention.name == attention
     assert config.mechanism().name == attention
@@ -73,7 +79,8 @@ def test_every_shipped_config_loads_as_its_name_says(path):
     assert config.run_directory == Path("runs") / path.stem
 
 
-MECHANISM_WORDS = ("softmax", "lssa", "lssar")
+MECHANISM_OF = {"softmax": "softmax", "lssa": "lssa", "lssar": "lssar"}
+MECHANISM_OF |= {"hybrid": "cos-softmax", "drope": "softmax"}
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "gpt2" in p.stem], ids=lambda p: p.stem)
@@ -270,6 +277,7 @@ def test_an_override_of_a_string_is_taken_as_typed(text):
         ("--eval.tokens=1000", ["eval.tokens = 1000", "1024"]),
         ("--log.name=a/b", ["log.name = 'a/b'"]),
         ("--model.heads=7", ["heads = 7"]),
+        ("--model.tokeniser=gtp2", ["'gtp2'", "did you mean 'gpt2'"]),
         ("--model.interpolation=0", ["interpolation = 0.0"]),
         ("--attention.train_length=0", ["train_length = 0"]),
         ("--train.steps", ["'--train.steps'", "--section.key=value"]),
@@ -360,6 +368,47 @@ def test_any_string_and_number_survive_writing(prompt, lr, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_bytes(config.to_toml().encode())
     assert load_config(path) == config
+
+
+@pytest.mark.parametrize(("tokeniser", "rows"), [("gpt2", 50304), ("bytes", 257)])
+@pytest.mark.parametrize("name", ["nano-lssar", SOFTMAX, "gpt2-355m-edu-softmax"])
+def test_the_tokeniser_sets_the_vocabulary_of_any_preset(name, tokeniser, rows):
+    plain = shipped(name).model_config()
+    changed = shipped(name, f"--model.tokeniser={tokeniser}").model_config()
+    size = get_tokeniser(tokeniser).vocab_size
+    assert changed == dataclasses.replace(plain, vocab_size=size, vocab_rows=rows)
+    more = shipped(name, f"--model.tokeniser={tokeniser}", "--model.vocab_rows=60000")
+    assert more.model_config().vocab_rows == 60000
+
+
+def test_a_vocabulary_that_contradicts_the_tokeniser_is_refused():
+    message = refused("nano-lssar", "--model.tokeniser=gpt2", "--model.vocab_size=300")
+    assert "tokeniser = 'gpt2' has 50257 ids, vocab_size = 300 contradicts it" in message
+    assert "contradicts it" in refused("physics-nano-lssar", "--model.tokeniser=bytes")
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda p: p.stem)
+def test_every_config_carries_the_command_that_makes_its_data(path):
+    config = load_config(path)
+    python, script, *arguments = shlex.split(config.data_ends()["command"])
+    parser = {"data/prepare.py": prepare, "physics/simulate.py": simulate}[script].make_parser()
+    assert python == "python"
+    assert config.data.prepare
+    assert str(parser.parse_args(arguments).out) == config.data.directory
+    for scale in SCALES.values():
+        if about := scale.corpora.get(config.data.directory):
+            assert config.data.prepare == " ".join(["data/prepare.py", *about["arguments"]])
+
+
+def test_the_command_of_another_directory_is_that_for_own_text():
+    mine = "--data.directory=my corpora/mine"
+    for name, tokeniser in {"nano-lssar": "bytes", SOFTMAX: "gpt2"}.items():
+        text = f"python data/prepare.py text FILES --tokeniser {tokeniser} --out 'my corpora/mine'"
+        assert shipped(name, mine).data_ends()["command"] == text
+    gpt2 = shipped("nano-lssar", mine, "--model.tokeniser=gpt2").data_ends()["command"]
+    assert "--tokeniser gpt2" in gpt2
+    own = shipped("nano-lssar", mine, "--data.prepare=data/prepare.py stdlib")
+    assert own.data_ends()["command"] == "python data/prepare.py stdlib --out 'my corpora/mine'"
 
 
 def test_differences_are_what_makes_another_run():

@@ -16,6 +16,8 @@ from train_helpers import (
     train_here,
 )
 
+import train
+from lssar.errors import UserError
 from train import learning_rate
 from training.config import load_config
 
@@ -108,7 +110,7 @@ def test_every_config_has_a_dry_run(path, capsys):
     ("more", "message"),
     [
         (["--train.lr=fast"], "train.lr"),
-        (["--data.directory=/nowhere"], "/nowhere"),
+        (["--data.directory=/nowhere"], "text FILES --tokeniser bytes --out /nowhere"),
         (["--train.micro_batch=3"], "micro_batch"),
         (["--attention.name=lsar"], "did you mean 'lssar'"),
         (["--train.init_from=/nowhere"], "/nowhere"),
@@ -129,3 +131,22 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(corpus, tmp_path, more, mes
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "made", "command"),
+    [
+        ("nano-lssar", "stdlib", "data/prepare.py stdlib"),
+        ("gpt2-124m-lssar", "fineweb10B", "data/prepare.py fineweb"),
+        ("physics-109m-vector", "physics/planets", "physics/simulate.py planets"),
+    ],
+)
+def test_without_its_data_a_config_says_how_they_are_made(
+    config, made, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for _missing_then_empty in range(2):
+        with pytest.raises(UserError) as error:
+            train.main([config])
+        assert str(error.value).endswith(f"with: python {command} --out corpora/{made}")
+        (tmp_path / "corpora" / made).mkdir(parents=True, exist_ok=True)
