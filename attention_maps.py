@@ -5,9 +5,11 @@ and as numbers. Without `--text`, the sentence of the paper's figure. Colours en
 
 Per head, over rows i > 3 (the first rows have little choice):
 
-    sink      mean weight on the first token
-    entropy   mean of -sum w log w in nats, on |w| made to sum to one
-    zeros     share of the visible weights that are exactly zero
+    sink         mean weight on the first token
+    entropy      mean of -sum w log w in nats, on |w| made to sum to one
+    zeros        share of the visible weights that are exactly zero
+    top_weight   mean of the largest weight
+    top_cosine   mean cosine between the query and the key that has it
 """
 
 from evaluating.protocol import EvaluationParser
@@ -31,6 +33,7 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokeniser import Tokeniser
@@ -63,25 +66,29 @@ def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
 
 
 @torch.inference_mode()
-def layer_weights(model: GPT, tokens: Tensor, layer: int) -> Tensor:
-    """The attention matrices (heads, L, L) that the model computes in `layer` for tokens (L,)."""
+def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Attention matrices of `layer` for tokens (L,), cosines of queries and keys: (heads, L, L)."""
     attention, x, rope, first = layer_inputs(model, tokens.unsqueeze(0), layer)
     q, k, _ = attention.queries_keys_values(x, rope)
     gates = () if attention.forget is None else (attention.gates(x),)
     decay = attention.decay(k, *gates)
     options = {"first": first, "params": attention.head_scale, "decay": decay}
-    return attention_weights(q, k, attention.mechanism, **options)[0].cpu()
+    cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+    return attention_weights(q, k, attention.mechanism, **options)[0].cpu(), cosines[0].cpu()
 
 
-def head_statistics(weights: Tensor) -> dict[str, list[float]]:
-    """sink, entropy and zeros, one number per head; weights (heads, L, L)."""
+def head_statistics(weights: Tensor, cosines: Tensor) -> dict[str, list[float]]:
+    """One number per head of each; weights and cosines (heads, L, L)."""
     rows = weights[:, UNSHIFTED_ROWS:].double()  # (heads, L - 3, L)
     visible = torch.ones(weights.shape[1:], dtype=torch.bool).tril()[UNSHIFTED_ROWS:]
     share = rows.abs() / rows.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     entropy = -torch.special.xlogy(share, share).sum(-1).mean(-1)
     zeros = ((rows == 0) & visible).sum((-1, -2)) / visible.sum()
-    sink = rows[:, :, 0].mean(-1)
-    return {"sink": sink.tolist(), "entropy": entropy.tolist(), "zeros": zeros.tolist()}
+    top, key = rows.max(-1)  # (heads, L - 3)
+    cosine = cosines[:, UNSHIFTED_ROWS:].gather(-1, key.unsqueeze(-1)).squeeze(-1)
+    found = {"sink": rows[:, :, 0].mean(-1), "entropy": entropy, "zeros": zeros}
+    found |= {"top_weight": top.mean(-1), "top_cosine": cosine.mean(-1)}
+    return {name: values.tolist() for name, values in found.items()}
 
 
 def heads_table(statistics: dict[str, list[float]]) -> str:
@@ -137,8 +144,8 @@ def main(argv: list[str]) -> None:
     for checkpoint, (tokens, layer) in zip(checkpoints, inputs, strict=True):
         identity, name = checkpoint.identity, names[checkpoint.identity]
         batch = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        weights = layer_weights(checkpoint.load(device), batch, layer - 1)
-        statistics = head_statistics(weights)
+        weights, cosines = layer_weights(checkpoint.load(device), batch, layer - 1)
+        statistics = head_statistics(weights, cosines)
         if results.find(run=identity) is None:
             records = []
             for quantity, heads in statistics.items():

@@ -7,9 +7,15 @@ A prompt is five parts joined by newlines: the task, filler, the line with the k
 question. It is cut to exactly `length - 10` tokens, so that prompt and answer fill the length. Key
 and depth are uniform, drawn from (seed, length, trial): every model of one tokeniser gets the same
 prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
+`--form short` has no task and fewer words, for byte-level models. Reported per length:
 
-Beside the results are the figures and NAME-answers.jsonl with every answer. Accuracy comes with
-its 95 % Wilson interval. The variants are those of eval_extrapolation.py.
+    accuracy        with its 95 % Wilson interval, and by depth and distance of the key
+    reach           share of the keys at most a training length before the answer: a model that
+                    sees no further can be right on these alone
+    far accuracy    on the other keys
+
+Beside the results are the figures and NAME-answers.jsonl with every answer. The variants are those
+of eval_extrapolation.py.
 """
 
 import math
@@ -17,7 +23,8 @@ import os
 import re
 import sys
 import time
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 from evaluating.protocol import EvaluationParser
@@ -29,6 +36,7 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--lengths", type=lengths, default=[1024, 1536, 2048, 4096, 8192])
     parser.add_argument("--trials", type=whole(1, 100_000), default=100)
     parser.add_argument("--seed", type=seed_number, default=0)
+    parser.add_argument("--form", choices=("paper", "short"), default="paper")
     return parser
 
 
@@ -38,7 +46,7 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 import numpy as np
 import torch
 
-from data.passkey_text import ANSWER_TOKENS, Prompt, make_prompt
+from data.passkey_text import ANSWER_TOKENS, FORMS, Prompt, make_prompt
 from data.tokeniser import Tokeniser
 from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
@@ -51,7 +59,8 @@ from support.files import are_checked, checked_line, open_regular, read_line, wr
 from support.text import short_number
 from training import distributed
 
-DEPTHS = 10  # equal parts of the filler, for accuracy by depth
+DEPTHS = [part / 10 for part in range(11)]  # shares of the filler before the key
+DISTANCES = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16]  # in training lengths
 
 
 def is_right(answer: str, key: int) -> bool:
@@ -69,15 +78,32 @@ def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float
 
 
 def score(found: list[dict]) -> dict:
-    """What an accuracy is made of: its interval, and the answers by depth."""
     counts = {"trials": len(found), "correct": sum(a["right"] for a in found)}
     low, high = wilson(counts["correct"], counts["trials"])
-    by_depth = []
-    for part in range(DEPTHS):
-        here = [a["right"] for a in found if min(int(a["depth"] * DEPTHS), DEPTHS - 1) == part]
-        edges = {"from": part / DEPTHS, "to": (part + 1) / DEPTHS}
-        by_depth.append(edges | {"trials": len(here), "correct": sum(here)})
-    return counts | {"wilson_low": low, "wilson_high": high, "by_depth": by_depth}
+    return counts | {"wilson_low": low, "wilson_high": high}
+
+
+def by_part(found: list[tuple[float, bool]], edges: list[float]) -> list[dict]:
+    """Right answers by depth or distance: above the first edge of a part, up to the second."""
+    parts = []
+    for low, high in pairwise(edges):
+        here = [right for place, right in found if low < min(place, edges[-1]) <= high]
+        parts.append({"from": low, "to": high, "trials": len(here), "correct": sum(here)})
+    return parts
+
+
+def measure(found: list[dict], train_length: int) -> list[Record]:
+    """The records of the answers of one case, still without the case."""
+    back = [(a["distance"] / train_length, a["right"]) for a in found]
+    by_depth = by_part([(a["depth"], a["right"]) for a in found], DEPTHS)
+    parts = {"by_depth": by_depth, "by_distance": by_part(back, DISTANCES)}
+    far = [a for a in found if a["distance"] > train_length]
+    records = [("accuracy", score(found) | parts)] + ([("far_accuracy", score(far))] if far else [])
+    reach = {"trials": len(found), "correct": len(found) - len(far)}
+    return [
+        Record(quantity, "", details["correct"] / details["trials"], details=details)
+        for quantity, details in (*records, ("reach", reach))
+    ]
 
 
 class Answers:
@@ -123,17 +149,19 @@ def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device
 def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dict]:
     """The answers of one case, asking only for what is not on disk."""
     tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
+    made = arguments.seed, FORMS[arguments.form]
     keys = [(*case.key.values(), trial) for trial in range(trials)]
     size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike
     with progress(trials, f"{case.label} at {length}", "trial") as bar:
         for first in range(0, trials, size):
             batch = range(first, min(first + size, trials))
             if any(keys[trial] not in answers.known for trial in batch):
-                prompts = [make_prompt(tokeniser, length, t, arguments.seed) for t in batch]
+                prompts = [make_prompt(tokeniser, length, t, *made) for t in batch]
                 texts = answer_batch(model, tokeniser, prompts, device)
                 new = []
                 for t, p, text in zip(batch, prompts, texts, strict=True):
                     asked = {"trial": t, "key": p.key, "depth": round(p.depth, 6)}
+                    asked["distance"] = p.distance
                     given = {"answer": text, "right": is_right(text, p.key)}
                     new.append(case.key | {"label": case.label} | asked | given)
                 answers.append(new)
@@ -150,9 +178,10 @@ def main(argv: list[str]) -> None:
     chosen = variants(arguments, checkpoints)
     trials = range(arguments.trials)
     for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
-        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed)  # fails if too short
+        # fails if too short
+        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed, FORMS[arguments.form])
     with arithmetic(arguments.precision, device) as precision:
-        settings = {"trials": arguments.trials, "seed": arguments.seed}
+        settings = {key: getattr(arguments, key) for key in ("trials", "seed", "form")}
         settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
         results = open_results(arguments.out, "passkey", settings, about={})
         path = results.sibling("-answers.jsonl")
@@ -166,16 +195,20 @@ def main(argv: list[str]) -> None:
             for case, model in cases:
                 begun = time.monotonic()
                 case.configure(model)
-                scores = score(ask(model, case, arguments, answers, device))
-                accuracy = scores["correct"] / scores["trials"]
-                scores["seconds"] = round(time.monotonic() - begun, 2)
-                results.add(Record("accuracy", value=accuracy, details=scores, **case.key))
-                print(f"{case.label} at {case.length}: {100 * accuracy:.0f} %", file=sys.stderr)
-    title, cells = f"passkey accuracy over {arguments.trials} trials, 95 % Wilson interval", {}
-    for key, record in report.by_key(results, "accuracy").items():
-        low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
-        cells[key] = f"{100 * record.value:.0f} % [{low}, {high}]"
-    print(report.table_by_length(results, title, cells))
+                answered = ask(model, case, arguments, answers, device)
+                found = measure(answered, case.checkpoint.info.train_length)
+                found[0].details["seconds"] = round(time.monotonic() - begun, 2)
+                results.add(*(replace(record, **case.key) for record in found))
+                accuracy = f"{100 * found[0].value:.0f} %"
+                print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
+    titles = {"accuracy": "passkey accuracy", "far_accuracy": "keys beyond a training length back"}
+    for quantity, title in titles.items():
+        cells = {}
+        for key, record in report.by_key(results, quantity).items():
+            low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
+            cells[key] = f"{100 * record.value:.0f} % [{low}, {high}]"
+        title += f", {arguments.trials} trials, 95 % Wilson interval"
+        print(report.table_by_length(results, title, cells))
     for figure in figures(results):
         print(f"figure: {figure}")
 
@@ -185,7 +218,7 @@ def figures(results: Results) -> list[Path]:
     figure, axes = report.figure_by_length(results, "accuracy", *words, with_interval)
     axes.set_ylim(0, 100)
     written = plots.save(figure, results.sibling(".png"))
-    return written + plots.save(accuracy_by_depth(results), results.sibling("-depth.png"))
+    return written + plots.save(accuracy_by_distance(results), results.sibling("-distance.png"))
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:
@@ -194,25 +227,26 @@ def with_interval(record: Record) -> tuple[float, float, float]:
     return 100 * record.value, 100 * below, 100 * above
 
 
-def accuracy_by_depth(results: Results):
-    """One panel per series: length across, depth of the key down, accuracy as colour and number."""
+def accuracy_by_distance(results: Results):
+    """One panel per series: length across, distance of the key down, accuracy as colour."""
     series = list(report.styled_series(results, "accuracy"))
     columns = 2 if len(series) == 4 else min(3, len(series))
     rows = math.ceil(len(series) / columns)
     width = plots.COLUMN if columns == 1 else plots.PAGE
-    figure, grid = plots.figure(rows, columns, width=width, height=0.5 + 1.9 * rows, squeeze=False)
+    figure, grid = plots.figure(rows, columns, width=width, height=0.5 + 2.1 * rows, squeeze=False)
     for axes, (label, _, found) in zip(grid.flat, series, strict=False):
-        parts = [[(p["correct"], p["trials"]) for p in r.details["by_depth"]] for r in found]
-        correct, trials = np.array(parts).T  # (depths, lengths)
+        parts = [[(p["correct"], p["trials"]) for p in r.details["by_distance"]] for r in found]
+        correct, trials = np.array(parts).T  # (distances, lengths)
         shares = np.divide(correct, trials, out=np.full(correct.shape, np.nan), where=trials > 0)
         image = plots.heatmap(axes, 100 * shares, low=0, high=100, numbers=True)
         axes.set_xticks(range(len(found)), [short_number(r.length) for r in found])
-        axes.set_yticks([-0.5, len(shares) / 2 - 0.5, len(shares) - 0.5], ["0", "50", "100"])
+        axes.set_yticks(np.arange(len(DISTANCES)) - 0.5, [f"{edge:g}" for edge in DISTANCES])
+        axes.axhline(DISTANCES.index(1) - 0.5, color=plots.INK, linewidth=1)
         axes.set_title(label)
     for axes in grid.flat[len(series) :]:
         axes.set_visible(False)
     for axes in grid[:, 0]:
-        axes.set_ylabel("depth of the key (%)")
+        axes.set_ylabel("distance of the key\n(training lengths)")
     for index in range(max(0, len(series) - columns), len(series)):  # the last of each column
         grid.flat[index].set_xlabel("prompt length (tokens)")
     figure.colorbar(image, ax=grid, label="accuracy (%)", fraction=0.03, pad=0.02)

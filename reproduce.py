@@ -52,9 +52,9 @@ def parse_arguments(argv: list[str]) -> Namespace:
         guess = guess or did_you_mean(unknown[0], known)
         where = f" at --scale {arguments.scale}" if elsewhere else ""
         raise UserError(f"unknown table {unknown[0]!r}{where}; {guess}")
-    # The script of a table also makes the passkey and FineWeb-Edu tables named after it.
-    wanted = {name + suffix for name in names for suffix in ("", "_passkey", "_edu")}
-    arguments.tables = [t for name, t in tables.items() if "all" in names or name in wanted]
+    # A table comes with those of the same script, such as its passkeys.
+    scripts = {tables[name].script for name in names if name != "all"}
+    arguments.tables = [t for t in tables.values() if "all" in names or t.script in scripts]
     return arguments
 
 

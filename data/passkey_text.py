@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,25 @@ TASK = (
     "I will quiz you about the important information there."
 )
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-KEY_LINE = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "What is the pass key? The pass key is"
 LARGEST_KEY = 50000
 LONGEST = 2**24  # tokens of a prompt: what can be built in a moment
 ANSWER_TOKENS = 10
+
+
+class Form(NamedTuple):
+    task: str
+    key_line: str
+    question: str
+
+
+PAPER = Form(
+    f"{TASK}\n",
+    "The pass key is {key}. Remember it. {key} is the pass key.",
+    "What is the pass key? The pass key is",
+)
+# The paper's prompt has 265 bytes without filler; a byte-level model learns this one in minutes.
+SHORT = Form("", "The key is {key}. Remember {key}.", "Key? The key is")
+FORMS = {"paper": PAPER, "short": SHORT}
 
 
 @dataclass(frozen=True)
@@ -28,29 +42,33 @@ class Prompt:
     tokens: np.ndarray  # (length - ANSWER_TOKENS,)
     key: int
     depth: float  # share of the filler that stands before the key
+    distance: int  # tokens from the last mention of the key to the answer
 
 
-def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int) -> Prompt:
+def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=PAPER) -> Prompt:
     if not 0 < length <= LONGEST:
         raise UserError(f"length {length} is not in 1..{LONGEST}, what a prompt can be")
     if seed < 0:
         raise UserError(f"--seed {seed} must be 0 or more")
     random = np.random.default_rng([seed, length, trial])
     key, place = int(random.integers(1, LARGEST_KEY + 1)), random.random()
-    head = tokeniser.encode(f"{TASK}\n")
-    middle = tokeniser.encode(f"\n{KEY_LINE.format(key=key)}\n")
-    tail = tokeniser.encode(f"\n{QUESTION}")
+    line = form.key_line.format(key=key)
+    head = tokeniser.encode(form.task)
+    middle = tokeniser.encode(f"\n{line}\n")
+    tail = tokeniser.encode(f"\n{form.question}")
     room = length - ANSWER_TOKENS - len(head) - len(middle) - len(tail)
     if room < 2:  # a token of filler on each side, or two newlines would meet and merge in BPE
         raise UserError(
             f"length {length} is no larger than the passkey prompt: with key {key}, its answer and "
             f"no filler it takes {length - room} tokens of {tokeniser.name!r}; use at least "
-            f"{shortest_length(tokeniser)}"
+            f"{shortest_length(tokeniser, form)}"
         )
     before = 1 + int(place * (room - 1))
     filler = _filler(tokeniser.name, room)
     parts = (head, filler[:before], middle, filler[: room - before], tail)
-    return Prompt(np.concatenate(parts), key, before / room)
+    until_key = tokeniser.encode(f"\n{line[: line.rindex(str(key))].rstrip()}")
+    distance = len(middle) - len(until_key) + room - before + len(tail)
+    return Prompt(np.concatenate(parts), key, before / room, distance)
 
 
 @cache
@@ -59,9 +77,9 @@ def _filler(tokeniser: str, tokens: int) -> np.ndarray:
     return encode(" ".join([FILLER] * (tokens // len(encode(FILLER)) + 1)))[:tokens]
 
 
-def shortest_length(tokeniser: Tokeniser) -> int:
+def shortest_length(tokeniser: Tokeniser, form: Form = PAPER) -> int:
     """The shortest length that holds a prompt with any key."""
-    fixed = f"{TASK}\n\n{KEY_LINE.format(key=LARGEST_KEY)}\n\n{QUESTION}"
+    fixed = f"{form.task}\n{form.key_line.format(key=LARGEST_KEY)}\n\n{form.question}"
     longest_key = max(len(tokeniser.encode(f" {key}")) for key in (LARGEST_KEY, 48917, 39999))
     return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
 
@@ -69,28 +87,36 @@ def shortest_length(tokeniser: Tokeniser) -> int:
 class PasskeySource(NumberedSource):
     """Documents that can only be predicted by retrieval.
 
-    Half are the key line alone, which names its key twice; a quarter ask for the key after at most
-    a sentence of filler; a quarter are whole prompts of up to `LONGEST` bytes. On whole prompts
-    alone, where few bytes are digits, a small model never learns more than to guess them.
+    Half name their key ten times in a row; a quarter ask for it four times, a few words of filler
+    apart; a quarter are whole prompts of the short form, of at most `longest` bytes. On whole
+    prompts alone, where few bytes are digits, a small model never learns more than to guess them.
     """
 
     prefix = "passkey"
-    DOCUMENTS, VALIDATION, SHORTEST, LONGEST = 60_000, 1_200, 290, 384
+    DOCUMENTS, VALIDATION = 120_000, 2_400
     SEED = 2**31  # not one that an evaluation would take
     count = DOCUMENTS + 1
-    description: ClassVar = {"kind": "passkey", "documents": DOCUMENTS, "seed": SEED}
+
+    def __init__(self, longest: int = 128):
+        self.tokeniser, self.longest = get_tokeniser("bytes"), longest
+        self.shortest = shortest_length(self.tokeniser, SHORT)
+        if longest <= self.shortest:
+            raise UserError(f"--longest {longest}: give more than {self.shortest} bytes")
+        known = {"documents": self.DOCUMENTS, "seed": self.SEED, "longest": longest}
+        self.description = {"kind": "passkey", **known}
 
     def document(self, number: int) -> str | None:
         if number == self.VALIDATION:
             return END_OF_VALIDATION
         random = np.random.default_rng([self.SEED, number])
         kind, key = number % 4, int(random.integers(1, LARGEST_KEY + 1))
+        line = SHORT.key_line.format(key=key)
         if kind < 2:
-            return KEY_LINE.format(key=key) + "\n"
+            return f"{line}{f' {key}.' * 8}\n"
         if kind == 2:
-            filler = FILLER[: int(random.integers(len(FILLER)))]
-            return f"{KEY_LINE.format(key=key)}\n{filler}\n{QUESTION} {key}.\n"
-        tokeniser = get_tokeniser("bytes")
-        length = int(random.integers(self.SHORTEST, self.LONGEST))
-        prompt = make_prompt(tokeniser, length, number, self.SEED)
-        return f"{tokeniser.decode(prompt.tokens.tolist())} {prompt.key}.\n"
+            fillers = [FILLER[:n] for n in random.integers(self.longest // 6, size=4)]
+            asked = [f"\n{filler}\n{SHORT.question} {key}." for filler in fillers]
+            return f"{line}{''.join(asked)}\n"
+        length = int(random.integers(self.shortest, self.longest))
+        prompt = make_prompt(self.tokeniser, length, number, self.SEED, SHORT)
+        return f"{self.tokeniser.decode(prompt.tokens.tolist())} {prompt.key}.\n"

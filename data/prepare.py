@@ -158,7 +158,8 @@ def make_parser() -> Parser:
     bad = "leave out and list files that are not UTF-8 or damaged, and lines that are not JSON"
     text.add_argument("--skip-bad", action="store_true", help=bad)
     commands.add_parser("stdlib", parents=[common], help="the standard library")
-    commands.add_parser("passkey", parents=[common], help="passkey prompts")
+    passkey = commands.add_parser("passkey", parents=[common], help="passkey prompts")
+    passkey.add_argument("--longest", type=positive, default=128, help="bytes of a prompt")
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
@@ -169,7 +170,8 @@ def make_parser() -> Parser:
 
 def make_source(arguments: argparse.Namespace):
     if arguments.command in GENERATED:
-        return GENERATED[arguments.command]()
+        longest = (arguments.longest,) if arguments.command == "passkey" else ()
+        return GENERATED[arguments.command](*longest)
     if arguments.command == "text":
         files, kind = find_files(arguments.inputs), {"kind": "text", "field": arguments.field}
         how = {"sample": make_sample(files, arguments), "skip_bad": arguments.skip_bad}

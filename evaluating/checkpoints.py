@@ -11,7 +11,7 @@ import torch
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
 from evaluating.results import AS_TRAINED, Results
 from lssar.errors import UserError
-from lssar.mechanisms import Mechanism
+from lssar.mechanisms import Mechanism, has_meaning
 from model import GPT, ModelConfig
 from support.files import sha256_of
 from training.checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
@@ -103,8 +103,8 @@ class Variant:
     """
 
     name: str = AS_TRAINED
-    key: str | None = None  # p, alpha, window, or how RoPE is stretched: pi, ntk, yarn
-    value: float | int | None = None
+    key: str | None = None  # p, alpha, window, length, or how RoPE is stretched: pi, ntk, yarn
+    value: float | int | str | None = None
     sinks: int = 0  # beside a window
 
     def needs(self, config: ModelConfig) -> str | None:
@@ -112,6 +112,8 @@ class Variant:
         layers, wide = config.all_layers, [x for x in config.all_layers if not x.attention.window]
         if self.key in ("p", "alpha") and not any(m.sharpened for m, _ in layers):
             return "re-weights its attention"
+        if self.key == "length" and not has_meaning("length", config.attention):
+            return "has an L in its attention"
         if self.key in STRETCHES and not any(place == "rope" for _, place in wide):
             return "has RoPE in a layer without a window"
         if self.key in ("ntk", "yarn") and config.interpolation != 1:
@@ -126,6 +128,7 @@ class Variant:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
         acts_beyond = {"p": 0, "alpha": trained.attention.train_length, "window": self.value}
         acts_beyond |= dict.fromkeys(STRETCHES, train_length)
+        acts_beyond["length"] = trained.attention.train_length
         if length <= acts_beyond.get(self.key, length):
             return trained
         settings = trained.to_dict()
@@ -134,6 +137,8 @@ class Variant:
             settings["scaling"] = self.key
         elif self.key == "window":
             settings["attention"] |= {"window": self.value, "sinks": self.sinks}
+        elif self.key == "length":
+            settings["attention"] |= {"length": self.value}
         else:
             if trained.attention.sharpened:
                 settings["attention"] |= {self.key: self.value}
@@ -153,6 +158,7 @@ def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
         name = f"window={window}, sinks={arguments.sinks}"
         chosen.append(Variant(name, "window", window, arguments.sinks))
     chosen += [Variant(STRETCHES[key], key) for key in STRETCHES if getattr(arguments, key)]
+    chosen += [Variant("L=current", "length", "current")] if arguments.current_length else []
     for variant in chosen:
         suited = [c for c in checkpoints if not (needs := variant.needs(c.config))]
         if not suited:

@@ -36,6 +36,8 @@ class EvaluationParser(Parser):
         group.add_argument("--position-interpolation", dest="pi", action="store_true")
         for scaling in ("ntk", "yarn"):
             group.add_argument(f"--{scaling}", action="store_true", help="RoPE to the length")
+        meaning = "L of sigmoid and relu-length: the length of the evaluation"
+        group.add_argument("--current-length", action="store_true", help=meaning)
 
 
 def progress(total: int, label: str, unit: str, enabled: bool = True):

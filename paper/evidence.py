@@ -15,7 +15,7 @@ from pathlib import Path
 
 from evaluating.results import Measured, collect
 from paper.experiments import EXTRAPOLATION, PASSKEY, SCALES, Column, Row, Table, all_tables
-from paper.statistic import MARGIN, BySeed, Comparison, compare
+from paper.statistic import BySeed, Comparison, compare, margin_of
 from support.files import finite, json_record, refuse_wrong_types
 
 RUNS = "runs.json"  # beside the results of a scale: what every training run was
@@ -98,7 +98,7 @@ class Evidence:
         return self.cell(table, row, column).n < wanted
 
     def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
-        margin = MARGIN if (column.quantity, column.factor) == ("loss", 1) else None
+        margin = margin_of(column.quantity, column.factor)
         mine, theirs = (self.cell(table, r, column).values for r in (row, other))
         return compare(mine, theirs, lower_is_better=column.lower_is_better, margin=margin)
 

@@ -15,7 +15,6 @@ from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
 EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
 ALL_FACTORS = (1, 2, 4, 8, 16)
 PASSKEY_FACTORS = (1, 1.5, 2, 4, 8)
-SWEPT_P = (1, 3, 5, 10, 15, 20)
 
 
 def load_toml(name: str) -> dict:
@@ -53,7 +52,9 @@ class Run:
     init_from: str | None = None  # key of the run whose weights it starts from
     factors: Sequence[int] = ALL_FACTORS  # lengths to evaluate at, in training lengths
     windows: bool = False  # also evaluate with a sliding window
-    alphas: Sequence[float] = ()  # of adaptive p_i to evaluate with
+    alphas: Sequence[float] = ()  # also evaluate with adaptive p_i
+    current: bool = False  # also evaluate with L = the evaluation's length, not training's
+    form: str = "paper"  # of passkey prompts
 
 
 DATA = load_toml("runs.toml")
@@ -62,9 +63,10 @@ SCALES = {name: Scale(name, **fields) for name, fields in DATA["scales"].items()
 
 def all_runs(scale: str) -> dict[str, Run]:
     runs = {}
-    for key, fields in (DATA["main"] | DATA["sweep"]).items():
-        runs[key] = {"config": SCALES[scale].config, "options": f"--attention.name={key}"} | fields
-    return {key: Run(key, **fields) for key, fields in (runs | DATA[scale]).items()}
+    for key, fields in (DATA["main"] | DATA["sweep"] | DATA[scale]).items():
+        named = {} if "config" in fields else {"options": f"--attention.name={key}"}
+        runs[key] = Run(key, **{"config": SCALES[scale].config} | named | fields)
+    return runs
 
 
 def run_name(key: str, seed: int) -> str:
@@ -102,7 +104,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     baseline: str | None = None
-    figure: str = "lengths"  # how it is drawn: "lengths", "gaps", "bars", "exponents", "columns"
+    figure: str = "lengths"  # how it is drawn: see table_figures.py; or "none"
     folder: str = EXTRAPOLATION  # where its results are
     notes: tuple[str, ...] = ()
     title: str = ""  # where it is not the paper's
@@ -116,6 +118,11 @@ class Table:
         return next((row for row in self.rows if row.key == key), None)
 
     @property
+    def runs(self) -> bool:
+        """Whether its numbers are of trained runs."""
+        return self.folder in (EXTRAPOLATION, PASSKEY) or "{runs}" in self.measure
+
+    @property
     def base(self) -> Row | None:
         return self.row(self.baseline)
 
@@ -126,7 +133,10 @@ def all_tables(scale: str) -> dict[str, Table]:
         fields = {key: of_scale(value, SCALES[scale]) for key, value in given.items()}
         if fields["rows"]:
             rows = [load_row(row, data["rows"]) for row in fields.pop("rows")]
-            notes = [data["notes"][note] for note in fields.pop("notes", ())]
+            notes = [
+                of_scale(data["notes"][note], SCALES[scale]) for note in fields.pop("notes", ())
+            ]
+            notes = [note for note in notes if note]
             tables[name] = load_table(name, rows=rows, notes=notes, **fields)
     return tables
 
@@ -143,13 +153,16 @@ def load_row(given: str | dict, known: dict) -> Row:
     return Row(**{"run": given["key"]} | shared | given)
 
 
-def load_table(name, columns=(), lengths=(), quantity="loss", gain=False, tasks=(), **fields):
+def load_table(
+    name, columns=(), lengths=(), quantity="loss", gain=False, far=False, tasks=(), **fields
+) -> Table:
     found = [Column(**column) for column in columns]
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
     found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
     if gain:
         found.append(Column(16, "context_gain"))
         found.append(Column(1, "bits_per_byte", title="bits per byte (1x)"))
+    found += [Column(factor, "far_accuracy", **share) for factor in lengths if far and factor > 1]
     for task, metric, title in (column for column in COLUMNS if column[0] in tasks):
         paper = metric if task.startswith("lambada") else task
         kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}

@@ -136,9 +136,10 @@ def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> J
     factors = experiments.PASSKEY_FACTORS if passkey else run.factors
     lengths = [scale.length(factor, passkey) for factor in factors]
     windows = [scale.length(1, passkey)] if passkey or run.windows else []
-    alphas = () if passkey else run.alphas
-    options = {"lengths": lengths, "window": windows, "alpha": alphas}
-    if not passkey:
+    options = {"lengths": lengths, "window": windows, "alpha": run.alphas}
+    if passkey:
+        options["form"] = [run.form]
+    else:
         options["data"] = [space.config(run, seed).data.directory]
         options["tokens"] = [scale.eval_tokens]
         options["segment"] = [scale.length(max(experiments.ALL_FACTORS))]
@@ -148,9 +149,11 @@ def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> J
     for option, values in options.items():
         words += [f"--{option}", ",".join(map(str, values))] if values else []
     words += [] if passkey else ["--no-figures", *(["--spread"] if scale.spread else [])]
+    words += ["--current-length"] if run.current else []
     processes = 1 if passkey else space.processes
     command = python(*words, processes=processes)
-    variants = [AS_TRAINED, *(f"window={n}" for n in windows), *(f"alpha={a:g}" for a in alphas)]
+    variants = [AS_TRAINED, *(f"window={n}" for n in windows)]
+    variants += [f"alpha={a:g}" for a in run.alphas] + (["L=current"] if run.current else [])
     done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
     each = {n: PASSKEY_TRIALS * n if passkey else scale.eval_tokens for n in lengths}
     tokens = {n: len(variants) * count for n, count in each.items()}

@@ -5,7 +5,9 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MARGIN = 0.02  # nats at the training length: losses this close are as good as each other
+# Values this close are as good as each other, by quantity; fixed before the runs.
+MARGIN, FAR_MARGIN = 0.02, 0.1  # nats: of a loss at the training length, and beyond it
+MARGINS = {"accuracy": 10, "far_accuracy": 10, "acc": 2, "cosine_needed": 0.05}
 
 BETTER, WORSE, AS_GOOD, OPEN = "better", "worse", "as good", "open"
 SAME, OPPOSITE = "same direction", "opposite direction"
@@ -15,8 +17,9 @@ HOLDS, FAILS = "holds", "does not hold"
 EXPLANATION = (
     "Runs are paired by seed, and the mean of their differences is given with a 95 % interval by "
     "Student's t. One is better than the other when the whole interval lies beyond zero, and as "
-    f"good as the other when it lies within ±{MARGIN} nats at the training length. Everything else "
-    "is open, in particular whatever rests on one seed, and says what would settle it."
+    f"good as the other when it lies within ±{MARGIN} nats at the training length, ±{FAR_MARGIN} "
+    f"beyond it, or ±{MARGINS['accuracy']} points of passkey accuracy. Everything else is open, in "
+    "particular whatever rests on one seed, and says what would settle it."
 )
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -112,6 +115,13 @@ class Comparison:
         targets = [size, *([self.margin - size] if self.margin and size < self.margin else [])]
         needed = (POWER * spread / max(targets)) ** 2 + 2 if max(targets) > 0 else math.inf
         return max(self.n + 1, math.ceil(min(needed, MANY_SEEDS + 1)))
+
+
+def margin_of(quantity: str, factor: float | None) -> float | None:
+    """The margin of equivalence of a quantity at so many training lengths; None: none is fixed."""
+    if quantity == "loss":
+        return MARGIN if factor is not None and factor <= 1 else FAR_MARGIN
+    return MARGINS.get(quantity)
 
 
 BySeed = dict[int | None, float | None]  # a value may have overflowed

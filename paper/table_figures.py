@@ -4,22 +4,22 @@ Every mechanism has its own colour. A busy chart shows four lines in colour; all
 ends.
 """
 
+import re
 from collections import Counter
 
 from paper.evidence import Evidence
-from paper.experiments import PASSKEY, SWEPT_P
-from paper.tables import Built, Line
+from paper.experiments import PASSKEY
+from paper.tables import Built, Line, reach_of
 from support import plots
 from support.text import short_number
 
 FIRST = ("lssar", "softmax", "lssa", "ssmax")  # keep their colours where others become grey
-# Panels of the sweep over exponents: start of the rows' keys, mechanism, title.
-SWEEP = (("softmax", "softmax-reweighted", "Softmax, re-weighted"), ("lssar", "lssar", "LSSAR"))
 
 
 def draw(built: Built, evidence: Evidence):
     """The figure of a table; None where nothing was measured."""
-    if not any(e.cell.finite for line in built.lines for e in line.entries):
+    measured = any(e.cell.finite for line in built.lines for e in line.entries)
+    if not measured or built.table.figure == "none":
         return None
     kinds = {"bars": bars, "exponents": by_exponent, "columns": by_column}
     return kinds.get(built.table.figure, by_length)(built, evidence)
@@ -36,7 +36,7 @@ def by_length(built: Built, evidence: Evidence):
     "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
     table, gaps, label = built.table, built.table.figure == "gaps", quantity(built)
-    shown = [c for c, _ in built.columns if c.quantity in ("loss", "accuracy")]  # which come first
+    shown = [c for c, _ in built.columns if c.quantity in ("loss", "accuracy")]  # the first ones
     lengths = [evidence.length(table, column.factor) for column in shown]
     panels, several = len(table.panels), len(table.panels) > 1
     width = plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN
@@ -47,6 +47,10 @@ def by_length(built: Built, evidence: Evidence):
         if gaps:
             lines = [n for n in lines if n.entries[0].comparison and not n.row.control]
         ends = draw_lines(axes, sorted(lines, key=priority), lengths, gaps)
+        reach = [reach_of(evidence, table, column) for column in shown]
+        if None not in reach:
+            axes.plot(lengths, reach, color=plots.GREY, linestyle=":", label="keys in reach")
+            ends.append(("keys in reach", reach[-1], plots.GREY))
         plots.length_axis(axes, lengths, evidence.length(table, 1))
         axes.set(xlabel="evaluation length (tokens)")
         if several:
@@ -94,22 +98,25 @@ def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
 
 
 def by_exponent(built: Built, evidence: Evidence):
-    """One panel per mechanism, one line per length."""
-    lines = {line.row.key: line for line in built.lines}
-    figure, panels = plots.figure(1, len(SWEEP), width=plots.PAGE, height=2.6, sharey=True)
-    for axes, (stem, mechanism, title) in zip(panels, SWEEP, strict=True):
-        ends = []
+    """One panel per start of the rows' keys, one line per length."""
+    stems, label = built.table.panels, quantity(built)
+    figure, panels = plots.figure(1, len(stems), width=plots.PAGE, height=2.6, sharey=True)
+    for axes, stem in zip(panels, stems, strict=True):
+        ends, found = [], [(re.fullmatch(rf"{stem}(\d+)", n.row.key), n) for n in built.lines]
+        lines = {int(p[1]): line for p, line in found if p}
+        mechanism = next((line.mechanism for line in lines.values() if line.mechanism), "")
         for i, (column, _) in enumerate(built.columns):
-            cells = [(p, lines[f"{stem}-p{p}"].entries[i].cell) for p in SWEPT_P]
+            cells = [(p, line.entries[i].cell) for p, line in lines.items()]
             points = [(p, cell.mean) for p, cell in cells if cell.finite]
             if points:
                 style = plots.style(mechanism, order=i)
                 axes.plot(*zip(*points, strict=True), **style)
                 length = short_number(evidence.length(built.table, column.factor))
                 ends.append((f"length {length}", points[-1][1], style["color"]))
-        axes.set(xlabel="exponent p", title=title, xticks=SWEPT_P)
+        title = lines[min(lines)].row.title.partition(" p=")[0]
+        axes.set(xlabel="exponent p", title=title, xticks=list(lines))
         plots.label_ends(axes, ends)
-    panels[0].set_ylabel(quantity(built))
+    panels[0].set_ylabel(label)
     return figure
 
 

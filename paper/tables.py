@@ -1,6 +1,7 @@
 """A table of the paper built from what was measured, for the terminal, the figures and the page."""
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 from paper.evidence import Cell, Evidence
@@ -8,6 +9,9 @@ from paper.experiments import Column, Row, Table
 from paper.statistic import Agreement, Comparison, agreement, direction
 from support.text import short_number
 from support.text import table as text_table
+
+# What a value that is None means; elsewhere it overflowed.
+NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
 
 
 class Entry(NamedTuple):
@@ -24,12 +28,12 @@ class Entry(NamedTuple):
     @property
     def text(self) -> str:
         if self.cell.n and self.cell.mean is None:
-            return "none" if self.column.quantity == "constant" else "overflow"
+            return NO_VALUE.get(self.column.quantity, "overflow")
         return fixed(self.cell.mean, self.decimals) if self.cell.n else ""
 
     @property
     def spread(self) -> str:
-        return "" if self.cell.sd is None else f"±{fixed(self.cell.sd, self.decimals)}"
+        return "" if self.cell.sd is None else f"±{self.cell.sd:,.{self.decimals}f}"
 
 
 class Line(NamedTuple):
@@ -71,8 +75,9 @@ def build(evidence: Evidence, table: Table) -> Built:
     for row in table.rows:
         if not row.control or measured([row], table.columns):
             entries = [entry(evidence, table, row, column) for column in columns]
-            missing = any(evidence.is_missing(table, row, column) for column in columns)
-            lines.append(Line(row, entries, missing))
+            missing = [evidence.is_missing(table, row, column) for column in columns]
+            # What was computed once need not fill every column.
+            lines.append(Line(row, entries, any(missing) if table.runs else all(missing)))
     paper = evidence.paper[table.label]
     unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
     headings = [(c, heading(evidence, table, c)) for c in columns]
@@ -115,14 +120,25 @@ def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
 
 
 def fixed(value: float, decimals: int) -> str:
-    return f"{value:.4g}" if abs(value) >= 1e9 else f"{value:,.{decimals}f}"
+    tiny = 0 < abs(value) < 0.5 * 10**-decimals
+    return f"{value:.2g}" if tiny or abs(value) >= 1e9 else f"{value:,.{decimals}f}"
 
 
 def heading(evidence: Evidence, table: Table, column: Column) -> str:
     if column.title:
         return column.title
     length = f"{short_number(evidence.length(table, column.factor))} ({column.factor:g}x)"
-    return f"context gain at {length}" if column.quantity == "context_gain" else length
+    named = {"context_gain": f"context gain at {length}", "far_accuracy": f"far keys at {length}"}
+    if column.quantity != "accuracy":
+        return named.get(column.quantity, length)
+    reach = reach_of(evidence, table, column)
+    return length if reach is None else f"{length}, {reach:.0f} % in reach"
+
+
+def reach_of(evidence: Evidence, table: Table, column: Column) -> float | None:
+    """The share of the passkeys within a training length, which is the same for every run."""
+    cells = (evidence.cell(table, row, replace(column, quantity="reach")) for row in table.rows)
+    return next((cell.mean for cell in cells if cell.n), None)
 
 
 def equations(evidence: Evidence, table: Table) -> list[str]:

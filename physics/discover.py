@@ -9,6 +9,9 @@ the two nearest labelled states, by the true state):
   exponents   of r, m1, m2 by a log-log fit to all those predictions: -2, 1, 1 for Newton's law
   R^2         against the true force, and the mean cosine and R^2 of the vectors for each planet
 
+Beside them R^2 of the best k m2 / r^2: of a model that sees everything but the planet's mass, which
+moves the star by less than a bin wherever the force is large.
+
 Finished regressions are kept in --out and not repeated unless their run was trained again. Beside
 it are the figures: the force vectors of the eight planets and the predictions against the truth.
 """
@@ -60,7 +63,7 @@ from support import plots
 from support.files import reading
 from support.text import table
 
-ORACLE, TRUTH = "oracle", "truth"
+ORACLE, TRUTH, BLIND = "oracle", "truth", "blind"
 COLOURS = {ORACLE: plots.GREY, TRUTH: plots.INK}
 ORDER = (TRUTH, "lssar", "softmax")  # the paper's panels, from left to right
 SAMPLES = 40  # arrows per panel
@@ -82,6 +85,11 @@ def main(argv: list[str]) -> None:
     models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
     judges = {"magnitude": magnitudes, "vector": vectors}
     with kept_on_interrupt(options.out):
+        for seed in range(SUBSAMPLES):
+            name = f"{BLIND}-s{seed}"
+            results.runs[name] = {"run": name, "seed": seed}
+            if not results.find(run=name):
+                results.add(Record("R2", name, magnitudes.blind(subsample(seed, magnitudes.truth))))
         for model in models:
             for task, identity in model.identities.items():
                 results.runs[identity] = model.described | {"run": model.name}
@@ -180,6 +188,12 @@ class Magnitudes:
         _, near = cKDTree((self.labelled - mean) / spread).query((self.states - mean) / spread, k=2)
         return magnitude(self.labelled)[near].mean(axis=1)
 
+    def blind(self, rows: np.ndarray) -> float:
+        """R^2 of the best force that does not depend on the planet's mass, given all else."""
+        (r, _, star), truth = self.inputs[rows].T, self.truth[rows]
+        shape = star / r**2
+        return r_squared(shape * (truth @ shape) / (shape @ shape), truth)
+
     def records(self, model: Model, identity: str) -> list[Record]:
         predicted = model.magnitudes
         found = {"R2": r_squared(predicted, self.truth)}
@@ -239,14 +253,18 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(-1) / np.where(size > 0, size, 1)
 
 
+def subsample(seed: int, values: np.ndarray) -> np.ndarray:
+    count = len(values)
+    return np.random.default_rng(seed).choice(count, min(SUBSAMPLE, count), replace=False)
+
+
 def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: dict) -> None:
     """Run the regressions that one model still lacks; together they give one constant."""
     identity, values = model.identities["magnitude"], model.magnitudes
     known = results.find(quantity="constant", run=identity)
     equations = list(known.details["equations"]) if known else []
     for seed in range(len(equations), SUBSAMPLES):
-        size = min(SUBSAMPLE, len(values))
-        rows = np.random.default_rng(seed).choice(len(values), size, replace=False)
+        rows = subsample(seed, values)
         search = regression.ENGINES[engine]
         found = regression.discover(search, inputs[rows], values[rows], effort)
         equations.append(found)

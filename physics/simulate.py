@@ -46,6 +46,8 @@ def make_parser() -> Parser:
     parser.add_argument("--points", type=whole(24, 100_000), default=1000, help="of a sequence")
     parser.add_argument("--bins", type=whole(2, 65533), default=7000, help="of a coordinate")
     parser.add_argument("--seed", type=seed_number, default=0)
+    meaning = "planets of 0.1 to 0.6 solar masses, which move their star visibly"
+    parser.add_argument("--heavy", action="store_true", help=meaning)
     group = parser.add_argument_group("orbits")
     group.add_argument("--sequences", type=positive, default=10_000_000)
     group.add_argument("--val-sequences", type=positive, default=3_000)
@@ -67,6 +69,7 @@ def main(argv: list[str]) -> None:
     check(options)
     make, keys = SETS[options.set]
     settings = {key: getattr(options, key) for key in ("set", "points", "bins", "seed", *keys)}
+    settings |= {"heavy": True} if options.heavy else {}
     with locked(options.out):
         if is_complete(options.out, settings):
             print(f"{options.out} is complete")
@@ -145,7 +148,8 @@ def write_orbits(task: tuple[Path, Namespace, str, int, int]) -> None:
         for start in range(first, first + count, systems.BLOCK):
             size = min(systems.BLOCK, first + count - start)
             points = np.empty((size, options.points, CHANNELS), dtype="<u2")
-            for index, drawn in random_orbits(options.seed, split, start, size, options.planets):
+            chosen = {"planets": options.planets, "heavy": options.heavy}
+            for index, drawn in random_orbits(options.seed, split, start, size, **chosen):
                 points[index] = drawn.points(options.points, options.bins)
             file.write(points)
 
@@ -156,7 +160,8 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     count, times = labelled + probed + held_out, (options.points - 1) // 2
     points = np.empty((count, options.points, CHANNELS), dtype=np.uint16)
     states = np.empty((count, times, 6))
-    for index, drawn in random_orbits(options.seed, "forces", 0, count, planets=1):
+    one = {"planets": 1, "heavy": options.heavy}
+    for index, drawn in random_orbits(options.seed, "forces", 0, count, **one):
         points[index] = drawn.points(options.points, options.bins)
         states[index] = drawn.states(options.points)
     truth = systems.magnitude(states)[..., None]

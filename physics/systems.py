@@ -123,13 +123,17 @@ def magnitude(states: np.ndarray) -> np.ndarray:
     return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
 
 
-def random_orbits(seed: int, kind: str, first: int, count: int, planets=0) -> Iterator[tuple]:
+def random_orbits(
+    seed: int, kind: str, first: int, count: int, planets=0, heavy=False
+) -> Iterator[tuple]:
     """Stars `first` ... `first + count - 1` of a kind, in groups of one number of planets.
 
-    Yields (which of them, their orbits); `planets` above 0 fixes their number.
+    Yields (which of them, their orbits); `planets` above 0 fixes their number, and `heavy` ones
+    move a star of one solar mass so far that their own mass can be read from the tokens.
     """
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         number, drawn = draw_block(seed, kind, block)
+        drawn = make_heavy(drawn, seed, kind, block) if heavy else drawn
         number = np.full(BLOCK, planets) if planets else number
         index = np.arange(block * BLOCK, (block + 1) * BLOCK) - first
         wanted = (index >= 0) & (index < count)
@@ -153,6 +157,18 @@ def draw_block(seed: int, kind: str, block: int) -> tuple[np.ndarray, Orbits]:
         star=np.repeat(star[:, None], MAX_PLANETS, axis=1),
         centre=rng.standard_normal((BLOCK, 1, 2)),
         time_step=rng.integers(0, len(TIME_STEPS), (BLOCK, 1)),
+    )
+
+
+def make_heavy(drawn: Orbits, seed: int, kind: str, block: int) -> Orbits:
+    rng, each = np.random.default_rng([seed, KINDS.index(kind), block, 1]), drawn.axis.shape
+    return drawn._replace(
+        axis=rng.uniform(3, 12, each),
+        eccentricity=rng.uniform(0, 0.4, each),
+        planet=rng.uniform(0.1, 0.6, each),
+        star=np.ones(each),
+        centre=np.zeros((len(drawn.axis), 1, 2)),
+        time_step=np.ones((len(drawn.axis), 1), dtype=int),
     )
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Figure fig:attcompare: the exponent p = 1, 3, 5, 10, 15, 20 for softmax and LSSA.
+# Figure fig:attcompare: the exponent p = 1, 3, 5, 10, 15, 20 for softmax and LSSA; at nano also 30 and 40, and
+# LSSAR trained at lengths 64 to 512, for the paper's rule that longer training wants a larger p.
 # SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Hours with nothing trained yet: nano 2.3 on two cores; estimated: single 32 on an RTX 4090, paper 53 on the 8 GPUs.

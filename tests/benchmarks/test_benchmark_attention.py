@@ -192,7 +192,7 @@ def test_trained_inputs_are_what_the_layer_sees(checkpoint, tmp_path):
     assert q.shape == k.shape == v.shape == (1, 2, 50, 16)
     model = open_checkpoints([checkpoint])[0].load(torch.device("cpu"))
     tokens = torch.tensor(list(text.read_bytes())[:50])
-    seen = attention_maps.layer_weights(model, tokens, 1)
+    seen, _ = attention_maps.layer_weights(model, tokens, 1)
     torch.testing.assert_close(attention_weights(q, k, "lssar")[0], seen)
 
 

@@ -23,10 +23,11 @@ def test_weights_times_values_are_what_the_layer_computes(attention, layer):
         model.hidden(tokens[None])
         _, _, v = block.queries_keys_values(*seen["given"][:2])
         hook.remove()
-        weights = layer_weights(model, tokens, layer)
+        weights, cosines = layer_weights(model, tokens, layer)
         mixed = (weights @ v[0]).transpose(0, 1).reshape(23, -1)
         torch.testing.assert_close(block.proj(mixed), seen["out"][0], rtol=2e-4, atol=2e-4)
-    assert weights.shape == (2, 23, 23)
+    assert weights.shape == cosines.shape == (2, 23, 23)
+    assert cosines.abs().max() <= 1 + 1e-6
     assert torch.equal(weights, weights.tril())
 
 
@@ -37,7 +38,11 @@ def test_statistics_of_rows_that_are_known():
     sink = torch.zeros(length, length)
     sink[:, 0] = 1
     diagonal = -torch.eye(length)  # signed, as the inverse mechanism's are
-    found = head_statistics(torch.stack((uniform, sink, diagonal)))
+    cosines = torch.arange(length) / length * torch.ones(3, length, 1)  # key j has j / 7
+    found = head_statistics(torch.stack((uniform, sink, -diagonal)), cosines)
+    assert found["top_weight"] == pytest.approx([sum(1 / i for i in range(4, 8)) / 4, 1, 1])
+    assert found["top_cosine"][1:] == pytest.approx([0, (3 + 4 + 5 + 6) / 4 / 7])
+    found = head_statistics(torch.stack((uniform, sink, diagonal)), cosines)
     rows = range(4, length + 1)
     alone = sum(i - 1 for i in rows) / sum(rows)  # of the visible, all but one
     assert found["sink"] == pytest.approx([sum(1 / i for i in rows) / 4, 1, 0])
@@ -46,7 +51,14 @@ def test_statistics_of_rows_that_are_known():
 
 
 def test_a_row_that_attends_to_nothing_has_finite_numbers():
-    assert head_statistics(torch.zeros(1, 6, 6)) == {"sink": [0], "entropy": [0], "zeros": [1]}
+    found = head_statistics(torch.zeros(1, 6, 6), torch.ones(1, 6, 6))
+    assert found == {
+        "sink": [0],
+        "entropy": [0],
+        "zeros": [1],
+        "top_weight": [0],
+        "top_cosine": [1],
+    }
 
 
 def test_tokens_are_shown_as_something_visible():
@@ -65,7 +77,7 @@ def test_a_figure_and_numbers_for_each_checkpoint(tmp_path, capsys):
     out = tmp_path / "maps.json"
     main([*paths, "--out", str(out), "--device", "cpu"])
     results = read_results(out)
-    assert len(results.records) == 2 * 3
+    assert len(results.records) == 2 * 5
     for record in results.records:
         heads = record.details["heads"]
         assert (len(heads), record.details["layer"], record.length) == (6, 2, len(CAPTION_TEXT))

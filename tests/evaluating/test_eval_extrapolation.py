@@ -221,6 +221,25 @@ def test_a_variant_that_changes_nothing_at_a_length_has_the_same_numbers(workspa
         assert one == replace(base, variant=variant)  # it was not computed twice
 
 
+def test_an_l_of_the_evaluation_is_a_variant_where_there_is_an_l(workspace):
+    model = tiny_model("sigmoid")
+    write_checkpoint(workspace / "sigmoid", model, tokeniser="bytes")
+    main(command(workspace, ["sigmoid", "softmax"], "current.json", "--current-length"))
+    results = load(workspace, "current.json")
+    changed = replace(model.config.attention, length="current")
+    model.configure(attention=changed, interpolation=1.0)
+    expected = plain_losses(model, first_tokens(workspace), 64).mean().item()
+    found = find(results, "sigmoid", "L=current", 64).value
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found != find(results, "sigmoid", "as trained", 64).value
+    base = find(results, "sigmoid", "as trained", 16)
+    assert find(results, "sigmoid", "L=current", 16) == replace(base, variant="L=current")
+    softmax = next(i for i, run in results.runs.items() if run["run"] == "softmax")
+    assert {r.variant for r in results.select(run=softmax)} == {"as trained"}
+    with pytest.raises(UserError, match="no checkpoint given has an L"):
+        main(command(workspace, ["softmax"], "none.json", "--current-length"))
+
+
 def test_softmax_has_no_exponent_to_vary(workspace):
     results = load(workspace, "all.json")
     softmax = next(i for i, run in results.runs.items() if run["run"] == "softmax")

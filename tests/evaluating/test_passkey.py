@@ -11,7 +11,16 @@ from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
 
 import passkey
-from data.passkey_text import ANSWER_TOKENS, FILLER, QUESTION, TASK, PasskeySource, make_prompt
+from data.passkey_text import (
+    ANSWER_TOKENS,
+    FILLER,
+    PAPER,
+    SHORT,
+    TASK,
+    PasskeySource,
+    make_prompt,
+    shortest_length,
+)
 from data.tokeniser import get_tokeniser
 from evaluating.results import read_results
 from lssar.errors import UserError
@@ -43,7 +52,7 @@ def test_prompt_is_the_five_parts_joined_by_newlines(tokeniser, length):
         prompt = make_prompt(tokeniser, length, trial, seed=0)
         text = tokeniser.decode(prompt.tokens)
         task, before, key_line, after, question = text.split("\n")
-        assert (task, question) == (TASK, QUESTION)
+        assert (task, question) == (TASK, PAPER.question)
         assert filler.startswith(before)
         assert filler.startswith(after)
         assert before
@@ -52,6 +61,17 @@ def test_prompt_is_the_five_parts_joined_by_newlines(tokeniser, length):
         assert key_line == f"The pass key is {key}. Remember it. {key} is the pass key."
         # The tokens are those of the text, not of pieces that the tokeniser would have merged.
         assert tokeniser.encode(text).tolist() == prompt.tokens.tolist()
+
+
+@pytest.mark.parametrize(("tokeniser", "form"), [(BYTES, PAPER), (BYTES, SHORT), (GPT2, PAPER)])
+def test_the_distance_leads_from_the_answer_to_the_last_mention_of_the_key(tokeniser, form):
+    for trial in range(30):
+        prompt = make_prompt(tokeniser, 400, trial, seed=0, form=form)
+        since = tokeniser.decode(prompt.tokens[-prompt.distance :]).strip()
+        before = tokeniser.decode(prompt.tokens[: -prompt.distance])
+        assert since.startswith(f"{prompt.key}"), since
+        assert since.count(f"{prompt.key}") == 1
+        assert f"{prompt.key}" in before
 
 
 def test_prompts_depend_on_seed_length_and_trial_only():
@@ -74,16 +94,22 @@ def test_key_and_depth_are_uniform():
     assert 0.99 < depths.max() < 1
 
 
-def test_every_document_of_the_corpus_repeats_its_own_key():
-    texts = [piece.text for (piece,) in islice(PasskeySource().pieces(None), 400)]
+@pytest.mark.parametrize("longest", [128, 300])
+def test_every_document_of_the_corpus_repeats_its_own_key(longest):
+    texts = [piece.text for (piece,) in islice(PasskeySource(longest).pieces(None), 400)]
     for number, text in enumerate(texts):
         keys = re.findall(r"[0-9]+", text)
-        assert len(keys) == (2 if number % 4 < 2 else 3)
+        assert len(keys) == (10, 10, 6, 3)[number % 4]
         assert len(set(keys)) == 1
-    whole = [text for text in texts if text.startswith(TASK)]
-    assert len(whole) == 100
-    assert all(QUESTION in text and len(text) < 390 for text in whole)
+    whole = texts[3::4]
+    assert all(SHORT.question in text and len(text) <= longest for text in whole)
+    assert max(map(len, whole)) > 0.9 * longest
     assert len({re.search(r"[0-9]+", text).group() for text in texts}) > 380  # keys do vary
+
+
+def test_a_corpus_of_prompts_that_cannot_be_is_refused():
+    with pytest.raises(UserError, match="--longest 60: give more than"):
+        PasskeySource(60)
 
 
 def test_the_corpus_continues_at_any_document_and_ends_validation_once():
@@ -169,8 +195,9 @@ def test_a_transformer_that_retrieves_scores_100_percent_and_blindfolded_0(tmp_p
     for record in able:
         found = record.details
         assert (record.value, found["correct"], found["trials"]) == (1, 10, 10)
-        assert sum(part["trials"] for part in found["by_depth"]) == 10
-        assert all(part["correct"] == part["trials"] for part in found["by_depth"])
+        for parts in (found["by_depth"], found["by_distance"]):
+            assert sum(part["trials"] for part in parts) == 10
+            assert all(part["correct"] == part["trials"] for part in parts)
         assert (found["wilson_low"], found["wilson_high"]) == pytest.approx(wilson(10, 10))
     for record in unable:
         assert (record.value, record.details["correct"]) == (0, 0)
@@ -182,13 +209,38 @@ def test_a_random_transformer_scores_0_percent_and_every_answer_is_kept(checkpoi
     lines = (checkpoint.parent / "x-answers.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
     assert len(answers) == 2 * len(LENGTHS) * 7
-    assert {r.value for r in results.records} == {0}
+    assert {r.value for r in results.select(quantity="accuracy")} == {0}
     assert {answer["run"] for answer in answers} == set(results.runs)
     for answer in answers:
         prompt = make_prompt(BYTES, answer["length"], answer["trial"], seed=0)
         assert (answer["key"], answer["right"]) == (prompt.key, False)
-    for name in ("x.png", "x.pdf", "x-depth.png", "x-depth.pdf"):
+    for name in ("x.png", "x.pdf", "x-distance.png", "x-distance.pdf"):
         assert (checkpoint.parent / name).stat().st_size > 3000
+
+
+def test_far_keys_are_those_beyond_the_training_length_and_the_rest_is_in_reach():
+    distances = (10, 99, 100, 101, 150, 250)
+    found = [
+        {"distance": n, "depth": 0.5, "right": right}
+        for n, right in zip(distances, (True, True, False, True, False, False), strict=True)
+    ]
+    records = {r.quantity: r for r in passkey.measure(found, train_length=100)}
+    assert records["accuracy"].value == 3 / 6
+    assert records["reach"].value == 3 / 6
+    assert (records["far_accuracy"].value, records["far_accuracy"].details["trials"]) == (1 / 3, 3)
+    by_distance = {p["to"]: p for p in records["accuracy"].details["by_distance"]}
+    assert (by_distance[1]["trials"], by_distance[1]["correct"]) == (2, 1)
+    assert (by_distance[1.25]["trials"], by_distance[1.25]["correct"]) == (1, 1)
+    assert [r.quantity for r in passkey.measure(found[:3], 100)] == ["accuracy", "reach"]
+
+
+def test_the_short_form_fits_a_byte_model_and_is_not_mixed_with_the_papers(checkpoint):
+    shortest = shortest_length(BYTES, SHORT)
+    short = ["--lengths", f"{shortest},150", "--form", "short"]
+    main(command(checkpoint, "x.json", *short))
+    assert read_results(checkpoint.parent / "x.json").settings["form"] == "short"
+    with pytest.raises(UserError, match="form = short, this is paper"):
+        main(command(checkpoint, "x.json"))
 
 
 def test_answers_are_the_greedy_continuation_without_cache_or_batch():

@@ -201,7 +201,10 @@ def test_the_numbers_tell_the_law_from_its_absence(results):
     names = ("oracle", "truth", "softmax", "lssar")
     powers = ("exponent_r", "exponent_m1", "exponent_m2")
     everywhere = {(name, q) for name in names for q in ("constant", "R2", "rank", *powers)}
-    assert set(numbers) == everywhere | {(name, "cosine") for name in ("softmax", "lssar")}
+    blind = {(f"blind-s{seed}", "R2") for seed in range(5)}
+    vectors = {(name, "cosine") for name in ("softmax", "lssar")}
+    assert set(numbers) == everywhere | vectors | blind
+    assert all(0 < numbers[key].value < 1 for key in blind)
     for name in names:
         laws = numbers[name, "constant"]
         assert len(laws.details["equations"]) == 5
@@ -228,6 +231,14 @@ def test_every_number_names_the_model_that_made_its_forces(results):
     assert file.runs["tuned-lssar-vector"]["model"]["attention"]["name"] == "lssar"
     figures = {"physics.png", "physics-earth.png", "physics-planets.png"}
     assert figures <= set(contents(results.parent))
+
+
+def test_without_the_planets_mass_a_model_explains_what_does_not_vary_with_it(world):
+    magnitudes = discover.Magnitudes(world / "forces", 300)
+    rows = np.arange(len(magnitudes.truth))
+    assert magnitudes.blind(rows) < 0.9
+    magnitudes.truth = magnitudes.truth / magnitudes.inputs[:, 1]  # the acceleration
+    assert magnitudes.blind(rows) == pytest.approx(1)
 
 
 def test_the_oracle_averages_the_two_nearest_labelled_states(world):
@@ -317,6 +328,7 @@ def test_two_seeds_of_a_mechanism_are_two_runs_with_their_seeds(world, tmp_path,
     assert set(scores) == {
         *(("oracle", None), ("truth", None), ("softmax", None)),
         *(("lssar", None), ("lssar-s1", 1)),
+        *((f"blind-s{seed}", seed) for seed in range(5)),
     }
     assert scores["lssar", None] != scores["lssar-s1", 1]
 
@@ -328,9 +340,8 @@ def test_a_run_with_another_exponent_has_another_name(world, tmp_path, searches)
     for task in ("magnitude", "vector"):
         write_origin(tmp_path / f"lssar-p3-{task}", identity_of(run), f"tuned-p3-{task}")
     discover.main([str(run), *arguments(world, out)])
-    assert {name for name, _ in found(out)} == {
-        *("oracle", "truth", "softmax", "lssar", "lssar-p3-s2")
-    }
+    names = {name for name, _ in found(out) if not name.startswith("blind")}
+    assert names == {"oracle", "truth", "softmax", "lssar", "lssar-p3-s2"}
 
 
 def test_two_runs_of_one_mechanism_and_seed_are_refused(world, tmp_path):

@@ -18,6 +18,7 @@ from physics.systems import (
     TIME_STEPS,
     G,
     Orbits,
+    magnitude,
     random_orbits,
     solar_system,
     solve_kepler,
@@ -169,6 +170,33 @@ def test_the_distributions_are_those_of_the_source():
     assert drawn("planet").min() >= 6.01e-8
     assert drawn("star").min() >= 0.1
     assert drawn("star").max() <= 5
+
+
+def force_read_from_tokens(orbits: Orbits, bins: int) -> np.ndarray:
+    """G m1 m2 / r^2 with r and m1 / (m1 + m2) read from the bins of each planet and its star."""
+    places = coordinates(orbits.points(101, bins)[:, 1:].astype(float), bins)
+    planet, star = places[:, ::2], places[:, 1::2]
+    r = np.maximum(np.linalg.norm(planet - star, axis=-1), 100 / bins)
+    share = np.minimum(np.linalg.norm(star - orbits.centre, axis=-1) / r, 0.5)
+    return G * (share / (1 - share) * orbits.star) * orbits.star / r**2
+
+
+@pytest.mark.parametrize(("heavy", "readable"), [(True, True), (False, False)])
+def test_the_mass_of_a_heavy_planet_can_be_read_from_the_tokens(heavy, readable):
+    ((_, orbits),) = random_orbits(3, "forces", 0, 200, planets=1, heavy=heavy)
+    truth, read = magnitude(orbits.states(101)), force_read_from_tokens(orbits, bins=500)
+    error = ((read - truth) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()
+    assert (error < 0.05) == readable
+    if heavy:
+        assert (np.unique(orbits.star), orbits.eccentricity.max() <= 0.4) == (1, True)
+        assert 0.1 <= orbits.planet.min() < orbits.planet.max() <= 0.6
+
+
+def test_heavy_planets_are_another_set(tmp_path, capsys):
+    sizes = ["--points", "24", "--labelled", "3", "--probed", "2", "--held-out", "2"]
+    simulate(["forces", *sizes, "--out", str(tmp_path / "set")])
+    with pytest.raises(UserError, match="heavy"):
+        simulate(["forces", *sizes, "--heavy", "--out", str(tmp_path / "set")])
 
 
 def test_earth_goes_round_in_a_year_and_neptune_in_165():

@@ -1,0 +1,244 @@
+"""python paper/theory.py --out results/nano/theory/theory.json
+
+What the paper derives about its attention, computed on random rows: `--draws 5` of them, float64.
+
+    rate           d log g / dx of the gradient g = dA/dx of the winner's stage-one weight in its
+                   own score, at x = 40: -1 if it decays as exp(-x)
+    power          d log g / d log x at x = 10^6: -2 if it decays as 1 / x^2
+    power_here     the same at the largest score that LSSAR has, log d log N
+    gradient       dw/dx of the final weight where it is w = 0.99, in units of softmax's w (1 - w)
+    identity       largest |l1(x^p) - softmax(p log x)|
+    ties           largest distance from 1/t of t tied maxima's weights, as p goes to infinity
+    feedback       share of the keys with weight zero that still receive a gradient
+    dead           share of the rows of N keys of which a single one survives: no score of these
+                   rows receives a gradient
+    overflow       largest stage-one weight of a row of N keys for which x^15 is finite, by type
+    cosine_needed  by a key for half of the weight among N random keys of d dimensions;
+                   null where even a perfect match gets less
+"""
+
+import math
+import sys
+from itertools import product
+from pathlib import Path
+
+if not __package__:  # run as a script: the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from support.command import Parser, answer_early, run, whole
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--draws", type=whole(2, 100), default=5)
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(lambda argv: make_parser().parse_args(argv))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evaluating.protocol import open_results
+from evaluating.results import Record
+from lssar.mechanisms import Mechanism, get_mechanism
+from lssar.reference import attention_weights
+from support import plots
+
+KEYS, DIM, P = 1024, 64, 15
+SHARPENED = {"softmax-p15": torch.exp, "lssar-p15": F.softplus}
+STAGE_ONE = {"softmax": torch.exp, "lssa": F.softplus}
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+COUNTS = (1024, 4096, 16384)
+SIZES = ((32, 128), (32, 2048), *((64, n) for n in COUNTS))  # head dimension, keys
+COSINES = ("cos-softmax", "lssa", "lssar-p3", "lssar-p15")
+
+
+def scores(draw: int, keys: int = KEYS, rows: int = 1) -> Tensor:
+    """LSSAR's scores (rows, keys) of random directions."""
+    random = torch.Generator().manual_seed(draw)
+    q, k = (torch.randn(n, DIM, generator=random, dtype=torch.float64) for n in (rows, keys))
+    return math.log(DIM) * math.log(keys) * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).T
+
+
+def re_weighted(stage_one: Tensor) -> Tensor:
+    """relu(N A - 1)^p over its largest value; the paper's stage two up to a factor."""
+    y = F.relu(stage_one - 1 / stage_one.shape[-1])
+    return (y / y.detach().amax(-1, keepdim=True)) ** P
+
+
+def log_gradient(phi, others: Tensor, x: float) -> float:
+    """log dA/dx of the winner's stage-one weight A = phi(x) / (phi(x) + C)."""
+    if phi is torch.exp:  # log A (1 - A), which cannot underflow
+        odds = torch.tensor(x, dtype=others.dtype) - others.logsumexp(-1)
+        return (F.logsigmoid(odds) + F.logsigmoid(-odds)).item()
+    total, x = phi(others).sum(), torch.tensor(x, dtype=others.dtype)
+    return (F.logsigmoid(x) + total.log() - 2 * (phi(x) + total).log()).item()
+
+
+def slope(phi, others: Tensor, x: float, step: float = 1e-3) -> float:
+    """d log g / d log x."""
+    high, low = (log_gradient(phi, others, x * (1 + s)) for s in (step, -step))
+    return (high - low) / (math.log1p(step) - math.log1p(-step))
+
+
+def gradient_at(phi, sharpened: bool, others: Tensor, weight: float = 0.99) -> float | None:
+    """dw/dx over w (1 - w), where the score x makes the winner's final weight w."""
+
+    def log_odds(x: Tensor) -> Tensor:
+        a = torch.softmax(torch.cat((x, others)), 0)
+        if phi is not torch.exp:
+            a = F.normalize(phi(torch.cat((x, others))), p=1, dim=0)
+        w = re_weighted(a) if sharpened else a
+        return w[0].log() - w[1:].sum().log()
+
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        odds = log_odds(torch.tensor([middle], dtype=others.dtype))
+        low, high = (middle, high) if odds < math.log(weight / (1 - weight)) else (low, middle)
+    x = torch.tensor([low], dtype=others.dtype, requires_grad=True)
+    return torch.autograd.grad(log_odds(x), x)[0].item()
+
+
+def identity_error(draw: int) -> float:
+    x = F.relu(KEYS * F.normalize(F.softplus(scores(draw)), p=1, dim=-1) - 1)
+    return (F.normalize(x**P, p=1, dim=-1) - torch.softmax(P * x.log(), -1)).abs().max().item()
+
+
+def ties_error(draw: int, p: float = 1e5) -> float:
+    errors = []
+    for ties in (1, 2, 5):
+        x = F.softplus(scores(draw)[0])
+        x[:ties] = x.max() + 0.1
+        w = torch.softmax(p * x.log(), -1)
+        errors.append((w[:ties] - 1 / ties).abs().max().item())
+    return max(errors)
+
+
+def feedback(draw: int, phi, sharpened: bool) -> float:
+    """Share of the keys of weight zero whose score has a gradient of another key's weight."""
+    x = scores(draw)[0].requires_grad_()
+    a = F.normalize(phi(x), p=1, dim=0)
+    w = F.normalize(re_weighted(a), p=1, dim=0) if sharpened else a
+    (slopes,) = torch.autograd.grad(w[w.argmax()], x)
+    return (slopes[w == 0] != 0).double().mean().item()
+
+
+def dead_rows(draw: int, keys: int, rows: int = 4096) -> float:
+    f = F.softplus(scores(draw, keys, rows))
+    return ((f > f.mean(-1, keepdim=True)).sum(-1) == 1).double().mean().item()
+
+
+def overflow(kind: torch.dtype, keys: int) -> float:
+    """The largest weight whose (N A - 1)^p is finite, at most 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        weight = (low + high) / 2
+        finite = (torch.tensor(keys * weight - 1).to(kind) ** P).isfinite()
+        low, high = (weight, high) if finite else (low, weight)
+    return round(high, 6)
+
+
+def mechanism(row: str) -> Mechanism:
+    name, _, p = row.partition("-p")
+    return get_mechanism(name, p=float(p)) if p else get_mechanism(name)
+
+
+def cosine_needed(row: str, dim: int, keys: int, draw: int) -> float | None:
+    """By bisection on the attention itself, among keys of random directions."""
+    random = torch.Generator().manual_seed(draw)
+    q, side = torch.linalg.qr(torch.randn(dim, 2, generator=random, dtype=torch.float64))[0].T
+    k = torch.randn(keys, dim, generator=random, dtype=torch.float64)
+
+    def enough(cosine: float) -> bool:
+        k[0] = cosine * q + math.sqrt(1 - cosine**2) * side
+        unit = F.normalize(k, dim=-1)
+        return (
+            attention_weights(q[None, None, None], unit[None, None], mechanism(row))[..., 0] >= 0.5
+        )
+
+    if not enough(1.0):
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def measure(draw: int) -> dict[tuple[str, str, str], float | None]:
+    """Numbers by row, quantity and what else they depend on."""
+    others, found = scores(draw)[0, 1:], {}
+    for row, phi in STAGE_ONE.items():
+        found[row, "rate", ""] = slope(phi, others, 40.0) / 40
+        if phi is not torch.exp:
+            found[row, "power", ""] = slope(phi, others, 1e6)
+        found[row, "power_here", ""] = slope(phi, others, math.log(DIM) * math.log(KEYS))
+    for row, phi in {"softmax": torch.exp, **SHARPENED}.items():
+        found[row, "gradient", ""] = gradient_at(phi, row != "softmax", others)
+    found["lssar-p15", "identity", ""] = identity_error(draw)
+    found["lssar-p15", "ties", ""] = ties_error(draw)
+    found["lssar-p15", "feedback", ""] = feedback(draw, F.softplus, True)
+    found["relu-l1", "feedback", ""] = feedback(draw, F.relu, False)
+    for keys in (4, 8, 16, 64):
+        found["lssar-p15", "dead", str(keys)] = dead_rows(draw, keys)
+    for (name, kind), keys in product(TYPES.items(), COUNTS):
+        found[name, "overflow", str(keys)] = overflow(kind, keys)
+    for row, (dim, keys) in product(COSINES, SIZES):
+        found[row, "cosine_needed", f"{dim}/{keys}"] = cosine_needed(row, dim, keys, draw)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    arguments = make_parser().parse_args(argv)
+    settings = {"draws": arguments.draws, "keys": KEYS, "dim": DIM, "p": P}
+    results = open_results(arguments.out, "theory", settings, about={})
+    for draw in range(arguments.draws):
+        records = []
+        for (row, quantity, task), value in measure(draw).items():
+            name = f"{row}-s{draw}"
+            attention = {"name": row.partition("-p")[0]}
+            results.runs[name] = {"run": name, "seed": draw, "model": {"attention": attention}}
+            records.append(Record(quantity, name, value, task=task))
+        results.add(*records)
+    for path in plots.save(figure(), results.sibling(".png")):
+        print(f"figure: {path}")
+
+
+def figure():
+    """Gradients of stage one by score, the cosine needed and the largest weight by row length."""
+    drawn, (left, middle, right) = plots.figure(1, 3, width=plots.PAGE, height=2.7)
+    others, counts = scores(0)[0, 1:], [2**n for n in range(7, 15)]
+    x = torch.logspace(0, 5, 100).tolist()
+    plain = {"marker": ""}
+    for row, phi in STAGE_ONE.items():
+        gradients = [math.exp(log_gradient(phi, others, one)) for one in x]
+        left.plot(x, gradients, **plots.style(row) | plain, label=row)
+    left.axvline(math.log(DIM) * math.log(KEYS), color=plots.INK, linewidth=0.8, linestyle=":")
+    left.set(xscale="log", yscale="log", ylim=(1e-12, 1), xlabel="score x of the winner")
+    left.set(title="gradient of stage one;\ndotted: LSSAR's largest score")
+    for order, row in enumerate(COSINES):
+        needed = [(n, cosine_needed(row, DIM, n, 0)) for n in counts]
+        if points := [(n, c) for n, c in needed if c is not None]:
+            middle.plot(*zip(*points, strict=True), **plots.style(row, order=order % 2), label=row)
+    middle.set(xscale="log", ylim=(0, 1), xlabel="keys N", title="cosine for half of the weight")
+    for number, (name, kind) in enumerate(TYPES.items()):
+        limits = [overflow(kind, n) for n in counts]
+        right.plot(counts, limits, **plots.line(number), label=name)
+    right.set(
+        xscale="log",
+        yscale="log",
+        xlabel="keys N",
+        title=f"largest weight without\noverflow of x^{P}",
+    )
+    for axes in (left, middle, right):
+        axes.legend(fontsize=5)
+    return drawn
+
+
+if __name__ == "__main__":
+    run(main)
