@@ -54,7 +54,7 @@ STAGE_ONE = {"softmax": torch.exp, "lssa": F.softplus}
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 COUNTS = (1024, 4096, 16384)
 SIZES = ((32, 128), (32, 2048), *((64, n) for n in COUNTS))  # head dimension, keys
-COSINES = ("cos-softmax", "lssa", "lssar-p3", "lssar-p15")
+COSINES = ("cos-softmax-constant", "cos-ssmax", "cos-softmax", "lssa", "lssar-p3", "lssar-p15")
 
 
 def scores(draw: int, keys: int = KEYS, rows: int = 1) -> Tensor:
