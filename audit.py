@@ -63,6 +63,7 @@ from data.loader import Windows
 from data.shards import describe_set
 from eval_extrapolation import Targets, open_data
 from evaluating import extrapolation_report as report
+from evaluating import far_targets as far
 from evaluating.checkpoints import (
     Case,
     Checkpoint,
@@ -71,15 +72,6 @@ from evaluating.checkpoints import (
     series_label,
     unmeasured,
     variants,
-)
-from evaluating.far_targets import (
-    GRAM,
-    UNSEEN,
-    FarTargets,
-    full_scores,
-    near_scores,
-    task_targets,
-    text_targets,
 )
 from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
 from evaluating.results import Record, Results
@@ -143,21 +135,21 @@ class Audit:
         self.settings["segments"] = len(self.targets.tokens)
         self.settings["targets_sha256"] = self.targets.sha256
 
-    def _text(self, checkpoints: list[Checkpoint]) -> FarTargets:
+    def _text(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
         asked, data = self.arguments, open_data(self.arguments.data, checkpoints)
         size = {"tokens": asked.segments * self.length, "lengths": [self.length], "segment": None}
         within = {"spread": True, "within_documents": asked.within_documents}
         segments = Targets(data, SimpleNamespace(**size, **within))
-        gram = GRAM[checkpoints[0].tokeniser().name]
+        gram = far.GRAM[checkpoints[0].tokeniser().name]
         self.settings |= {"gram": gram, "within_documents": asked.within_documents}
         self.about, self.coverage = (
             describe_set(asked.data) | segments.documents,
             segments.coverage(),
         )
         tokens = Windows(data, self.length).read(segments.starts).numpy()
-        return text_targets(tokens, self.near, gram)
+        return far.text_targets(tokens, self.near, gram)
 
-    def _answers(self, checkpoints: list[Checkpoint]) -> FarTargets:
+    def _answers(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
         asked, reader = self.arguments, checkpoints[0].tokeniser()
         if asked.within_documents:
             raise UserError("--within-documents is about --data; the sequences of a task are whole")
@@ -167,20 +159,20 @@ class Audit:
             raise UserError(f"{reach}; raise --times to at least {2 ** deepest.bit_length()}")
         self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
         which = {"tokeniser": reader, "count": asked.segments, "seed": asked.seed}
-        self.learnt = task_targets(self.task, **which, length=self.near, beyond=0)
-        far = task_targets(self.task, **which, length=self.length, beyond=self.near)
-        if not (far.distance > deepest * self.near).any():
+        self.learnt = far.task_targets(self.task, **which, length=self.near, beyond=0)
+        found = far.task_targets(self.task, **which, length=self.length, beyond=self.near)
+        if not (found.distance > deepest * self.near).any():
             few = f"no answer stands farther than {deepest * self.near} tokens from its question"
             raise UserError(f"{few} in {asked.segments} sequences; raise --segments")
-        return far
+        return found
 
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
         """The gain in each range of distances, then the one that the verdict rests on."""
         begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
         case.configure(model)
-        full = full_scores(model, targets, device, label)
+        full = far.full_scores(model, targets, device, label)
         replace(case, length=self.near).configure(model)
-        near = near_scores(model, targets, self.near, device, label)
+        near = far.near_scores(model, targets, self.near, device, label)
         kind = 0 if self.task is None else 1  # of the two scores
         found, key = Found(self, full[kind], near[kind]), case.key | {"task": self.task or ""}
         records = []
@@ -196,9 +188,9 @@ class Audit:
         details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]))
         if self.task is None:
             details["beyond_stacked_windows"] = found.gain(targets.distance > stacked)
-            details["new"] = found.gain(targets.distance == UNSEEN)
+            details["new"] = found.gain(targets.distance == far.UNSEEN)
         else:
-            right = full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
+            right = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
             details["accuracy_at_near"] = float(right.mean())
         details["seconds"] = round(time.monotonic() - begun, 2)
         return [*records, Record("far_gain", **(overall | {"details": details}), **key)]
@@ -281,8 +273,8 @@ def main(argv: list[str]) -> None:
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
     audit = Audit(arguments, checkpoints)
-    far, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
-    print(f"{audit.coverage}{far:,} targets in {segments:,} segments of {audit.length:,} tokens")
+    count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
+    print(f"{audit.coverage}{count:,} targets in {segments:,} segments of {audit.length:,} tokens")
     with arithmetic(arguments.precision, device) as precision:
         settings = audit.settings | {"precision": precision}
         results = open_results(arguments.out, "audit", settings, audit.about)

@@ -84,7 +84,8 @@ def task_targets(
     found = [(i, *answer) for i, one in enumerate(asked) for answer in one.answers]
     chosen = [answer for answer in found if answer[2] > beyond]
     segment, place, distance = _sampled(*np.array(chosen).reshape(-1, 3).T).T
-    return FarTargets(np.stack([one.tokens for one in asked]), segment, place, distance)
+    tokens = np.stack([one.tokens for one in asked]).astype(np.int64)
+    return FarTargets(tokens, segment, place, distance)
 
 
 def _sampled(*columns: np.ndarray) -> np.ndarray:

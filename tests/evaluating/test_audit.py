@@ -333,6 +333,15 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
     assert f"{record.tokens} > 128" in capsys.readouterr().out
 
 
+def test_passkey_prompts_are_audited_too(workspace):
+    out = workspace / "passkey.json"
+    size = ("--near", "300", "--times", "4", "--segments", "4", "--device", "cpu")
+    audit.main([str(workspace / "lssar"), "--task", "passkey", *size, "--out", str(out)])
+    (record,) = read_results(out).select(quantity="far_gain")
+    asked = [ask("passkey", BYTES, 1200, number, seed=0).answers for number in range(4)]
+    assert record.tokens == sum(d > 600 for answers in asked for _, d in answers) > 0
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
