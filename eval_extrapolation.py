@@ -6,6 +6,8 @@ Validation loss at and beyond the training length (`--lengths 1024,2048,4096,819
 The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as many spread
 evenly over it (`--spread`, for sets whose beginning is not a fair sample), in segments of the
 longest length (or of `--segment`, to predict the same tokens as an evaluation at longer lengths).
+With `--within-documents`, a segment never crosses an end-of-text token: where most documents are
+shorter than a segment, its far context is other documents, which cannot help.
 Each length cuts a segment into windows that do not overlap, so every length, model and variant
 predicts the same tokens. Reported per length:
 
@@ -43,6 +45,7 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--tokens", type=positive, default=10_485_760, help="targets; %(default)s")
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
     parser.add_argument("--segment", type=positive, help="default: the longest length")
+    parser.add_argument("--within-documents", action="store_true", help="long documents only")
     parser.add_argument("--no-figures", action="store_true")
     return parser
 
@@ -50,10 +53,11 @@ def make_parser() -> EvaluationParser:
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data.loader import validation_windows
+from data.loader import Windows
 from data.shards import TokenSet, describe_set, open_split
 from data.tokeniser import text_bytes
 from evaluating import extrapolation_report as report
@@ -80,20 +84,53 @@ class Targets:
         available = data.total_tokens - 1  # the last token has no successor to predict
         if available < segment:
             few = f"{data.total_tokens} validation tokens, too few for one window of {segment} + 1"
-            raise UserError(f"{data.directory} has {few}; use shorter --lengths or more data")
+            raise UserError(f"{data.directory} has {few}; use shorter ones or more data")
         if asked < segment:
             raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
         self.data, self.segment, self.spread = data, segment, arguments.spread
-        self.count = min(asked, available) // segment
+        self.documents: dict = {}  # with --within-documents, how much of the set is left
+        within = arguments.within_documents
+        starts = self._within_documents() if within else np.arange(available // segment) * segment
+        self.count = min(asked // segment, len(starts))
+        last = max(1, self.count - 1)
+        if not self.spread:
+            self.starts = starts[: self.count]
+        elif within:
+            self.starts = starts[np.arange(self.count) * (len(starts) - 1) // last]
+        else:
+            self.starts = np.arange(self.count) * (available - segment) // last
         self.tokens = self.count * segment
         self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
 
+    def _within_documents(self) -> np.ndarray:
+        """The starts of all segments that lie, with their last target, within one document."""
+        borders = self.data.documents()
+        sizes = np.diff(borders)
+        counts = (sizes - 1) // self.segment
+        if not counts.any():
+            few = f"no document of {self.segment} + 1 tokens, the longest has {sizes.max()}"
+            remedy = "use shorter ones or leave --within-documents out"
+            raise UserError(f"{self.data.directory} has {few}; {remedy}")
+        found = {"long_documents": int((counts > 0).sum()), "documents": len(sizes)}
+        used = int(counts.sum()) * self.segment / self.data.total_tokens
+        self.documents = found | {"share_of_tokens": used}
+        number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        return np.repeat(borders[:-1], counts) + number * self.segment
+
+    def coverage(self) -> str:
+        """How much of the set has documents long enough; empty without --within-documents."""
+        if not self.documents:
+            return ""
+        long, all_of_them, share = self.documents.values()
+        hold = f"hold a segment of {self.segment:,} tokens"
+        return f"{long:,} of {all_of_them:,} documents {hold}: {share:.1%} of the set\n"
+
     def batches(self):
         """(first segment, inputs, targets), both (segments, length of one)."""
-        size = {"length": self.segment, "total_tokens": self.tokens, "batch": self.batch}
-        size |= {"segment": self.segment} if self.spread else {}
-        pairs = validation_windows(self.data, **size)
-        return ((self.batch * i, *pair) for i, pair in enumerate(pairs))
+        source = Windows(self.data, self.segment)
+        for first in range(0, self.count, self.batch):
+            offsets = self.starts[first : first + self.batch]
+            yield first, *source.split(source.read(offsets))
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -109,6 +146,7 @@ class Targets:
         for _, inputs, targets in self.batches():
             digest.update(inputs.numpy().tobytes() + targets[:, -1].numpy().tobytes())
         named = {key: getattr(self, key) for key in ("tokens", "segment", "spread")}
+        named |= {"within_documents": True} if self.documents else {}
         return named | {"targets_sha256": digest.hexdigest()}
 
 
@@ -202,9 +240,11 @@ def evaluate(arguments, world: World) -> None:
         asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
         most = f"the largest multiple of {targets.segment} within --tokens"
         print(f"{asked}: {most} and the size of {arguments.data}")
+    if world.is_main:
+        print(targets.coverage(), end="")
     with arithmetic(arguments.precision, world.device) as precision:
         settings = targets.settings() | {"precision": precision}
-        about = describe_set(arguments.data)
+        about = describe_set(arguments.data) | targets.documents
         results = open_results(arguments.out, "extrapolation", settings, about, world.is_main)
         world.barrier()  # everyone has read the file before the first writes to it
         with kept_on_interrupt(results.path):

@@ -242,32 +242,25 @@ class TrainLoader:
 
 
 def validation_windows(
-    data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1, segment=None
+    data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(inputs, targets) of this rank's share of fixed, non-overlapping windows.
+    """(inputs, targets) of this rank's share of the first windows of the split, in turn.
 
-    The same `total_tokens` targets at every length: the first of the split, or with `segment` runs
-    of that many tokens spread evenly over it. Ranks take windows in turn.
+    They do not overlap: the same `total_tokens` targets at every length.
     """
-    segment = total_tokens if segment is None else segment
-    if total_tokens < 1 or total_tokens % segment or segment % length:
-        sizes = f"{total_tokens} validation tokens in segments of {segment} and windows of {length}"
-        raise UserError(f"{sizes}: each must be a multiple of the next")
+    if total_tokens < 1 or total_tokens % length:
+        sizes = f"{total_tokens} validation tokens in windows of {length}"
+        raise UserError(f"{sizes}: the first must be a multiple of the second")
     source = windows_of(data, length)
     if (most := source.count * length) < total_tokens:
         has = f"{data.directory} has {data.total_tokens} validation tokens"
         few = f"too few for {total_tokens} targets in windows of {length}"
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""
         raise UserError(f"{has}, {few}; {change}prepare a larger validation set")
-    if isinstance(data, Records):
-        windows = np.arange(total_tokens // length) * source.stride
-        if data.labels is not None and not data.labels_of(windows).any():
-            first = f"the first {len(windows)} validation records of {data.directory}"
-            raise UserError(f"{first} have no label; raise eval.tokens")
-    else:
-        count = total_tokens // segment
-        starts = np.arange(count) * (data.total_tokens - 1 - segment) // max(1, count - 1)
-        windows = (starts[:, None] + np.arange(0, segment, length)).ravel()
+    windows = np.arange(total_tokens // length) * source.stride
+    if source.labels is not None and not data.labels_of(windows).any():
+        first = f"the first {len(windows)} validation records of {data.directory}"
+        raise UserError(f"{first} have no label; raise eval.tokens")
     mine = windows[rank::world_size]
     batches = (mine[first : first + batch] for first in range(0, len(mine), batch))
     return (source.split(source.read(offsets)) for offsets in batches)

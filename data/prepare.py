@@ -6,6 +6,8 @@ Sources:
   text         your own .txt, .jsonl(.gz) and .parquet files or folders of them
   stdlib       the Python standard library's sources: no network, a few seconds
   passkey      passkey prompts with their answers, to learn retrieval from: no network either
+  mqar, flipflop, copy
+               sequences of --length tokens whose answers stand at a known distance, for audit.py
 Others:
   download     ready-made llm.c shards of fineweb or fineweb-edu from the hub, checked
   verify DIR   re-read every byte of a set and compare with its manifest
@@ -33,6 +35,7 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from data.download import READY_MADE, begun_revision, download, latest_revision
+from data.far_tasks import TASKS, TaskSource
 from data.passkey_text import PasskeySource
 from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
@@ -44,6 +47,7 @@ from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, 
 from support.files import locked, lookup
 
 GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
+GENERATED |= dict.fromkeys(TASKS, TaskSource)
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
 # Its `corpora` say which text the published numbers were trained and evaluated on.
 PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
@@ -138,7 +142,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument("--tokeniser", help="gpt2 (default), bytes (default for stdlib, passkey)")
+    common.add_argument("--tokeniser", help="gpt2, or bytes for generated text")
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     workers = whole(0, MOST_PROCESSES)
@@ -160,6 +164,9 @@ def make_parser() -> Parser:
     commands.add_parser("stdlib", parents=[common], help="the standard library")
     passkey = commands.add_parser("passkey", parents=[common], help="passkey prompts")
     passkey.add_argument("--longest", type=positive, default=128, help="bytes of a prompt")
+    for name in TASKS:
+        task = commands.add_parser(name, parents=[common], help=f"the task {name} of audit.py")
+        task.add_argument("--length", type=positive, default=128, help="of training; %(default)s")
     download = commands.add_parser("download", help="ready-made shards")
     download.add_argument("name", help=" or ".join(READY_MADE))
     download.add_argument("--out", type=Path, required=True, help="folder for the shards")
@@ -169,6 +176,8 @@ def make_parser() -> Parser:
 
 
 def make_source(arguments: argparse.Namespace):
+    if arguments.command in TASKS:
+        return TaskSource(arguments.command, arguments.length)
     if arguments.command in GENERATED:
         longest = (arguments.longest,) if arguments.command == "passkey" else ()
         return GENERATED[arguments.command](*longest)

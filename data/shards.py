@@ -108,6 +108,15 @@ class TokenSet:
             index, first, count = index + 1, 0, count - len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
+    def documents(self) -> np.ndarray:
+        """Where each document begins, with its end-of-text token, and the end of the split."""
+        eot = TOKENISERS[self.tokeniser].eot if self.tokeniser else self.vocab_size - 1
+        places = [np.array([0, self.total_tokens])]  # a split may begin within a document
+        for start in range(0, self.total_tokens, 2**22):
+            ids = self.slice(start, min(2**22, self.total_tokens - start))
+            places.append(start + np.flatnonzero(ids == eot))
+        return np.unique(np.concatenate(places))
+
     def fill(self, rows: np.ndarray, offsets: np.ndarray) -> None:
         """Copy into each row the tokens from its offset on; refuse those outside the vocabulary."""
         for row, offset in zip(rows, offsets, strict=True):

@@ -14,6 +14,7 @@ COMMANDS = {
     "generate.py": ["runs/x"],
     "eval_extrapolation.py": ["runs/x", "--data", "x", "--out", "x.json"],
     "passkey.py": ["runs/x", "--out", "x.json"],
+    "audit.py": ["runs/x", "--data", "x", "--out", "x.json"],
     "attention_maps.py": ["runs/x", "--out", "x.json"],
     "downstream.py": ["runs/x", "--out", "x.json"],
     "benchmark.py": [],

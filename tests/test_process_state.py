@@ -13,6 +13,7 @@ import torch._dynamo
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
 import attention_maps
+import audit
 import benchmark
 import eval_extrapolation
 import generate
@@ -23,6 +24,7 @@ SHORT = ("--rounds", "1", "--threads", "2", "--out", "b.json")
 COMMANDS = {
     "eval_extrapolation": (eval_extrapolation.main, "m", "--data", "d", "--lengths", "8,16"),
     "passkey": (passkey.main, "m", "--lengths", "400", "--trials", "1"),
+    "audit": (audit.main, "m", "--task", "mqar", "--near", "64", "--times", "4", "--segments", "9"),
     "attention_maps": (attention_maps.main, "m"),
     "generate": (generate.main, "m", "--tokens", "3"),
     "attention": (benchmark.main, "attention", "--lengths", "8", "--backends", "sdpa", *SHORT),
@@ -58,7 +60,7 @@ def test_a_command_leaves_its_process_as_it_was(tmp_path, monkeypatch, name):
     write_checkpoint(tmp_path / "m", tiny_model(), tokeniser="bytes")
     write_tokens(tmp_path / "d", 99)
     main, *options = COMMANDS[name]
-    if name in ("eval_extrapolation", "passkey", "attention_maps"):
+    if name in ("eval_extrapolation", "passkey", "audit", "attention_maps"):
         options += ["--out", "x.json", "--device", "cpu"]
     torch.set_float32_matmul_precision("high")
     try:

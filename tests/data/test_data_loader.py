@@ -1,7 +1,5 @@
 """Batches are a pure function of (seed, step, global batch, length), whoever reads them."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -171,37 +169,15 @@ def targets(tokens, length, **changes):
     return [y for _, y in validation_windows(tokens, length=length, **arguments)]
 
 
-@pytest.mark.parametrize("segment", [None, 128])
-def test_validation_has_the_same_targets_at_every_length(tokens, segment):
-    by_length = {
-        length: torch.cat([y.flatten() for y in targets(tokens, length, segment=segment)])
-        for length in (1, 16, 64, 128)
-    }
-    for flat in by_length.values():
-        assert torch.equal(flat, by_length[128])
-    if segment is None:
-        assert by_length[128].tolist() == STREAM[1:1025].tolist()
+def test_validation_has_the_same_targets_at_every_length(tokens):
+    for length in (1, 16, 64, 128):
+        flat = torch.cat([y.flatten() for y in targets(tokens, length)])
+        assert flat.tolist() == STREAM[1:1025].tolist()
 
 
 def test_validation_inputs_precede_their_targets(tokens):
     for x, y in validation_windows(tokens, length=64, total_tokens=1024, batch=5):
         assert torch.equal(x[:, 1:], y[:, :-1])
-
-
-def test_segments_are_spread_from_the_first_token_to_the_last_without_overlap(tokens):
-    for total, segment in ((1024, 128), (3000, 100), (2994, 499), (3000, 3000), (5, 5)):
-        flat = torch.cat(
-            [y.flatten() for y in targets(tokens, segment, total_tokens=total, segment=segment)]
-        ).reshape(-1, segment)
-        starts = [int(np.flatnonzero(_matches(row))[0]) for row in flat.numpy()]
-        assert starts[0] == 1
-        assert len(starts) == 1 or starts[-1] == 3001 - segment
-        assert all(b - a >= segment for a, b in itertools.pairwise(starts))
-
-
-def _matches(row):
-    windows = np.lib.stride_tricks.sliding_window_view(STREAM, len(row))
-    return (windows == row).all(axis=1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -219,8 +195,6 @@ def test_ranks_share_the_validation_windows(tokens, world_size):
 def test_impossible_validation_is_refused_at_the_call(tokens):
     with pytest.raises(UserError, match=r"1000 validation tokens .* windows of 64"):
         validation_windows(tokens, length=64, total_tokens=1000, batch=1)
-    with pytest.raises(UserError, match="segments of 100"):
-        validation_windows(tokens, length=64, total_tokens=1000, batch=1, segment=100)
     with pytest.raises(UserError, match="has 3001 validation tokens, too few for 6400"):
         validation_windows(tokens, length=64, total_tokens=6400, batch=1)
     with pytest.raises(UserError, match="multiple"):

@@ -166,15 +166,79 @@ def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
         assert gains == pytest.approx([0, 0], abs=1e-6)
 
 
-def test_spread_segments_reach_from_the_first_token_to_the_last(tmp_path):
+def asked(segment: int, tokens: int = 10**9, **changes) -> SimpleNamespace:
+    usual = {"lengths": [segment], "segment": None, "spread": False, "within_documents": False}
+    return SimpleNamespace(tokens=tokens, **(usual | changes))
+
+
+def test_spread_segments_reach_from_the_first_token_to_the_last_without_overlap(tmp_path):
     data = open_split(write_tokens(tmp_path / "data", SET_TOKENS), "val")
-    asked = SimpleNamespace(lengths=[64], tokens=TOKENS, spread=True, segment=None)
-    targets = eval_extrapolation.Targets(data, asked)
-    inputs = torch.cat([pair[1] for pair in targets.batches()])
-    wanted = torch.cat([pair[2] for pair in targets.batches()])
-    assert inputs[0].tolist() == data.slice(0, 64).tolist()
-    assert wanted[-1].tolist() == data.slice(SET_TOKENS - 64, 64).tolist()
-    assert len(inputs) == 5
+    for tokens, segment in ((TOKENS, 64), (999, 100), (998, 499), (999, 999), (5, 5)):
+        targets = eval_extrapolation.Targets(data, asked(segment, tokens, spread=True))
+        inputs = torch.cat([pair[1] for pair in targets.batches()])
+        wanted = torch.cat([pair[2] for pair in targets.batches()])
+        assert inputs[0].tolist() == data.slice(0, segment).tolist()
+        assert len(inputs) == tokens // segment
+        if len(inputs) > 1:
+            assert wanted[-1].tolist() == data.slice(SET_TOKENS - segment, segment).tolist()
+            assert np.diff(targets.starts).min() >= segment
+
+
+def documents_by_hand(tokens: list[int], eot: int) -> list[tuple[int, int]]:
+    """(start, size) of each document, one token at a time."""
+    found = [[0, 0]]
+    for place, token in enumerate(tokens):
+        if token == eot and place:
+            found.append([place, 0])
+        found[-1][1] += 1
+    return [tuple(document) for document in found]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("first", [256, 65])  # the set may begin within a document
+def test_segments_within_documents_never_cross_an_end_of_text(tmp_path, spread, first):
+    random = np.random.default_rng(1)
+    tokens = random.integers(0, 256, 5000).astype("<u2")
+    tokens[random.permutation(5000)[:60]] = 256
+    tokens[0] = first
+    write_tokens(tmp_path / "data", 5000)
+    for file, part in zip(
+        sorted((tmp_path / "data").iterdir()), np.split(tokens, [1667]), strict=True
+    ):
+        file.write_bytes(file.read_bytes()[:1024] + part.tobytes())
+    data = open_split(tmp_path / "data", "val", vocab_size=257)
+    segment, documents = 50, documents_by_hand(tokens.tolist(), 256)
+    expected = [
+        start + segment * number
+        for start, size in documents
+        for number in range(size)
+        if segment * (number + 1) < size
+    ]
+    targets = eval_extrapolation.Targets(data, asked(segment, spread=spread, within_documents=True))
+    assert targets.starts.tolist() == expected and len(expected) > 20
+    for _, inputs, wanted in targets.batches():
+        assert not (wanted == 256).any() and not (inputs[:, 1:] == 256).any()
+    long = sum(size > segment for _, size in documents)
+    share = len(expected) * segment / 5000
+    assert f"{long} of {len(documents)} documents" in targets.coverage()
+    assert f"{share:.1%} of the set" in targets.coverage()
+    few = eval_extrapolation.Targets(
+        data, asked(segment, 350, spread=spread, within_documents=True)
+    )
+    assert few.count == 7 and set(few.starts) <= set(expected)
+    assert (few.starts[-1] == expected[-1]) == spread
+    with pytest.raises(UserError, match=r"no document of 900 \+ 1 tokens, the longest"):
+        eval_extrapolation.Targets(data, asked(900, within_documents=True))
+
+
+def test_the_results_say_how_much_of_the_set_has_long_documents(tmp_path, capsys):
+    write_tokens(tmp_path / "data", SET_TOKENS)
+    write_checkpoint(tmp_path / "softmax", tiny_model())
+    main(command(tmp_path, ["softmax"], "x.json", "--within-documents", "--no-figures"))
+    about, shown = load(tmp_path, "x.json").about, capsys.readouterr().out
+    assert f"{about['long_documents']} of {about['documents']} documents hold a segment" in shown
+    with pytest.raises(UserError, match="not comparable"):
+        main(command(tmp_path, ["softmax"], "x.json"))
 
 
 VARIANTS = {

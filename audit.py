@@ -1,0 +1,310 @@
+"""python audit.py CKPT [CKPT ...] --data DIR --out results/audit.json
+python audit.py CKPT [CKPT ...] --task mqar --out results/audit-mqar.json
+
+Does a model use what lies beyond its training length L? Tokens that far context could predict are
+scored twice, with everything in view and with only the last L tokens, by their distance from what
+says them: (L, 2L], (2L, 4L], ... up to `--times 16` L.
+
+    --data   natural text, any model. A token counts if the k-gram before it (8 bytes, or 3 tokens
+             of BPE) last occurred at such a distance within its segment of 16 L tokens, whether or
+             not the same token followed then; both cases are reported apart, and so are tokens
+             whose k-gram is new. The score is the loss. `--segments 256` are spread over the set;
+             with `--within-documents` none crosses an end-of-text token.
+    --task   mqar, flipflop, copy or passkey, for a model trained on it (data/prepare.py): the
+             answers of as many sequences of 16 L. The score is 1 for the right token, else 0: what
+             a model gives for a question whose answer it cannot see has no meaningful loss. Only
+             answers farther than layers x L count, which stacked windows of L do not reach.
+
+"Only the last L" is a fresh context: the L tokens before the target, computed alone. A sliding
+window of L would be cheaper, but each layer passes on what its own window saw, so that the last of
+n layers sees n L tokens: it is a way to use far context, not the control (`--window` adds it as a
+variant). The fresh context costs L tokens per target; at most 4,096 targets are drawn.
+
+The gain is the mean score in full minus in near context. The verdict follows from its 95 % interval
+by Student's t, over 30 blocks of neighbouring segments, or over seeds where several are given:
+
+    ignores far context     the interval lies within 0.02 nats, or 0.05 in accuracy, of zero
+    uses far context        else, the whole interval is on the better side of zero
+    harmed by far context   else, it is on the worse side, or the loss overflows
+    open                    else
+"""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+from data.far_tasks import PASSKEY, TASKS
+from evaluating.protocol import EvaluationParser
+from support.command import answer_early, positive, run, seed_number, whole
+
+
+def make_parser() -> EvaluationParser:
+    parser = EvaluationParser(__doc__, variants=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", help="folder of token shards: natural text")
+    what.add_argument("--task", choices=(*TASKS, PASSKEY))
+    parser.add_argument("--within-documents", action="store_true", help="long documents only")
+    parser.add_argument("--segments", type=whole(1, 100_000), default=256, help="%(default)s")
+    parser.add_argument("--near", type=positive, help="L; default: the training length")
+    parser.add_argument("--times", type=whole(2, 2**20), default=16, help="a power of 2")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of a task's sequences")
+    return parser
+
+
+if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
+    answer_early(make_parser().parse_args)
+
+import numpy as np
+
+from data.loader import Windows
+from data.shards import describe_set
+from eval_extrapolation import Targets, open_data
+from evaluating import extrapolation_report as report
+from evaluating import far_targets as far
+from evaluating.checkpoints import (
+    Case,
+    Checkpoint,
+    labels,
+    open_checkpoints,
+    series_label,
+    unmeasured,
+    variants,
+)
+from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
+from evaluating.results import Record, Results
+from lssar.errors import UserError
+from model import GPT
+from paper.statistic import MARGIN, OPEN, Comparison, t_quantile
+from support import plots
+from support.text import table
+from training import distributed
+
+BLOCKS = 30
+ACCURACY_MARGIN = 0.05
+USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
+
+
+class Scale:
+    """How scores are compared: the losses of a text's tokens, or the right answers of a task."""
+
+    def __init__(self, task: str | None):
+        self.unit, margin = ("accuracy", ACCURACY_MARGIN) if task else ("nats", MARGIN)
+        self.options = {"lower_is_better": task is None, "margin": margin}
+
+    def compared(self, gains) -> Comparison:
+        """Of independent gains: seeds, or blocks; of none of them if one is not finite."""
+        finite = all(g is not None and np.isfinite(g) for g in gains)
+        return Comparison(tuple(map(float, gains)) if finite else (), **self.options)
+
+    def by_block(self, gains: np.ndarray, block: np.ndarray) -> Comparison:
+        """The mean over all targets; blocks have unequal numbers of them, so what varies is how
+        far each block's sum is from what the mean makes it."""
+        numbers = np.unique(block, return_inverse=True)[1]
+        sums, counts = np.bincount(numbers, gains), np.bincount(numbers)
+        mean = gains.mean()
+        return self.compared(mean + (sums - mean * counts) / counts.mean())
+
+    def verdict(self, gain: Comparison) -> str:
+        if gain.equivalent:
+            return IGNORES
+        return HARMED if gain.mean is None else {1: USES, -1: HARMED, 0: OPEN}[gain.sign]
+
+
+class Audit:
+    """What is asked of every model: the targets, and how their scores are judged."""
+
+    def __init__(self, arguments, checkpoints: list[Checkpoint]):
+        lengths = sorted({c.info.train_length for c in checkpoints})
+        if arguments.near is None and len(lengths) > 1:
+            trained = f"the models were trained at {' and '.join(map(str, lengths))}"
+            raise UserError(f"{trained} tokens; give --near, or audit them separately")
+        if arguments.times & (arguments.times - 1):
+            raise UserError(f"--times {arguments.times} is not a power of 2")
+        names = {c.tokeniser().name: c for c in checkpoints}
+        if len(names) > 1:
+            raise UserError(f"the models read {' and '.join(names)}; audit them separately")
+        self.arguments, self.scale = arguments, Scale(arguments.task)
+        self.task, self.near = arguments.task, arguments.near or lengths[0]
+        self.length = self.near * arguments.times
+        self.settings = {"near": self.near, "times": arguments.times, "task": self.task}
+        self.about, self.coverage = {}, ""
+        self.targets = self._answers(checkpoints) if self.task else self._text(checkpoints)
+        self.settings["segments"] = len(self.targets.tokens)
+        self.settings["targets_sha256"] = self.targets.sha256
+
+    def _text(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
+        asked, data = self.arguments, open_data(self.arguments.data, checkpoints)
+        size = {"tokens": asked.segments * self.length, "lengths": [self.length], "segment": None}
+        within = {"spread": True, "within_documents": asked.within_documents}
+        segments = Targets(data, SimpleNamespace(**size, **within))
+        gram = far.GRAM[checkpoints[0].tokeniser().name]
+        self.settings |= {"gram": gram, "within_documents": asked.within_documents}
+        self.about, self.coverage = (
+            describe_set(asked.data) | segments.documents,
+            segments.coverage(),
+        )
+        tokens = Windows(data, self.length).read(segments.starts).numpy()
+        return far.text_targets(tokens, self.near, gram)
+
+    def _answers(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
+        asked, reader = self.arguments, checkpoints[0].tokeniser()
+        if asked.within_documents:
+            raise UserError("--within-documents is about --data; the sequences of a task are whole")
+        deepest = max(c.config.layers for c in checkpoints)
+        if deepest >= asked.times:
+            reach = f"windows of {self.near} reach {deepest * self.near} tokens in {deepest} layers"
+            raise UserError(f"{reach}; raise --times to at least {2 ** deepest.bit_length()}")
+        self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
+        which = {"tokeniser": reader, "count": asked.segments, "seed": asked.seed}
+        self.learnt = far.task_targets(self.task, **which, length=self.near, beyond=0)
+        found = far.task_targets(self.task, **which, length=self.length, beyond=self.near)
+        if not (found.distance > deepest * self.near).any():
+            few = f"no answer stands farther than {deepest * self.near} tokens from its question"
+            raise UserError(f"{few} in {asked.segments} sequences; raise --segments")
+        return found
+
+    def measure(self, model: GPT, case: Case, device) -> list[Record]:
+        """The gain in each range of distances, then the one that the verdict rests on."""
+        begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
+        case.configure(model)
+        full = far.full_scores(model, targets, device, label)
+        replace(case, length=self.near).configure(model)
+        near = far.near_scores(model, targets, self.near, device, label)
+        kind = 0 if self.task is None else 1  # of the two scores
+        found, key = Found(self, full[kind], near[kind]), case.key | {"task": self.task or ""}
+        records = []
+        for lower in (self.near * 2**i for i in range(self.arguments.times.bit_length() - 1)):
+            chosen = (targets.distance > lower) & (targets.distance <= 2 * lower)
+            if chosen.any():
+                here = key | {"length": 2 * lower}
+                records.append(Record("gain_by_distance", **found.far_gain(chosen), **here))
+        stacked = self.near * case.checkpoint.config.layers
+        beyond = stacked if self.task else self.near
+        overall = found.far_gain(targets.distance > beyond)
+        details = overall["details"] | {"beyond": beyond}
+        details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]))
+        if self.task is None:
+            details["beyond_stacked_windows"] = found.gain(targets.distance > stacked)
+            details["new"] = found.gain(targets.distance == far.UNSEEN)
+        else:
+            right = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
+            details["accuracy_at_near"] = float(right.mean())
+        details["seconds"] = round(time.monotonic() - begun, 2)
+        return [*records, Record("far_gain", **(overall | {"details": details}), **key)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The scores of all targets in full and in near context."""
+
+    audit: Audit
+    full: np.ndarray
+    near: np.ndarray
+
+    def gain(self, chosen: np.ndarray) -> dict:
+        """Value, error, tokens and details of a record."""
+        if not chosen.any():
+            return {"value": None, "tokens": 0}
+        targets, scale = self.audit.targets, self.audit.scale
+        block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
+        gain = scale.by_block((self.full - self.near)[chosen], block)
+        error = gain.half_width and gain.half_width / t_quantile(gain.n - 1)
+        details = {"full": self.full[chosen].mean(), "near": self.near[chosen].mean()}
+        details |= {"interval": gain.interval, "by_block": gain.differences}
+        size = {"tokens": int(chosen.sum()), "details": details}
+        return {"value": gain.mean, "error": error} | size
+
+    def far_gain(self, chosen: np.ndarray) -> dict:
+        """The same; for a text, also apart where the same token followed before, and another."""
+        found, same = self.gain(chosen), self.audit.targets.same
+        if self.audit.task is None:
+            parts = {"same": chosen & same, "differs": chosen & ~same}
+            found["details"] |= {name: self.gain(part) for name, part in parts.items()}
+        return found
+
+
+def recipe(run: dict) -> tuple:
+    """What runs have in common that differ in nothing but their seed."""
+    name = re.sub(rf"[-_]?s?(eed)?[-_=]?{run['seed']}$", "", run["run"])
+    return name, str(run["model"]), run["train_length"], run["step"]
+
+
+def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
+    """(name, its far gains): one, or those of several seeds."""
+    groups: dict[tuple, list[Record]] = {}
+    for record in results.select(quantity="far_gain"):
+        groups.setdefault((*recipe(results.runs[record.run]), record.variant), []).append(record)
+    names = labels(results.runs)
+    for (name, *_, variant), records in groups.items():
+        seeds = {results.runs[r.run]["seed"] for r in records}
+        if 1 < len(seeds) == len(records):
+            yield series_label(f"{name}, {len(seeds)} seeds", variant), records
+        else:
+            yield from ((series_label(names[r.run], variant), [r]) for r in records)
+
+
+def verdicts(results: Results, scale: Scale) -> str:
+    """One line per model."""
+    rows, task = [], results.settings["task"]
+    for name, records in models(results):
+        details = [r.details for r in records]
+        one = len(records) == 1
+        gain = scale.compared(details[0]["by_block"] if one else [r.value for r in records])
+        targets = f"{sum(r.tokens for r in records)} > {details[0]['beyond']}"
+        kinds = ("accuracy_at_near", "full", "near") if task else ()
+        shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
+        rows.append([name, targets, *shares, shown(gain), scale.verdict(gain)])
+    shares = ["at 1x", "far", "near only"] if task else []
+    return table(["", "targets", *shares, f"gain ({scale.unit})", "verdict"], rows)
+
+
+def shown(gain: Comparison) -> str:
+    return gain.text() if gain.n else "overflow"
+
+
+def main(argv: list[str]) -> None:
+    arguments = make_parser().parse_args(argv)
+    if distributed.world_size() > 1:
+        raise UserError("audit.py runs in one process; start it without torchrun")
+    device = distributed.start(arguments.device).device
+    checkpoints = open_checkpoints(arguments.checkpoints)
+    chosen = variants(arguments, checkpoints)
+    audit = Audit(arguments, checkpoints)
+    count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
+    print(f"{audit.coverage}{count:,} targets in {segments:,} segments of {audit.length:,} tokens")
+    with arithmetic(arguments.precision, device) as precision:
+        settings = audit.settings | {"precision": precision}
+        results = open_results(arguments.out, "audit", settings, audit.about)
+        with kept_on_interrupt(results.path):
+            for case, model in unmeasured(results, checkpoints, chosen, [audit.length], device):
+                found = audit.measure(model, case, device)
+                results.add(*found)
+                print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
+    show(results, audit.scale)
+
+
+def show(results: Results, scale: Scale) -> None:
+    cells = {}
+    for key, record in report.by_key(results, "gain_by_distance").items():
+        cells[key] = f"{report.number(record.value, '+.3f', record.error)} ({record.tokens})"
+    near, unit = results.settings["near"], scale.unit
+    what = f"{unit} with everything in view minus with the last {near} tokens, ± standard error"
+    print(report.table_by_length(results, f"{what} (targets), by distance up to", cells))
+    print("\n" + verdicts(results, scale))
+    words = (f"gain ({unit}): full − near", "distance up to (tokens)")
+    figure, axes = report.figure_by_length(results, "gain_by_distance", *words, with_interval)
+    axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
+    for path in plots.save(figure, results.sibling(".png")):
+        print(f"figure: {path}")
+
+
+def with_interval(record: Record) -> tuple[float, float, float]:
+    low, high = record.details["interval"] or (record.value, record.value)
+    return record.value, record.value - low, high - record.value
+
+
+if __name__ == "__main__":
+    run(main)

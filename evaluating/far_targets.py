@@ -1,0 +1,135 @@
+"""Which tokens an audit scores, how far before them stands what says them, and their scores.
+
+The choice asks no model: it depends on the tokens alone.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data.far_tasks import ask
+from data.tokeniser import Tokeniser
+from evaluating.protocol import BATCH_TOKENS, progress
+from lssar.errors import UserError
+from model import GPT
+
+# The k of k-grams. Of the standard library's bytes, 17 % follow a 4-gram that last occurred 129 to
+# 2,048 bytes before, and in 76 % of these cases the same byte follows; 12.5 % and 85 % at k = 8;
+# at k = 12 a quarter fewer, and no more than 87 %.
+GRAM = {"bytes": 8, "gpt2": 3}
+MOST = 4096  # targets; each costs a forward pass over the near context alone
+UNSEEN = 0  # the distance where the k-gram has not occurred before
+
+
+@dataclass(frozen=True)
+class FarTargets:
+    tokens: np.ndarray  # (segments, length + 1)
+    segment: np.ndarray  # (targets,): in which segment
+    place: np.ndarray  # (targets,): where in it
+    distance: np.ndarray  # (targets,): of what says it, or UNSEEN
+
+    @property
+    def wanted(self) -> np.ndarray:
+        return self.tokens[self.segment, self.place]
+
+    @property
+    def same(self) -> np.ndarray:
+        """Whether the token at the distance is the target, which the label did not look at."""
+        return self.tokens[self.segment, self.place - self.distance] == self.wanted
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens and of which of them are scored."""
+        arrays = (self.tokens, self.segment, self.place)
+        return hashlib.sha256(b"".join(a.astype("<i8").tobytes() for a in arrays)).hexdigest()
+
+    def near(self, length: int) -> np.ndarray:
+        """(targets, length): the last tokens before each target."""
+        places = self.place[:, None] + np.arange(-length, 0)
+        return self.tokens[self.segment[:, None], places]
+
+
+def last_occurrences(tokens: np.ndarray, gram: int) -> np.ndarray:
+    """For each token, how far back is the one that last followed the same k-gram; 0: none is."""
+    grams = np.lib.stride_tricks.sliding_window_view(tokens[:-1], gram)
+    ids = np.unique(grams, axis=0, return_inverse=True)[1].ravel()
+    order = np.argsort(ids, kind="stable")  # places of the same k-gram stand in a row, in order
+    again = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
+    distance = np.zeros(len(tokens), dtype=np.int64)
+    distance[gram + order[again + 1]] = order[again + 1] - order[again]
+    return distance
+
+
+def text_targets(tokens: np.ndarray, near: int, gram: int) -> FarTargets:
+    """Tokens beyond the near context whose k-gram last occurred beyond it, or never."""
+    distance = np.stack([last_occurrences(row, gram) for row in tokens])
+    distance[:, :near] = -1
+    far = _sampled(*np.nonzero(distance > near))
+    if not len(far):
+        rare = f"none of the {distance[:, near:].size} tokens follows a {gram}-gram that last"
+        raise UserError(f"{rare} occurred more than {near} tokens before it; use other --data")
+    unseen = _sampled(*np.nonzero(distance == UNSEEN))
+    segment, place = np.concatenate((far, unseen)).T
+    return FarTargets(tokens, segment, place, distance[segment, place])
+
+
+def task_targets(
+    task: str, tokeniser: Tokeniser, length: int, count: int, beyond: int, seed: int
+) -> FarTargets:
+    """The answers of `count` sequences of a task that stand farther than `beyond` from its key."""
+    asked = [ask(task, tokeniser, length, number, seed) for number in range(count)]
+    found = [(i, *answer) for i, one in enumerate(asked) for answer in one.answers]
+    chosen = [answer for answer in found if answer[2] > beyond]
+    segment, place, distance = _sampled(*np.array(chosen).reshape(-1, 3).T).T
+    tokens = np.stack([one.tokens for one in asked]).astype(np.int64)
+    return FarTargets(tokens, segment, place, distance)
+
+
+def _sampled(*columns: np.ndarray) -> np.ndarray:
+    """All rows (n, columns), or MOST of them drawn evenly."""
+    rows = np.stack(columns, axis=1)
+    if len(rows) > MOST:
+        rows = rows[np.sort(np.random.default_rng(0).permutation(len(rows))[:MOST])]
+    return rows
+
+
+def scores(model: GPT, inputs: np.ndarray, rows, places, wanted: np.ndarray, device) -> np.ndarray:
+    """(2, targets): the loss of each, and whether it is the likeliest token."""
+    with torch.no_grad():
+        hidden = model.hidden(torch.from_numpy(inputs).to(device))
+        logits = model.logits(hidden[rows, places])
+        answers = torch.from_numpy(wanted).to(device)
+        losses = F.cross_entropy(logits, answers, reduction="none")
+        return torch.stack((losses, (logits.argmax(-1) == answers).float())).cpu().double().numpy()
+
+
+def full_scores(model: GPT, targets: FarTargets, device, label: str) -> np.ndarray:
+    """With the whole of the segment up to the target in view."""
+    found, wanted = np.zeros((2, len(targets.place))), targets.wanted
+    count, length = targets.tokens.shape
+    size = max(1, BATCH_TOKENS // (length - 1))
+    with progress(count, label, "segment") as bar:
+        for first in range(0, count, size):
+            inputs = targets.tokens[first : first + size, :-1]
+            here = np.flatnonzero(targets.segment // size == first // size)
+            if len(here):
+                rows, places = targets.segment[here] - first, targets.place[here] - 1
+                found[:, here] = scores(model, inputs, rows, places, wanted[here], device)
+            bar.update(len(inputs))
+    return found
+
+
+def near_scores(model: GPT, targets: FarTargets, near: int, device, label: str) -> np.ndarray:
+    """With the `near` tokens before the target in view, and nothing else."""
+    inputs, wanted = targets.near(near), targets.wanted
+    found, size = np.zeros((2, len(inputs))), max(1, BATCH_TOKENS // near)
+    with progress(len(inputs), f"{label}, near context", "target") as bar:
+        for first in range(0, len(inputs), size):
+            here = slice(first, first + size)
+            rows = np.arange(len(wanted[here]))
+            found[:, here] = scores(model, inputs[here], rows, -1, wanted[here], device)
+            bar.update(len(rows))
+    return found

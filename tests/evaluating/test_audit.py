@@ -1,0 +1,412 @@
+"""Far targets by brute force, scores by plain loops, verdicts on models known by construction."""
+
+import math
+import string
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from eval_helpers import tiny_model, write_checkpoint
+from retriever import retriever
+
+import audit
+from data.far_tasks import TASKS, ask
+from data.prepare import main as prepare
+from data.shards import header_bytes, open_split
+from data.tokeniser import get_tokeniser
+from evaluating import far_targets
+from evaluating.far_targets import full_scores, last_occurrences, near_scores, text_targets
+from evaluating.results import read_results
+from lssar.errors import UserError
+
+BYTES = get_tokeniser("bytes")
+
+
+def write_set(directory, tokens):
+    directory.mkdir(parents=True)
+    tokens = np.asarray(tokens, dtype="<u2")
+    (directory / "set_val_000000.bin").write_bytes(header_bytes(len(tokens)) + tokens.tobytes())
+    return directory
+
+
+# --- which tokens are scored ---------------------------------------------------------------------
+
+
+def distances_by_hand(tokens: list[int], gram: int) -> list[int]:
+    found = []
+    for t in range(len(tokens)):
+        before = tokens[t - gram : t] if t >= gram else None
+        earlier = [j for j in range(gram, t) if tokens[j - gram : j] == before]
+        found.append(t - earlier[-1] if before and earlier else 0)
+    return found
+
+
+@pytest.mark.parametrize("gram, letters, size", [(1, 2, 41), (3, 3, 97), (8, 2, 201), (2, 300, 77)])
+def test_distances_are_those_of_a_search_by_hand(gram, letters, size):
+    tokens = np.random.default_rng(size).integers(0, letters, size)
+    tokens[size // 2 :] = tokens[: size - size // 2]  # so that long grams occur again
+    expected = distances_by_hand(tokens.tolist(), gram)
+    assert last_occurrences(tokens, gram).tolist() == expected and max(expected) > 0
+
+
+def test_far_targets_are_the_tokens_that_only_far_context_can_say():
+    near, gram = 20, 3
+    tokens = np.random.default_rng(0).integers(0, 5, (4, 150))
+    targets = text_targets(tokens, near, gram)
+    by_hand = {}
+    for segment, row in enumerate(tokens.tolist()):
+        for place, distance in enumerate(distances_by_hand(row, gram)):
+            if place >= near and (distance > near or distance == 0):
+                by_hand[segment, place] = distance
+    found = zip(targets.segment.tolist(), targets.place.tolist(), strict=True)
+    assert dict(zip(found, targets.distance.tolist(), strict=True)) == by_hand
+    for i, context in enumerate(targets.near(near)):
+        row, place, distance = tokens[targets.segment[i]], targets.place[i], targets.distance[i]
+        assert context.tolist() == row[place - near : place].tolist()
+        assert targets.same[i] == (row[place] == row[place - distance])
+        text = "".join(map(str, context))  # nothing in view has followed this 3-gram
+        assert text.count(text[-gram:]) == 1 or text.find(text[-gram:]) > near - 2 * gram
+
+
+def test_a_sample_of_the_targets_is_even_and_always_the_same(monkeypatch):
+    tokens = np.random.default_rng(0).integers(0, 5, (40, 150))
+    every = text_targets(tokens, 20, 3)
+    monkeypatch.setattr(far_targets, "MOST", 300)
+    some, again = (text_targets(tokens, 20, 3) for _ in range(2))
+    assert some.sha256 == again.sha256 != every.sha256
+    far = some.distance > 0
+    assert far.sum() == 300 and (every.distance > 0).sum() > 1000
+    expected = every.distance[every.distance > 0].mean()
+    assert some.distance[far].mean() == pytest.approx(expected, rel=0.15)
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+def answers_by_hand(task: str, text: str) -> dict[int, int]:
+    """Place and distance of every answer, from the rules of the task."""
+    found, last = {}, {}
+    if task == "flipflop":
+        for place in range(0, len(text.rstrip(".")), 2):
+            instruction, bit = text[place : place + 2]
+            if instruction == "w":
+                last["bit"], written = place + 1, bit
+            if instruction == "r":
+                assert bit == written
+                found[place + 1] = place + 1 - last["bit"]
+    elif task == "copy":
+        start = 0
+        for line in text.rstrip(".").split("\n")[:-1]:
+            first, second = line.split("|")
+            assert first == second
+            for i in range(len(first)):
+                found[start + len(first) + 1 + i] = len(first) + 1
+            start += len(line) + 1
+    else:
+        for place, letter in enumerate(text):
+            if letter in string.ascii_uppercase:
+                if letter in last:
+                    assert text[place + 1] == text[last[letter] + 1]
+                    found[place + 1] = place - last[letter]
+                last[letter] = place
+        assert found
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [64, 127, 128, 2048])
+def test_the_answers_of_a_task_are_where_its_rules_put_them(task, length):
+    for number in range(30):
+        tokens, answers = ask(task, BYTES, length, number, seed=3)
+        assert len(tokens) == length + 1 and tokens[0] == BYTES.eot
+        text = BYTES.decode(tokens[1:])
+        by_hand = answers_by_hand(task, text)
+        assert {place - 1: distance for place, distance in answers} == by_hand
+
+
+@pytest.mark.parametrize("tokeniser", ["bytes", "gpt2"])
+def test_the_answer_of_a_passkey_prompt_is_its_key_at_the_last_mention(tokeniser):
+    tokeniser = get_tokeniser(tokeniser)
+    for number in range(30):
+        tokens, answers = ask("passkey", tokeniser, 500, number, seed=3)
+        assert len(tokens) == 501
+        key = tokeniser.decode(tokens[[place for place, _ in answers]]).strip()
+        assert key.isdigit() and tokeniser.decode(tokens).count(f" {key}") == 3
+        said = tokeniser.decode(tokens[[place - distance for place, distance in answers]])
+        assert said.strip() == key
+        (distance,) = {distance for _, distance in answers}
+        place = answers[0][0]
+        between = tokeniser.decode(tokens[place - distance + len(answers) : place])
+        assert key not in between and "What is the pass key? The pass key is" in between
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_distances_of_a_task_reach_over_the_whole_sequence(task):
+    found = [d for n in range(60) for _, d in ask(task, BYTES, 2048, n, seed=0).answers]
+    most = 1024 if task == "copy" else 2048
+    octaves = [sum(most / 2 ** (i + 1) < d <= most / 2**i for d in found) for i in range(4)]
+    assert min(octaves) >= 10 and max(found) < most + 1
+
+
+def test_a_corpus_of_a_task_fills_the_training_length_with_each_document(tmp_path, monkeypatch):
+    from data.far_tasks import TaskSource
+
+    monkeypatch.setattr(TaskSource, "DOCUMENTS", 50)
+    monkeypatch.setattr(TaskSource, "VALIDATION", 10)
+    prepare(["flipflop", "--length", "81", "--out", str(tmp_path / "c")])
+    for split, count in (("val", 10), ("train", 40)):
+        rows = open_split(tmp_path / "c", split).slice(0, 81 * count).reshape(count, 81)
+        assert (rows[:, 0] == BYTES.eot).all() and not (rows[:, 1:] == BYTES.eot).any()
+        for row in rows:
+            assert answers_by_hand("flipflop", BYTES.decode(row[1:]))
+    with pytest.raises(UserError, match="length 9 is too short for 'mqar'; use at least 64"):
+        prepare(["mqar", "--length", "9", "--out", str(tmp_path / "d")])
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_whole_forward_passes_one_by_one():
+    near, model = 20, tiny_model("lssar").double()
+    tokens = np.random.default_rng(0).integers(0, 5, (3, 101))
+    targets = text_targets(tokens, near, 3)
+    full = full_scores(model, targets, "cpu", "")
+    seen = near_scores(model, targets, near, "cpu", "")
+    for i in range(0, len(targets.place), 7):
+        row, place = torch.from_numpy(tokens[targets.segment[i]]), targets.place[i]
+        for context, found in ((row[:place], full), (row[place - near : place], seen)):
+            with torch.no_grad():
+                logits = F.linear(model.hidden(context[None])[0, -1], model.embedding.weight)
+            loss = F.cross_entropy(logits, row[place])
+            assert found[0, i] == pytest.approx(loss.item(), rel=1e-5)
+            assert found[1, i] == (logits.argmax() == row[place])
+
+
+# --- the verdict ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "task, gains, words",
+    [
+        (None, (-0.5, -0.4, -0.6), audit.USES),
+        (None, (0.5, 0.4, 0.6), audit.HARMED),
+        (None, (0.001, -0.001, 0.002), audit.IGNORES),
+        (None, (-0.011, -0.010, -0.012), audit.IGNORES),  # certain, but too small to matter
+        (None, (-0.5, 0.4, 0.1), audit.OPEN),
+        (None, (-0.5,), audit.OPEN),  # one block or one seed shows no spread
+        (None, (-0.5, None, -0.4), audit.HARMED),
+        (None, (-0.5, math.nan, -0.4), audit.HARMED),
+        ("mqar", (0.9, 0.8, 0.85), audit.USES),
+        ("mqar", (-0.9, -0.8, -0.85), audit.HARMED),
+        ("mqar", (0.02, -0.01, 0.0), audit.IGNORES),
+        ("mqar", (0.3, -0.1, 0.0), audit.OPEN),
+    ],
+)
+def test_the_verdict_follows_the_rule_of_the_docstring(task, gains, words):
+    scale = audit.Scale(task)
+    assert scale.verdict(scale.compared(gains)) == words
+
+
+def test_intervals_are_over_blocks_not_tokens():
+    """The interval of a ratio of sums over clusters, written out; and copies of tokens add none."""
+    random = np.random.default_rng(0)
+    block = np.repeat(np.arange(6), (3, 9, 1, 7, 12, 5))
+    gains = random.normal(size=len(block)) + np.repeat(random.normal(size=6), np.bincount(block))
+    found = audit.Scale(None).by_block(gains, block)
+    mean = sum(gains) / len(gains)
+    residuals = [
+        sum(g - mean for g, b in zip(gains, block, strict=True) if b == n) for n in range(6)
+    ]
+    error = math.sqrt(sum(r * r for r in residuals) * 6 / 5) / len(gains)
+    assert found.mean == pytest.approx(mean)
+    assert found.half_width == pytest.approx(2.571 * error)
+    doubled = audit.Scale(None).by_block(np.tile(gains, 2), np.tile(block, 2))
+    assert doubled.interval == pytest.approx(found.interval)
+
+
+@pytest.fixture(scope="module")
+def copier(tmp_path_factory):
+    """A model that copies what followed the last five digits, and digits that repeat from afar."""
+    here = tmp_path_factory.mktemp("copier")
+    write_checkpoint(here / "copier", retriever(), tokeniser="bytes")
+    random, rows = np.random.default_rng(0), []
+    for _ in range(6):
+        digits = random.integers(48, 58, 110)
+        rows.append(np.concatenate((digits, random.integers(48, 58, 36), digits)))
+    write_set(here / "digits", [*np.concatenate(rows), 48])
+    return here
+
+
+def of_copier(here, out, *options):
+    given = ["--data", str(here / "digits"), "--near", "64", "--times", "4", "--segments", "12"]
+    audit.main(
+        [str(here / "copier"), *given, "--out", str(here / out), "--device", "cpu", *options]
+    )
+    return read_results(here / out)
+
+
+def test_a_model_that_copies_uses_far_context_and_ignores_it_with_a_window(
+    copier, monkeypatch, capsys
+):
+    """The window and the look-back of the first layer both fit into the near context."""
+    monkeypatch.setattr(far_targets, "MOST", 32)
+    results = of_copier(copier, "x.json", "--window", "56")
+    free, window = results.select(quantity="far_gain")
+    assert (free.variant, window.variant) == ("as trained", "window=56")
+    assert free.details["verdict"] == audit.USES and free.value < -1
+    same, differs = (free.details[kind] for kind in ("same", "differs"))
+    assert same["tokens"] > 25 and same["value"] < -1 and same["tokens"] + differs["tokens"] == 32
+    assert window.details["verdict"] == audit.IGNORES
+    assert window.value == pytest.approx(0, abs=1e-3)
+    assert free.tokens == window.tokens == 32
+    shown = capsys.readouterr().out
+    assert audit.USES in shown and audit.IGNORES in shown
+    assert (copier / "x.png").stat().st_size > 5000
+    (by_distance,) = results.select(quantity="gain_by_distance", variant="as trained")
+    assert (by_distance.length, by_distance.tokens) == (256, 32)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Three seeds of one model and another model, and a text of two letters."""
+    here = tmp_path_factory.mktemp("audit")
+    for seed in range(3):
+        model = tiny_model(seed=seed)
+        write_checkpoint(here / f"softmax-s{seed}", model, seed=seed, tokeniser="bytes")
+    write_checkpoint(here / "lssar", tiny_model("lssar"), seed=0, tokeniser="bytes")
+    write_set(here / "data", np.random.default_rng(0).integers(97, 99, 3000))
+    return here
+
+
+def command(here, runs, out, *options) -> list[str]:
+    given = ["--data", str(here / "data"), "--times", "4", "--segments", "30", "--device", "cpu"]
+    return [*(str(here / run) for run in runs), *given, "--out", str(here / out), *options]
+
+
+def test_several_seeds_of_a_run_are_one_model(workspace, capsys):
+    runs = [f"softmax-s{seed}" for seed in range(3)]
+    audit.main(command(workspace, [*runs, "lssar"], "seeds.json"))
+    results = read_results(workspace / "seeds.json")
+    found = results.select(quantity="far_gain")
+    values = [r.value for r in found[:3]]
+    spread = 4.303 * np.std(values, ddof=1) / math.sqrt(3)
+    low, high = np.mean(values) - spread, np.mean(values) + spread
+    shown = capsys.readouterr().out.replace("−", "-")
+    (line,) = [line for line in shown.splitlines() if "softmax, 3 seeds" in line]
+    assert f"{np.mean(values):+.3f} [{low:+.3f}, {high:+.3f}]" in line
+    assert f"{sum(r.tokens for r in found[:3])} > 16" in line
+    names = {name: [r.run for r in records] for name, records in audit.models(results)}
+    assert [len(runs) for runs in names.values()] == [3, 1]
+
+
+def test_a_finished_audit_is_not_computed_again_and_can_be_extended(workspace, monkeypatch):
+    measure, calls = audit.Audit.measure, []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return measure(*arguments)
+
+    monkeypatch.setattr(audit.Audit, "measure", counted)
+    audit.main(command(workspace, ["lssar"], "again.json"))
+    before = read_results(workspace / "again.json").records
+    audit.main(command(workspace, ["lssar", "softmax-s0"], "again.json", "--p", "3"))
+    after = read_results(workspace / "again.json").records
+    assert len(calls) == 3 and after[: len(before)] == before and len(after) == 3 * len(before)
+    with pytest.raises(UserError, match="times = 4, this is 8"):
+        audit.main(command(workspace, ["lssar"], "again.json", "--times", "8"))
+
+
+def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace, capsys):
+    out = workspace / "task.json"
+    size = ("--near", "64", "--times", "4", "--segments", "12", "--device", "cpu")
+    audit.main([str(workspace / "lssar"), "--task", "mqar", *size, "--out", str(out)])
+    (record,) = read_results(out).select(quantity="far_gain")
+    distances = [d for n in range(12) for _, d in ask("mqar", BYTES, 256, n, seed=0).answers]
+    assert record.tokens == sum(d > 2 * 64 for d in distances) > 0
+    assert record.details["beyond"] == 128 and record.task == "mqar"
+    by_distance = {
+        r.length: r.tokens for r in read_results(out).select(quantity="gain_by_distance")
+    }
+    assert by_distance == {n: sum(n / 2 < d <= n for d in distances) for n in (128, 256)}
+    assert 0 <= record.details["accuracy_at_near"] <= 1
+    assert f"{record.tokens} > 128" in capsys.readouterr().out
+
+
+def test_passkey_prompts_are_audited_too(workspace):
+    out = workspace / "passkey.json"
+    size = ("--near", "300", "--times", "4", "--segments", "4", "--device", "cpu")
+    audit.main([str(workspace / "lssar"), "--task", "passkey", *size, "--out", str(out)])
+    (record,) = read_results(out).select(quantity="far_gain")
+    asked = [ask("passkey", BYTES, 1200, number, seed=0).answers for number in range(4)]
+    assert record.tokens == sum(d > 600 for answers in asked for _, d in answers) > 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--times", "6"), "--times 6 is not a power of 2"),
+        (("--times", "1024"), "too few for one window of 16384"),
+        (("--near", "1000"), "too few for one window of 4000"),
+        (("--within-documents", "--times", "512"), "too few for one window"),
+        (("--data", "nowhere"), "nowhere does not exist"),
+        (("--segments", "0"), "--segments: '0' must be at least 1"),
+        (("--task", "mqar"), "not allowed with argument"),
+    ],
+)
+def test_mistakes_are_one_clear_line(workspace, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        audit.main(command(workspace, ["lssar"], "never.json", *options))
+    assert "\n" not in str(caught.value) and not (workspace / "never.json").exists()
+
+
+@pytest.mark.parametrize(
+    "task, options, message",
+    [
+        ("mqar", ("--near", "9"), "length 9 is too short for 'mqar'"),
+        ("passkey", ("--near", "99"), "length 99 is no larger than the passkey prompt"),
+        ("copy", ("--times", "2"), "windows of 64 reach 128 tokens in 2 layers; raise --times to"),
+        ("copy", ("--times", "4", "--segments", "1"), "no answer stands farther than 128 tokens"),
+        ("copy", ("--within-documents",), "--within-documents is about --data"),
+        ("copies", (), "invalid choice: 'copies'"),
+    ],
+)
+def test_an_impossible_task_is_one_clear_line(workspace, task, options, message):
+    usual = ("--near", "64", "--device", "cpu", "--out", str(workspace / "never.json"))
+    with pytest.raises(UserError, match=message):
+        audit.main([str(workspace / "lssar"), "--task", task, *usual, *options])
+    assert not (workspace / "never.json").exists()
+
+
+def test_text_without_far_repetition_and_other_tokenisers_are_refused(workspace):
+    write_set(workspace / "new", np.arange(200).repeat(2)[:300])
+    with pytest.raises(UserError, match=r"none of the .* follows a 8-gram that last occ"):
+        audit.main(command(workspace, ["lssar"], "never.json", "--data", str(workspace / "new")))
+    wide = tiny_model(vocab_size=50257, vocab_rows=50304)
+    write_checkpoint(workspace / "bpe", wide, tokeniser="gpt2")
+    with pytest.raises(UserError, match="the models read bytes and gpt2; audit them separately"):
+        audit.main(command(workspace, ["lssar", "bpe"], "never.json"))
+    with pytest.raises(UserError, match="'mqar' is one of bytes, the model reads 'gpt2'"):
+        out = ("--near", "64", "--out", str(workspace / "never.json"))
+        audit.main([str(workspace / "bpe"), "--task", "mqar", *out])
+    write_set(workspace / "words", np.random.default_rng(0).integers(0, 999, 300))
+    with pytest.raises(UserError, match="outside the vocabulary of 257"):
+        audit.main(command(workspace, ["lssar"], "never.json", "--data", str(workspace / "words")))
+    write_checkpoint(workspace / "longer", tiny_model(train_length=32), tokeniser="bytes")
+    with pytest.raises(UserError, match="trained at 16 and 32 tokens; give --near"):
+        audit.main(command(workspace, ["lssar", "longer"], "never.json"))
+    assert not (workspace / "never.json").exists()
+
+
+def test_a_bpe_model_is_asked_for_the_followers_of_three_tokens(workspace):
+    tokens = np.random.default_rng(0).integers(0, 6, 600) * 9000
+    data, out = write_set(workspace / "bpe-data", tokens), workspace / "bpe.json"
+    model = tiny_model(vocab_size=50257, vocab_rows=50304)
+    write_checkpoint(workspace / "wide", model, tokeniser="gpt2")
+    options = ("--times", "4", "--segments", "9", "--device", "cpu", "--out", str(out))
+    audit.main([str(workspace / "wide"), "--data", str(data), *options])
+    results = read_results(out)
+    assert results.settings["gram"] == 3
+    (record,) = results.select(quantity="far_gain")
+    parts = [record.details[kind]["tokens"] for kind in ("same", "differs")]
+    assert sum(parts) == record.tokens and min(parts) > 0 and record.details["new"]["tokens"] > 0
