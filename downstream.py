@@ -9,7 +9,7 @@ scrolls_summscreenfd and lambada_openai. Each finished task is kept; the same co
     --max-length 2048             longer inputs lose their beginning; default: 2 x training length
     --limit 100                   only the first documents of each task, to try it out
 
-The harness' own command works too, see evaluating/harness/sitecustomize.py.
+The harness' own command takes what `export_hf.py` wrote: lm_eval --model hf, lssar/lm_eval.py.
 """
 
 import importlib.metadata

@@ -38,7 +38,7 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
 from evaluating.checkpoints import Checkpoint, model_label, open_checkpoints
 from lssar.errors import UserError
-from support.files import lookup, write_text, writing
+from support.files import lookup, new_folder, write_text
 from training.checkpoint import load_model
 from training.run_log import RUN
 
@@ -75,21 +75,12 @@ def main(argv: list[str]) -> None:
     if unknown := sorted(set(checkpoint.config.to_dict()) - set(KNOWN) | table):
         has = ", ".join(f"{key} = {getattr(checkpoint.config, key)}" for key in unknown)
         raise UserError(f"{checkpoint.path} has {has}, which an exported model does not know")
-    out = arguments.out
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; give a new folder")
-    temporary = out.with_name(f".{out.name}.tmp")  # the folder is whole or absent
-    with writing(out):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write_model(checkpoint, temporary)
-        write_tokeniser(checkpoint.tokeniser(), temporary)
-        write_card(checkpoint, temporary)
-        write_code(temporary)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    print(f"{checkpoint.path} is in {out}")
+    with new_folder(arguments.out) as folder:
+        write_model(checkpoint, folder)
+        write_tokeniser(checkpoint.tokeniser(), folder)
+        write_card(checkpoint, folder)
+        write_code(folder)
+    print(f"{checkpoint.path} is in {arguments.out}")
 
 
 def write_model(checkpoint: Checkpoint, out: Path) -> None:

@@ -13,58 +13,41 @@ from itertools import groupby
 
 import torch
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
-from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.checkpoints import Checkpoint
 from evaluating.protocol import arithmetic, progress
 from lssar.errors import UserError
 from model import sample
 from training import distributed
 
-BATCH = 16
 NEW_TOKENS = 256  # default of a request; at most half of max_length
 GENERATION_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
 
 Sequence = tuple[int, ...]  # tokens
 
 
-@register_model("lssar")
 class CheckpointLM(TemplateLM):
-    """`lm_eval --model lssar --model_args checkpoint=RUN,max_length=2048`."""
-
     def __init__(
         self,
-        checkpoint: str | Checkpoint,
+        checkpoint: Checkpoint,
         max_length: int | None = None,
-        batch_size: int | str | None = None,
-        device: str | None = None,
+        batch_size: int = 16,
+        device: str = "auto",
         precision: str = "auto",
-        max_batch_size: int | None = None,  # passed to every model; not used
     ):
         super().__init__()
-        if not isinstance(checkpoint, Checkpoint):
-            (checkpoint,) = open_checkpoints([str(checkpoint)])
         self.checkpoint = checkpoint
         self._tokeniser = checkpoint.tokeniser()
-        wanted = (device or "auto").split(":")[0]
-        if wanted == "cuda" and not torch.cuda.is_available():
-            wanted = "auto"  # lm_eval's command passes cuda:0 by default
-        self._device = distributed.start(wanted).device
+        self._device = distributed.start(device).device
         self._model = checkpoint.load(self._device)
         self.max_length = max_length or checkpoint.task_length
         self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
-        self.precision = precision
-        if self.max_length < 2:
-            raise UserError(f"max_length {max_length}: must be at least 2")
-        size = str(BATCH if batch_size is None else batch_size)
-        if not size.isdecimal() or int(size) < 1:
-            raise UserError(f"batch_size {size!r}: give a whole number of sequences, at least 1")
-        self.batch_size = int(size)
+        self.batch_size, self.precision = batch_size, precision
 
     @property
     def eot_token_id(self) -> int:

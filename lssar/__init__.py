@@ -47,5 +47,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"lssar.{_HOME[name]}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
     return module if name == _HOME[name] else getattr(module, name)

@@ -88,6 +88,11 @@ def _first_error(text: str) -> str:
     return next(lines, "no message")
 
 
+def prebuilt(folder: Path, level: str) -> Path:
+    """Where a kernel hub's folder has the library for torch's kind of processor, `level`."""
+    return folder / f"lssar_cpu-{level}.so"
+
+
 def build(*extra: str) -> Path:
     """The shared library for this machine, from the cache or compiled now."""
     compiler = _compiler()
@@ -162,7 +167,9 @@ def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: st
 
 def load(*extra: str) -> ctypes.CDLL:
     """The kernel's two functions, ready to be called with a `_Call` and a `_Numbers` array."""
-    library = build(*extra)
+    library = prebuilt(SOURCE.parent, torch.backends.cpu.get_cpu_capability())
+    if extra or not library.is_file():
+        library = build(*extra)
     try:
         kernel = ctypes.CDLL(str(library))
     except OSError as error:

@@ -38,6 +38,7 @@ MEANS = {
     "s_aux": "learned sinks",
     "position_bias": "a bias on the scores",
     "indices": "a choice of keys",
+    "block_indices": "a choice of keys",
     "cache": "a paged cache",
 }
 
@@ -72,10 +73,8 @@ def attention_forward(
     arrangement = None
     if attention_mask is not None:
         arrangement = unpacked(attention_mask, query.shape[2])
-        if arrangement is None:
-            shape = tuple(attention_mask.shape)
-            what = f"a mask of shape {shape}; give the padding mask (batch, keys)"
-            refuse(mechanism, family, what)
+        if isinstance(arrangement, str):
+            refuse(mechanism, family, arrangement)
     if cu_seq_lens_q is not None:
         arrangement = _apart(mechanism, family, arrangement, cu_seq_lens_q, query, key)
     root_d = math.sqrt(query.shape[3])

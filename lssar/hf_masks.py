@@ -6,6 +6,7 @@ model that reads the mask itself, it cannot pass for one. Its last dimension has
 exist, as a static cache has room for more.
 
     int8 (B, 1, Lq, keys): every key up to a query's own
+    int8 (B, 2, Lq, keys): something else than a span; refused by the layer that uses it
     int32 (B, 1, Lq, keys): the first key that each query sees, the same in the whole row
     int32 (B, 3, 1, keys): the order of the keys, and of the queries, in which what a query sees is
         a span, and the first key that each sees; the last two begin with Lq entries
@@ -20,6 +21,11 @@ from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
 from lssar.spans import Arrangement, arrange, can_look_at
 
+# Added to every entry: a model that combines the mask with one of its own (& | *) loses it.
+MARKS = {torch.int8: 1 << 6, torch.int32: 1 << 30}
+CHANGED = "a mask that the model has combined with one of its own, such as a choice of keys"
+NO_SPAN = 2  # the second dimension of a mask that is none of the other forms
+NOT_A_SPAN = "a mask in which a token sees other keys than a span up to itself"
 ENTRIES = 2**24  # of a mask function that are looked at together
 
 
@@ -67,7 +73,9 @@ def visibility(
         tokens = tokens & (torch.arange(end, device=device) <= places[-1])
     counts = None
     if not plain:
-        counts = _counts(mechanism, family, mask_function, tokens, places, kv_offset)
+        counts = _counts(mask_function, tokens, places, kv_offset)
+        if counts is None:
+            return _full(batch_size, q_length, end, device, NO_SPAN)
     if counts is None or fixed or attention_mask is not None or can_look_at(tokens):
         arrangement = arrange(tokens, q_length, places, counts)
     else:  # in a graph, where nobody sees that all are tokens
@@ -79,15 +87,10 @@ def family_of(config) -> str:
     return f"a model of type {config.model_type!r}" if config is not None else "a model"
 
 
-def _counts(
-    mechanism: Mechanism,
-    family: str,
-    mask_function,
-    tokens: Tensor,
-    places: Tensor,
-    offset: int,
-) -> Tensor:
-    """How many tokens each query sees by a mask function of transformers, (B, queries)."""
+def _counts(mask_function, tokens: Tensor, places: Tensor, offset: int) -> Tensor | None:
+    """How many tokens each query sees by a mask function of transformers, (B, queries).
+
+    None if it sees others than a span up to itself."""
     batch, keys = tokens.shape
     key = torch.arange(keys, device=tokens.device)
     sequence, head = torch.arange(batch, device=tokens.device), key[:1]
@@ -107,42 +110,51 @@ def _counts(
         seen = visible.sum(-1)
         above = rank[:, None] > own - seen[..., None]
         span = above & (rank[:, None] <= own) & tokens[:, None] & asking
-        what = "a mask in which a token sees other keys than a span up to itself"
         if look and not torch.equal(visible, span):
-            refuse(mechanism, family, what)
-        elif not look and not tokens.is_meta:
-            torch._assert_async((visible == span).all(), f"attention cannot take {what}")
+            return None
+        if not look and not tokens.is_meta:
+            torch._assert_async((visible == span).all(), f"attention cannot take {NOT_A_SPAN}")
         found.append(seen)
     return torch.cat(found, dim=1)
 
 
-# --- the three forms -----------------------------------------------------------------------------
+# --- the forms of a mask -------------------------------------------------------------------------
 
 
-def _full(batch: int, queries: int, keys: int, device: torch.device | str) -> Tensor:
-    return torch.zeros((), dtype=torch.int8, device=device).expand(batch, 1, queries, keys)
+def _full(batch: int, queries: int, keys: int, device: torch.device | str, forms=1) -> Tensor:
+    mark = torch.full((), MARKS[torch.int8], dtype=torch.int8, device=device)
+    return mark.expand(batch, forms, queries, keys)
 
 
 def packed(a: Arrangement, batch: int, queries: int, device: torch.device | str) -> Tensor:
     """An arrangement as a mask."""
     if a.first is None:
         return _full(batch, queries, a.end, device)
-    first = a.first.to(torch.int32)
+    first = a.first.to(torch.int32) + MARKS[torch.int32]
     if a.keys is None or a.queries is None:
         return first[:, None, :, None].expand(-1, 1, -1, a.end)
     rest = (0, a.end - queries)
-    order, asked = a.keys.to(torch.int32), a.queries.to(torch.int32)
-    return torch.stack((order, F.pad(asked, rest), F.pad(first, rest)), dim=1)[:, :, None]
+    order, asked = (x.to(torch.int32) + MARKS[torch.int32] for x in (a.keys, a.queries))
+    mark = MARKS[torch.int32]
+    forms = (order, F.pad(asked, rest, value=mark), F.pad(first, rest, value=mark))
+    return torch.stack(forms, dim=1)[:, :, None]
 
 
-def unpacked(mask: Tensor, queries: int) -> Arrangement | None:
-    """The arrangement in a mask; None: it is not one of ours."""
-    if mask.dim() != 4 or mask.dtype not in (torch.int8, torch.int32):
-        return None
+def unpacked(mask: Tensor, queries: int) -> Arrangement | str:
+    """The arrangement in a mask, or what it is instead."""
+    if mask.dim() != 4 or mask.dtype not in MARKS:
+        return f"a mask of shape {tuple(mask.shape)}; give the padding mask (batch, keys)"
+    if 0 not in mask.stride() and not mask.is_meta:  # no longer a view, or of three rows
+        whole = (mask >= MARKS[mask.dtype]).all()
+        if mask.device.type == "cpu" and can_look_at(mask):
+            if not whole:
+                return CHANGED
+        else:  # a GPU is not waited for
+            torch._assert_async(whole, f"attention cannot take {CHANGED}")
     end = mask.shape[3]
     if mask.dtype == torch.int8:
-        return Arrangement(end)
+        return NOT_A_SPAN if mask.shape[1] == NO_SPAN else Arrangement(end)
     if mask.shape[1] == 1:
-        return Arrangement(end, mask[:, 0, :, 0])
-    keys, asked, first = mask[:, :, 0].long().unbind(1)
+        return Arrangement(end, mask[:, 0, :, 0] - MARKS[torch.int32])
+    keys, asked, first = (mask[:, :, 0].long() - MARKS[torch.int32]).unbind(1)
     return Arrangement(end, first[:, :queries], keys, asked[:, :queries])

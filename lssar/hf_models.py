@@ -7,6 +7,7 @@ without a cache, which has no place for where they begin.
 
 import functools
 import inspect
+import re
 import sys
 import threading
 import warnings
@@ -156,14 +157,18 @@ def _asks_the_interface(model: type[PreTrainedModel]) -> bool:
         code = inspect.getsource(module) if module else ""
     except (OSError, TypeError):
         code = ""
+    if re.search(r"_CLASSES\[.*_attn_implementation\]", code):  # a layer class per name (GIT)
+        return False
     return not code or "ALL_ATTENTION_FUNCTIONS" in code or model._can_set_attn_implementation()
 
 
 def _refuse_model(model: PreTrainedModel, name: str):
     what = f"{type(model).__name__} ({model.config.model_type})"
+    remedy = "choose a model whose attention transformers lets one replace"
+    if model.config.base_config_key not in ("", "text_config"):  # images, sound
+        remedy = f"give attn_implementation={{'text_config': {name!r}}}"
     raise UserError(
-        f"{what} has no layer that calls attention {name!r}: it computes its own, or none; "
-        "choose a model whose attention transformers lets one replace"
+        f"{what} has no layer that calls attention {name!r}: it computes its own, or none; {remedy}"
     )
 
 

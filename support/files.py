@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import re
+import shutil
 import stat
 import weakref
 import zlib
@@ -34,6 +35,21 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "nothing finished is lost: fix that and run the same command again"
         raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which is given the name `out` at the end: that one is whole or absent."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    with writing(out):
+        if out.exists() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty; give a new folder")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
 
 
 LARGEST_TEXT = 2**28  # our own files are smaller, and a larger one would fill the memory

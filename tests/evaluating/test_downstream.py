@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -270,47 +267,3 @@ def test_a_hub_out_of_reach_is_named_with_the_way_out(tmp_path, checkpoint):
         message = f"data set {repository} is not reachable on the hub .*--data-dir DIR, in {where}$"
         with pytest.raises(UserError, match=message):
             evaluate(checkpoint, tmp_path / "x.json", "--tasks", task)
-
-
-def run_python(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
-def test_the_harness_learns_the_name_lssar_when_it_is_imported():
-    program = "from lm_eval.models import MODEL_MAPPING; from lm_eval.api.registry import *\n"
-    program += "print(model_registry._objs['lssar'], 'hf' in model_registry)"
-    done = run_python("-c", program, PYTHONPATH=str(ROOT / "evaluating/harness"))
-    assert done.stdout == "evaluating.lm_eval_model:CheckpointLM True\n", done.stderr
-
-
-@pytest.mark.slow
-def test_the_harness_own_command_gives_the_same_numbers(tmp_path, checkpoint):
-    data = write_hub_copies(tmp_path / "data")
-    ours = evaluate(checkpoint, tmp_path / "r.json", "--tasks", "sciq", "--data-dir", data)["sciq"]
-    task = {
-        "include": str(HARNESS / "sciq/sciq.yaml"),
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data / "sciq/test.jsonl")}},
-        "training_split": None,
-        "validation_split": None,
-    }
-    (tmp_path / "sciq.yaml").write_text(json.dumps(task), encoding="utf-8")
-    done = run_python(
-        *("-m", "lm_eval", "run", "--model", "lssar", "--tasks", tmp_path / "sciq.yaml"),
-        *("--model_args", f"checkpoint={checkpoint},max_length={MAX_LENGTH}"),
-        *("--output_path", tmp_path / "theirs"),
-        PYTHONPATH=str(ROOT / "evaluating/harness"),
-        HF_HOME=str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (file,) = (tmp_path / "theirs").rglob("results_*.json")
-    theirs = json.loads(file.read_text(encoding="utf-8"))["results"]["sciq"]
-    assert theirs["acc,none"] == ours["acc"].value
-    assert theirs["acc_norm,none"] == ours["acc_norm"].value

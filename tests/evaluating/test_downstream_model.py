@@ -11,6 +11,7 @@ from downstream_helpers import BYTES, by_hand, text_by_hand
 from eval_helpers import tiny_model, write_checkpoint
 from lm_eval.api.instance import Instance
 
+from evaluating.checkpoints import open_checkpoints
 from evaluating.lm_eval_model import CheckpointLM
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
@@ -35,7 +36,12 @@ def harness(directory, mechanism="lssar", **options):
     model = tiny_model(name)
     model.configure(attention=get_mechanism(name, train_length=16, **settings))
     path = write_checkpoint(directory / "model", model, tokeniser="bytes")
-    return model, CheckpointLM(str(path), max_length=MAX_LENGTH, device="cpu", **options)
+    return model, opened(path, **options)
+
+
+def opened(path, **options):
+    (checkpoint,) = open_checkpoints([str(path)])
+    return CheckpointLM(checkpoint, max_length=MAX_LENGTH, device="cpu", **options)
 
 
 def ask(lm, kind, arguments):
@@ -162,10 +168,6 @@ def test_what_cannot_be_scored_is_one_line(tmp_path):
     _, lm = harness(tmp_path)
     with pytest.raises(UserError, match="a continuation of 41 tokens cannot be scored"):
         ask(lm, "loglikelihood", [("a", "b" * 41)])
-    with pytest.raises(UserError, match="batch_size 'auto': give a whole number"):
-        CheckpointLM(lm.checkpoint, batch_size="auto")
-    with pytest.raises(UserError, match="max_length 1: must be at least 2"):
-        CheckpointLM(lm.checkpoint, max_length=1)
 
 
 def test_likelihoods_that_are_not_finite_are_refused(tmp_path):
@@ -174,7 +176,7 @@ def test_likelihoods_that_are_not_finite_are_refused(tmp_path):
     with torch.no_grad():
         model.norm.weight.fill_(3e38)  # finite weights whose logits are not
     path = write_checkpoint(tmp_path / "model", model, tokeniser="bytes")
-    lm = CheckpointLM(str(path), max_length=MAX_LENGTH, device="cpu")
+    lm = opened(path)
     with pytest.raises(UserError, match="logits are not finite"):
         ask(lm, "loglikelihood", [("a", "b")])
     with pytest.raises(UserError, match="logits are not finite"):

@@ -1,5 +1,7 @@
 """Every mechanism inside transformers' models: weights, padding, caches, gradients, refusals."""
 
+import functools
+
 import pytest
 import torch
 
@@ -194,16 +196,23 @@ def test_what_a_mechanism_cannot_do_is_refused():
     model = build("llama", "lssar")
     with pytest.raises(UserError, match=r"a mask of shape \(2, 1, 6, 6\); give the padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, 6, 6, dtype=bool))
-    with pytest.raises(UserError, match="other keys than a span up to itself"):
-        visibility(
-            MECHANISMS["lssar"],
-            batch_size=2,
-            q_length=6,
-            kv_length=6,
-            mask_function=lambda batch, head, q, key: (key <= q) & (key % 2 == 0),
-        )
     module = model.model.layers[0].self_attn
     q, k = torch.randn(1, 4, 5, 6), torch.randn(1, 2, 5, 6)
+    seen = functools.partial(visibility, MECHANISMS["lssar"], batch_size=1, q_length=5, kv_length=5)
+    gaps = seen(mask_function=lambda batch, head, query, key: (key <= query) & (key % 2 == 0))
+    padded_right = seen(attention_mask=torch.tensor([[1, 1, 1, 1, 0]]))
+    for mask, what in (
+        (gaps, "other keys than a span up to itself"),
+        (seen() & (torch.ones(5, 5) > 0), "a mask that the model has combined with one of its own"),
+        (seen() * (torch.ones(5, 5).tril() > 0), "a mask that the model has combined"),
+        (padded_right & torch.ones(5, dtype=torch.bool), "a mask that the model has combined"),
+    ):
+        with pytest.raises(UserError, match=what):
+            attention_forward(MECHANISMS["lssar"], module, q, k, k, mask)
+    moved = seen().clone(), padded_right.clone()  # to another device, where it is no view
+    for mask, same in zip((seen(), padded_right), moved, strict=True):
+        outs = [attention_forward(MECHANISMS["lssar"], module, q, k, k, m)[0] for m in (mask, same)]
+        assert torch.equal(*outs)
     for name, what in (("softcap", "soft-capped scores"), ("s_aux", "learned sinks")):
         with pytest.raises(UserError, match=what):
             attention_forward(MECHANISMS["lssar"], module, q, k, k, None, **{name: 1.0})

@@ -8,9 +8,9 @@ pytest.importorskip("transformers", reason="pip install -r requirements-downstre
 from hf_models import build, pack, padded, tokens
 from transformers import StaticCache
 
-import lssar.hf  # noqa: F401 - registers the mechanisms
 from lssar.backends import attend
 from lssar.errors import UserError
+from lssar.hf import attention_forward
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 
@@ -126,8 +126,9 @@ def test_a_mask_that_is_no_span_is_refused_in_a_graph_too():
         odd = lambda batch, head, q, key: key % 2 == 0  # noqa: E731
         return create_causal_mask(model.config, x, None, None, and_mask_function=odd) + 0
 
+    layer, q, k = model.model.layers[0].self_attn, torch.randn(1, 4, 6, 6), torch.randn(1, 2, 6, 6)
     with pytest.raises(UserError, match="other keys than a span up to itself"):
-        masks(x)
+        attention_forward(MECHANISMS["lssar"], layer, q, k, k, masks(x))
     with pytest.raises(RuntimeError, match="other keys than a span up to itself"):
         whole_graph(masks)(x)
 

@@ -127,6 +127,24 @@ assert loss.isfinite()
     assert done.returncode == 0, done.stderr
 
 
+def test_lm_eval_is_told_of_its_model(installed, tmp_path):
+    """By the entry point that the harness looks for, and that its registry takes in 0.4.13 too."""
+    program = """
+from importlib.metadata import entry_points
+(found,) = entry_points(group="lm_eval.models", name="lssar")
+from lm_eval.api.registry import get_model, model_registry
+model_registry.register("lssar", target=found)
+import lm_eval.models.huggingface, sys
+model = get_model("lssar")
+assert model.__module__ == "lssar.lm_eval" and issubclass(model, lm_eval.models.huggingface.HFLM)
+assert sys.modules["lssar"].__file__.startswith(sys.argv[1])
+"""
+    pytest.importorskip("accelerate", reason="pip install -r requirements-downstream.txt")
+    site = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    done = use(installed, tmp_path, program, PYTHONPATH=site)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_a_compiler_there_is_one_line_and_the_right_result(installed, tmp_path):
     done = use(installed, tmp_path, PATH=str(tmp_path), CXX="", LSSAR_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr

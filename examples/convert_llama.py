@@ -1,0 +1,202 @@
+"""python examples/convert_llama.py results/examples/convert_llama.json
+
+Does a pretrained softmax model survive the switch to LSSAR, and how many steps does it take?
+
+Trains a small byte-level Llama with SDPA on the standard library's sources (two minutes on one
+core), then replaces its attention by LSSAR, by softmax of cosines, or by nothing, the control, and
+trains on. Loss on held-out files at the training length while it learns, and at 1 to 16 times that
+length before and after. Three seeds; the same command continues after an interruption. The figure
+is beside the JSON. Needs transformers and matplotlib.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import sysconfig
+import zlib
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lssar.hf  # noqa: F401 - registers the mechanisms by name
+
+LENGTH, BATCH = 128, 16
+SIZE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+PEAK, TUNING, WARM = 3e-3, 1e-3, 10  # learning rates before and after the switch, and its warm-up
+SWITCHES = {"sdpa": "softmax (as it was)", "lssar": "LSSAR", "cos-softmax": "softmax of cosines"}
+LOOKS = {"sdpa": ("#D55E00", "s"), "lssar": ("#0072B2", "o"), "cos-softmax": ("#808000", "p")}
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the standard library's sources; one file in ten is held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
+    found = [path.relative_to(root) for path in root.rglob("*.py")]
+    names = sorted(p.as_posix() for p in found if not skipped.intersection(p.parts))
+    names.sort(key=lambda name: zlib.crc32(name.encode()))  # no topic comes first
+    parts = [[n for n in names if (zlib.crc32(n.encode()) % 10 == 0) == held] for held in (0, 1)]
+    joined = [b"\0".join((root / n).read_bytes() for n in part) for part in parts]
+    return tuple(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined)
+
+
+def loss_of(model, inputs, targets) -> torch.Tensor:
+    logits = model(inputs, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train(model, text, steps: int, rate, seed: int):
+    """AdamW; yields the number of finished steps. `rate` is a function of it."""
+    draw = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    model.train()
+    for step in range(steps):
+        starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=draw)
+        tokens = text[starts + torch.arange(LENGTH + 1)].long()
+        loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
+        optimiser.param_groups[0]["lr"] = rate(step)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        yield step + 1
+
+
+@torch.inference_mode()
+def loss_at(model, text, length: int, count: int) -> float:
+    """Mean over the same `count` bytes at every length, cut into windows that do not overlap."""
+    model.eval()
+    inputs, targets = (text[i : i + count].view(-1, length).long() for i in (0, 1))
+    total = 0.0
+    for x, y in zip(inputs.split(2048 // length), targets.split(2048 // length), strict=True):
+        total += loss_of(model, x, y).item() * y.numel()
+    return total / count
+
+
+def measure(seed: int, settings: dict, say=print) -> list[dict]:
+    """Every number of one seed, as records."""
+    training, held_out = texts()
+    steps, tuning, count = (settings[key] for key in ("steps", "tuning", "tokens"))
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SIZE, attn_implementation="sdpa"))
+
+    def cosine(step: int) -> float:
+        return PEAK * min((step + 1) * 6 / steps, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+    def constant(step: int) -> float:
+        return TUNING * min(1, (step + 1) / WARM)
+
+    for step in train(model, training, steps, cosine, seed):
+        if step % 100 == 0:
+            say(f"seed {seed}, step {step} of {steps}", file=sys.stderr)
+    pretrained = {name: value.clone() for name, value in model.state_dict().items()}
+    records = []
+
+    def record(name: str, step: int, length: int) -> None:
+        value = loss_at(model, held_out, length, count)
+        variant = f"{name}, {step} steps"
+        records.append(
+            {"quantity": "loss", "run": f"llama-s{seed}", "value": value, "variant": variant}
+            | {"length": length, "tokens": count, "details": {"attention": name, "steps": step}}
+            | {"command": settings["command"], "revision": settings["revision"]}
+        )
+        say(f"seed {seed}, {variant}, length {length}: {value:.4f}", flush=True)
+
+    for name in SWITCHES:
+        model.load_state_dict(pretrained)
+        model.set_attn_implementation(name)
+        for length in settings["lengths"]:
+            record(name, 0, length)
+        for step in train(model, training, tuning[-1], constant, seed + 1000):
+            if step in tuning:
+                for length in settings["lengths"] if step == tuning[-1] else [LENGTH]:
+                    record(name, step, length)
+    return records
+
+
+def draw(results: dict, file: Path) -> None:
+    """Loss at the training length by steps, and by length before and after; mean and range."""
+    import matplotlib.pyplot as plt
+
+    settings = results["settings"]
+    lengths, steps = settings["lengths"], [0, *settings["tuning"]]
+
+    def line(axes, name, x, points, **look):
+        found = [
+            [r["value"] for r in results["records"] if (r["variant"], r["length"]) == point]
+            for point in points
+        ]
+        y = [sum(values) / len(values) for values in found]
+        colour, marker = LOOKS[name]
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, **look)
+        axes.fill_between(x, *zip(*((min(v), max(v)) for v in found), strict=True), color=colour,
+                          alpha=0.15, linewidth=0)  # fmt: skip
+
+    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")
+    for name, label in SWITCHES.items():
+        places = [(f"{name}, {step} steps", LENGTH) for step in steps]
+        line(left, name, steps, places, label=label)
+        for step, dash in ((0, ":"), (steps[-1], "-")):
+            places = [(f"{name}, {step} steps", n) for n in lengths]
+            line(right, name, lengths, places, linestyle=dash)
+    left.set_xscale("symlog", linthresh=1)
+    left.set_xticks(steps, [str(step) for step in steps])
+    left.set(xlabel="steps after the switch", ylabel=f"held-out loss at {LENGTH} (nats per byte)")
+    right.set_xscale("log", base=2)
+    right.set_xticks(lengths, [f"{n // LENGTH}x" for n in lengths])
+    after = f"dotted: at the switch, solid: {steps[-1]} steps later"
+    right.set(xlabel=f"length ({after})", ylabel="held-out loss (nats per byte)")
+    left.legend(frameon=False, title="attention after the switch")
+    figure.savefig(file, dpi=200)
+    plt.close(figure)
+
+
+def revision() -> str:
+    """The commit of this file, with + if tracked files have changed; "unknown" outside git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    quiet = {"capture_output": True, "text": True}
+    head = subprocess.run([*git, "rev-parse", "HEAD"], **quiet).stdout.strip()
+    status = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/results"]
+    return head + "+" * bool(subprocess.run([*git, *status], **quiet).stdout) or "unknown"
+
+
+def main(argv: list[str]) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600, help="of pretraining; %(default)s")
+    parser.add_argument("--tuning", type=int, default=300, help="most steps after; %(default)s")
+    parser.add_argument("--tokens", type=int, default=65536, help="held-out bytes; %(default)s")
+    given = parser.parse_args(argv)
+    if given.out.suffix != ".json" or given.tokens % 2048:
+        parser.error("OUT must end in .json, and --tokens must be a multiple of 2048")
+    settings = {"steps": given.steps, "tokens": given.tokens}
+    settings["tuning"] = [n for n in (1, 3, 10, 30, 100) if n < given.tuning] + [given.tuning]
+    settings["lengths"] = [LENGTH * 2**i for i in range(5)]
+    results = {"kind": "conversion", "settings": settings, "runs": {}, "records": []}
+    results["about"] = {"python": sys.version.split()[0], "torch": torch.__version__}
+    if given.out.exists():
+        results = json.loads(given.out.read_text())
+        if results["settings"] != settings:
+            parser.error(f"{given.out} was made with {results['settings']}; give another OUT")
+    stamp = {"command": f"python examples/convert_llama.py {given.out}", "revision": revision()}
+    for seed in range(given.seeds):
+        run = f"llama-s{seed}"
+        if run not in results["runs"]:
+            results["records"] += measure(seed, settings | stamp)
+            results["runs"][run] = {"run": run, "seed": seed, "train_length": LENGTH, "model": SIZE}
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            partial = given.out.with_suffix(".tmp")
+            partial.write_text(json.dumps(results, indent=1))
+            partial.replace(given.out)
+    draw(results, given.out.with_suffix(".png"))
+    return results
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Models of transformers that use our mechanisms, for lm-evaluation-harness.
+
+    lm_eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
+
+The harness' own model `hf`, with the mechanisms registered. The installed package names it in the
+entry points `lm_eval.models`. The harness up to 0.4.13 does not look for these: with it,
+
+    python -m lssar.lm_eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
+
+is the same command. An exported checkpoint brings its own code: `--model hf` takes it, with
+`trust_remote_code=True`, and so does this one. Its tokeniser begins a text with the end-of-text
+token; `add_bos_token=False` gives contexts as they are, and the scores of downstream.py.
+"""
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+import lssar.hf  # noqa: F401 - registers the mechanisms
+from lssar.errors import UserError
+
+
+class LssarLM(HFLM):
+    def __init__(self, pretrained: str | None = None, **options):
+        if pretrained is None:
+            given = ", ".join(f"{key}={value}" for key, value in options.items())
+            raise UserError(
+                f"--model lssar needs pretrained=FOLDER, and was given {given}; a run of the "
+                "repository is exported by export_hf.py, or evaluated by downstream.py"
+            )
+        super().__init__(pretrained, **options)
+
+
+if __name__ == "__main__":
+    register_model("lssar")(LssarLM)
+    cli_evaluate()
