@@ -1,7 +1,8 @@
 """python passkey.py CKPT [CKPT ...] --lengths 1024,1536,2048,4096,8192 --out results/passkey.json
 
 Passkey retrieval (Mohtashami and Jaggi, 2023): a number is hidden in filler text and asked for at
-the end. `--trials 100` prompts per length, `--seed 0`.
+the end. `--trials 100` prompts per length, `--seed 0`. `torchrun --nproc_per_node=N` shares the
+work and gives the same numbers.
 
 A prompt is five parts joined by newlines: the task, filler, the line with the key, filler, the
 question. It is cut to exactly `length - 10` tokens, so that prompt and answer fill the length. Key
@@ -45,9 +46,9 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.passkey_text import ANSWER_TOKENS, FORMS, Prompt, make_prompt
-from data.tokeniser import Tokeniser
 from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
 from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
@@ -58,6 +59,7 @@ from support import plots
 from support.files import are_checked, checked_line, open_regular, read_line, writing
 from support.text import short_number
 from training import distributed
+from training.distributed import World
 
 DEPTHS = [part / 10 for part in range(11)]  # shares of the filler before the key
 DISTANCES = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16]  # in training lengths
@@ -131,76 +133,97 @@ class Answers:
     def _remember(self, answers: list[dict]) -> None:
         self.known |= {(a["run"], a["variant"], a["length"], a["trial"]): a for a in answers}
 
-    def append(self, answers: list[dict]) -> None:
+    def append(self, answers: list[dict], save: bool) -> None:
+        self._remember(answers)
+        if not save:
+            return
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.writelines(map(checked_line, answers))
             file.flush()
             os.fsync(file.fileno())
-        self._remember(answers)
 
 
-def answer_batch(model: GPT, tokeniser: Tokeniser, prompts: list[Prompt], device) -> list[str]:
-    """Greedy continuations, all at once: prompts of one length need no padding."""
+def answer_batch(model: GPT, prompts: list[Prompt], device) -> Tensor:
+    """Greedy continuations (B, 10), all at once: prompts of one length need no padding."""
     batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
     steps = list(model.stream(batch, ANSWER_TOKENS, temperature=0))
-    return [tokeniser.decode(row.tolist()) for row in torch.stack(steps, dim=1).cpu()]
+    return torch.stack(steps, dim=1).cpu()
 
 
-def ask(model: GPT, case: Case, arguments, answers: Answers, device) -> list[dict]:
-    """The answers of one case, asking only for what is not on disk."""
+def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> list[dict]:
+    """The answers of one case, asking only for what is not on disk; processes take turns."""
     tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
     made = arguments.seed, FORMS[arguments.form]
     keys = [(*case.key.values(), trial) for trial in range(trials)]
     size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike
-    with progress(trials, f"{case.label} at {length}", "trial") as bar:
-        for first in range(0, trials, size):
-            batch = range(first, min(first + size, trials))
-            if any(keys[trial] not in answers.known for trial in batch):
-                prompts = [make_prompt(tokeniser, length, t, *made) for t in batch]
-                texts = answer_batch(model, tokeniser, prompts, device)
-                new = []
-                for t, p, text in zip(batch, prompts, texts, strict=True):
-                    asked = {"trial": t, "key": p.key, "depth": round(p.depth, 6)}
-                    asked["distance"] = p.distance
-                    given = {"answer": text, "right": is_right(text, p.key)}
-                    new.append(case.key | {"label": case.label} | asked | given)
-                answers.append(new)
-            bar.update(len(batch))
+    batches = [range(trials)[first : first + size] for first in range(0, trials, size)]
+    missing = [b for b in batches if any(keys[trial] not in answers.known for trial in b)]
+    with progress(trials, f"{case.label} at {length}", "trial", world.is_main) as bar:
+        bar.update(trials - sum(map(len, missing)))
+        for turn in range(0, len(missing), world.size):
+            shared = missing[turn : turn + world.size]
+            prompts = {t: make_prompt(tokeniser, length, t, *made) for b in shared for t in b}
+            tokens = torch.zeros(trials, ANSWER_TOKENS, dtype=torch.int64)
+            for mine in shared[world.rank : world.rank + 1]:
+                own = [prompts[trial] for trial in mine]
+                tokens[mine.start : mine.stop] = answer_batch(model, own, world.device)
+            tokens, new = world.sum(tokens), []  # every row is zero but on one process
+            for t, p in prompts.items():
+                text = tokeniser.decode(tokens[t].tolist())
+                asked = {"trial": t, "key": p.key, "depth": round(p.depth, 6)}
+                asked["distance"] = p.distance
+                given = {"answer": text, "right": is_right(text, p.key)}
+                new.append(case.key | {"label": case.label} | asked | given)
+            answers.append(new, save=world.is_main)
+            bar.update(len(new))
     return [answers.known[key] for key in keys]
 
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    if distributed.world_size() > 1:
-        raise UserError("passkey.py runs in one process; start it without torchrun")
-    device = distributed.start(arguments.device).device
+    world = distributed.start(arguments.device)
+    try:
+        evaluate(arguments, world)
+    finally:
+        distributed.finish()
+
+
+def evaluate(arguments, world: World) -> None:
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
     trials = range(arguments.trials)
     for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
         # fails if too short
         make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed, FORMS[arguments.form])
-    with arithmetic(arguments.precision, device) as precision:
+    with arithmetic(arguments.precision, world.device) as precision:
         settings = {key: getattr(arguments, key) for key in ("trials", "seed", "form")}
         settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
-        results = open_results(arguments.out, "passkey", settings, about={})
+        results = open_results(arguments.out, "passkey", settings, about={}, say=world.is_main)
         path = results.sibling("-answers.jsonl")
         if path.exists() and not results.path.exists():
             gone = f"answers of unknown settings, as {results.path} is gone"
             raise UserError(f"{path} has {gone}; delete it or give another --out")
-        results.save()  # the settings, before the first answer
-        answers = Answers(path)
+        world.barrier()  # everyone has read the file before the first writes to it
+        if world.is_main:
+            results.save()  # the settings, before the first answer
+            answers = Answers(path)  # a line that was cut short is removed once
+        world.barrier()
+        if not world.is_main:
+            answers = Answers(path)
         with kept_on_interrupt(results.path):
-            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, device)
+            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, world.device)
             for case, model in cases:
                 begun = time.monotonic()
                 case.configure(model)
-                answered = ask(model, case, arguments, answers, device)
+                answered = ask(model, case, arguments, answers, world)
                 found = measure(answered, case.checkpoint.info.train_length)
                 found[0].details["seconds"] = round(time.monotonic() - begun, 2)
-                results.add(*(replace(record, **case.key) for record in found))
-                accuracy = f"{100 * found[0].value:.0f} %"
-                print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
+                results.add(*(replace(record, **case.key) for record in found), save=world.is_main)
+                if world.is_main:
+                    accuracy = f"{100 * found[0].value:.0f} %"
+                    print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
+    if not world.is_main:
+        return
     titles = {"accuracy": "passkey accuracy", "far_accuracy": "keys beyond a training length back"}
     for quantity, title in titles.items():
         cells = {}

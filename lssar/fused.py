@@ -93,9 +93,16 @@ def attend(
     return -out if m.post == "negate" else out
 
 
+FARTHEST_ROWS = 2**23  # elements apart: offsets within a tile of 256 rows stay in 32 bits
+
+
+def _fits(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and max(x.stride()[-2:]) < FARTHEST_ROWS
+
+
 def readable(x: Tensor) -> Tensor:
-    """A kernel takes any strides but the last, which is one."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """A kernel takes any strides but the last, which is one, and of rows those that fit."""
+    return x if _fits(x) else x.contiguous()
 
 
 def room_like(x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -104,4 +111,4 @@ def room_like(x: Tensor, width: int | None = None, dtype: torch.dtype | None = N
         batch, heads, length, _ = x.shape
         return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
     room = torch.empty_like(x, dtype=dtype)
-    return room if room.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
+    return room if _fits(room) else x.new_empty(x.shape, dtype=dtype)

@@ -12,12 +12,14 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from lssar import fused
 from lssar.cache import ensure_writable
+from lssar.errors import UserError
 from lssar.fused import COSINE, RECENTRE, RECENTRE_L1, Settings, readable, room_like
 from lssar.mechanisms import Mechanism
 from lssar.reference import UNSHIFTED_ROWS
@@ -27,6 +29,8 @@ from lssar.triton_form import Form, form_of
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 ROW_STATISTICS = 7  # planes of the saved row statistics; named in triton_math
+MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
+MOST_STATISTICS = 2**31 // ROW_STATISTICS - 1  # rows of all heads: places have 32 bits
 
 # (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
 # an element. `python benchmark.py compile` lists the resources of each.
@@ -113,6 +117,15 @@ def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settings) -> Tensor:
+    batch, heads, rows, _ = q.shape
+    most = min(MOST_HEADS // heads, MOST_STATISTICS // max(1, heads * rows))  # sequences at once
+    if most == 0:
+        size = f"a sequence of {heads} heads and {rows} rows"
+        raise UserError(f"{size} is too large for the Triton kernel; use backend='rowblock'")
+    if batch > most:
+        firsts = first.split(most) if first is not None and len(first) > 1 else repeat(first)
+        parts = zip(q.split(most), k.split(most), v.split(most), firsts, strict=False)
+        return torch.cat([_run(*part, settings) for part in parts])
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out = _forward(q, k, v, first, *settings, save)[0]
     if settings.flags & RECENTRE and not settings.flags & RECENTRE_L1:

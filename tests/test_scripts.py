@@ -339,10 +339,17 @@ def test_the_plan_of_physics_adds_up(monkeypatch, tmp_path, capsys, size, tokens
 
 # --- SLURM ---------------------------------------------------------------------------------------
 
-SRUN = 'shift; "$@" &\ntrap "kill -TERM $!" TERM\nwait $!\nwait $!\n'
+# Two nodes, both of them this machine.
+SRUN = """shift
+"$@" & first=$!
+"$@" & second=$!
+trap 'kill -TERM $first $second' TERM
+for _ in 1 2; do wait $first; wait $second; done
+"""
 SCONTROL = (
-    'case $1 in show) echo node-1 node-2 | tr " " "\\n" ;; *) echo "$@" >>scontrol.log ;; esac\n'
+    'case $1 in show) printf "127.0.0.1\\n127.0.0.2\\n" ;; *) echo "$@" >>scontrol.log ;; esac\n'
 )
+JOB = str(os.getpid() % 20000)  # its port follows from it
 
 
 @pytest.fixture
@@ -357,15 +364,16 @@ def cluster(tmp_path):
             stub.write_text(STUB + body)
             stub.chmod(0o755)
         (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-        slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "17", "SLURM_NNODES": "2"}
-        return os.environ | slurm | {"SLURM_JOB_NODELIST": "node-[1-2]", "OMP_NUM_THREADS": "1"}
+        slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": JOB, "SLURM_NNODES": "2"}
+        slurm |= {"SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+        return os.environ | slurm | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
     return make
 
 
 def requeued(folder):
     log = folder / "scontrol.log"
-    return log.read_text().splitlines() == ["requeue 17"] if log.exists() else False
+    return log.read_text().splitlines() == [f"requeue {JOB}"] if log.exists() else False
 
 
 # What the run says of itself before and after the step, with the exit code; what the job does.
@@ -395,11 +403,10 @@ def test_slurm_asks_the_run_and_not_torchruns_exit_code(
 
 
 def test_a_slurm_job_that_is_signalled_saves_and_goes_back_into_the_queue(cluster, tmp_path):
-    """With the real torchrun and train.py; only SLURM's commands are not."""
+    """With two real torchrun, which meet over loopback, and train.py; only SLURM's are stubs."""
     interpreter = f"exec {shlex.quote(sys.executable)}"
-    launch = f"{interpreter} -m torch.distributed.run --standalone --nproc_per_node=2 "
-    drop = 'while [ "$1" != train.py ]; do shift; done\n'
-    environment = cluster(torchrun=f'{drop}{launch} "$@"\n', python=f'{interpreter} "$@"\n')
+    torchrun = f'{interpreter} -m torch.distributed.run --local-addr=127.0.0.1 "$@"\n'
+    environment = cluster(torchrun=torchrun, python=f'{interpreter} "$@"\n')
     more = ("--train.micro_batch=4", "--train.steps=4000", "--device=cpu")
     given = arguments(make_corpus(tmp_path / "corpus"), tmp_path / "runs", *more)
     job = subprocess.Popen(

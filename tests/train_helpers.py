@@ -1,9 +1,13 @@
 """A corpus and a model small enough to train for real within a test."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,56 @@ def command(*arguments: str, processes: int = 0, torchrun: tuple[str, ...] = ())
         return [sys.executable, str(ROOT / "train.py"), *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
     return [*launcher, f"--nproc_per_node={processes}", str(ROOT / "train.py"), *arguments]
+
+
+def node(number: int, port: int, log: Path, script: str, *arguments: str) -> subprocess.Popen:
+    """One of two machines, as README starts them: a torchrun of its own. They meet at the first."""
+    meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test")
+    meet += (f"--rdzv-conf=is_host={int(number == 0)}",)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    launcher += ["--max-restarts=3", *meet, "--local-addr=127.0.0.1", str(ROOT / script)]
+    several = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with log.open("a") as output:
+        command, streams = [*launcher, *arguments], {"stdout": output, "stderr": output}
+        return subprocess.Popen(command, env=environment() | several, **streams)
+
+
+def kill_node(agent: subprocess.Popen) -> None:
+    """The torchrun and its workers at once, as when a machine goes down."""
+    workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    for pid in (agent.pid, *map(int, workers)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agent.wait()
+
+
+def on_two_nodes(log: Path, *command: str, kill: int | None = None, when=lambda: True) -> str:
+    """Run a script on two nodes to its end; one is killed `when`. Nodes that fail start again."""
+    port = free_port()
+    nodes = [node(i, port, log, *command) for i in range(2)]
+    end = time.monotonic() + 300
+    try:
+        while any(n.poll() != 0 for n in nodes):
+            assert time.monotonic() < end, log.read_text()
+            if kill is not None and when():
+                kill_node(nodes[kill])
+                kill = None
+            for i, n in enumerate(nodes):
+                if n.poll():  # killed, or it lost the one that was
+                    assert when(), log.read_text()
+                    nodes[i] = node(i, port, log, *command)
+            time.sleep(0.05)
+    finally:
+        for n in nodes:
+            if n.poll() is None:
+                kill_node(n)
+    return log.read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
 
 
 def environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from lssar import fused
+from lssar import fused, triton_op
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
@@ -212,6 +212,44 @@ def test_strided_heads_equal_contiguous_ones():
     contiguous = run(attention, [x.contiguous() for x in (q, k, v)], grad, FP32)
     for a, b in zip([out.detach(), *(x.grad for x in strided)], contiguous, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "rows"])
+def test_offsets_beyond_32_bits_are_right(dim, tmp_path):
+    """In a sparse file that is mapped: nothing but what is touched takes memory."""
+    shape, stride = [2, 2, 20, 16], [2 * 20 * 16, 20 * 16, 16, 1]
+    stride[dim] = 2**31 // (shape[dim] - 1) + 16
+    size = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+    tensors, grad = inputs("random", 20, 20, 16, batch=2)
+    far = []
+    for name, near in zip("qkvg", (*tensors, grad), strict=True):
+        storage = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=FP16)
+        far.append(storage.as_strided(shape, stride).copy_(near))
+    leaves = [x.detach().requires_grad_() for x in far[:3]]
+    out = lssar(*leaves, p=15)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, far[3])]
+    expected = run(partial(lssar, p=15), tensors, grad, FP16)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("most", ["MOST_HEADS", "MOST_STATISTICS"])
+def test_launches_that_are_too_large_are_several(most, monkeypatch):
+    tensors, grad = inputs("random", 3, 5, 16, batch=3, heads=2, groups=1)
+    attention = partial(attend, mechanism="lssar", first=torch.randint(0, 5, (3, 3)))
+    whole = run(partial(attention, backend="triton"), tensors, grad, FP32)
+    monkeypatch.setattr(triton_op, most, 4 if most == "MOST_HEADS" else 4 * 3)
+    parts = run(partial(attention, backend="triton"), tensors, grad, FP32)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    monkeypatch.setattr(triton_op, most, 1)
+    with pytest.raises(UserError, match=r"2 heads and 3 rows is too large.*rowblock"):
+        attend(*tensors, "lssar", backend="triton")
+
+
+def test_a_result_is_never_laid_out_with_rows_too_far_apart():
+    """Sequence first, as some models have it: each row is as far from the next as the batch."""
+    for batch in (1023, 1024):
+        q = torch.empty(3, batch, 64, 128, device="meta").permute(1, 2, 0, 3)
+        assert fused.room_like(q).stride(2) == (batch * 64 * 128 if batch < 1024 else 128)
 
 
 def test_nothing_of_size_l_squared_is_saved():

@@ -87,8 +87,10 @@ def start(device: str = "auto") -> World:
         torch.set_float32_matmul_precision("high")  # TF32
     if size > 1 and not dist.is_initialized():
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        # torchrun may keep its store over a restart, with the addresses of dead workers.
-        store = dist.PrefixStore(f"attempt-{restarts()}", store)
+        # torchrun may keep its store over a restart, with the addresses of dead workers. Else each
+        # start has a new one, and the nodes need not have counted the same restarts.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(f"attempt-{restarts()}", store)
         # Values in main memory go through gloo, and so wait for no GPU.
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -15,6 +15,7 @@ import data.prepare
 import train
 from evaluating.checkpoints import open_checkpoints
 from training.checkpoint import Store, read_trainer
+from training.run_log import read_metrics
 
 from .attack import Told, attack
 from .children import PATIENCE, Child, killed_until_done, leftovers
@@ -159,6 +160,33 @@ def rank_of_two(times: int, folder: Path) -> Told:
     return Told(
         "torchrun restarted both ranks, they went on from the last checkpoint and ended with the "
         "weights and measurements of two undisturbed ranks, bit for bit",
+        times=times,
+        kills=times,
+    )
+
+
+@attack("crashes", "one node of two (two torchrun over loopback), `kill -9` with its ranks", full=2)
+def node_of_two(times: int, folder: Path) -> Told:
+    corpus = training.make_corpus(folder / "corpus")
+    more = ("--train.micro_batch=4", "--train.steps=60", "--device=cpu", "--resume")
+    two_ranks(training.arguments(corpus, folder / "whole", *more), kill=None)
+    expected = folder / "whole/nano-lssar"
+    for number in range(times):
+        run = folder / f"runs-{number}/nano-lssar"
+        command = ("train.py", *training.arguments(corpus, run.parent, *more))
+        shown = training.on_two_nodes(
+            folder / f"log-{number}",
+            *command,
+            kill=number % 2,
+            when=lambda run=run: run.exists() and any(m["step"] == 20 for m in read_metrics(run)),
+        )
+        assert training.losses(run) == training.losses(expected), shown
+        assert weights_of(run) == weights_of(expected), "other weights"
+        assert not leftovers(run.parent), leftovers(run.parent)
+    return Told(
+        "the node that stayed waited for the other to be started again (where it was the one that "
+        "they meet at, both were started again); the runs ended with the weights and measurements "
+        "of two undisturbed ranks, bit for bit",
         times=times,
         kills=times,
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
+from train_helpers import on_two_nodes
 
 import passkey
 from data.passkey_text import (
@@ -22,7 +23,7 @@ from data.passkey_text import (
     shortest_length,
 )
 from data.tokeniser import get_tokeniser
-from evaluating.results import read_results
+from evaluating.results import Results, read_results
 from lssar.errors import UserError
 from passkey import is_right, main, wilson
 
@@ -246,13 +247,36 @@ def test_the_short_form_fits_a_byte_model_and_is_not_mixed_with_the_papers(check
 def test_answers_are_the_greedy_continuation_without_cache_or_batch():
     model = tiny_model("lssar")
     prompts = [make_prompt(BYTES, 301, trial, seed=0) for trial in range(3)]
-    answers = passkey.answer_batch(model, BYTES, prompts, torch.device("cpu"))
-    for prompt, answer in zip(prompts, answers, strict=True):
+    answers = passkey.answer_batch(model, prompts, torch.device("cpu"))
+    for prompt, answer in zip(prompts, answers.tolist(), strict=True):
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
         for _ in range(ANSWER_TOKENS):
             with torch.no_grad():
                 tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
-        assert answer == BYTES.decode(tokens[0, -ANSWER_TOKENS:].tolist())
+        assert answer == tokens[0, -ANSWER_TOKENS:].tolist()
+
+
+def test_two_nodes_give_the_answers_and_numbers_of_one_process(checkpoint):
+    """Three and four batches, the last of each smaller, and the very first answered before."""
+    folder = checkpoint.parent
+    main(command(checkpoint, "one.json", "--trials", "130"))
+    one = read_results(folder / "one.json")
+    answers = (folder / "one-answers.jsonl").read_text()
+    first_batch = answers.splitlines(keepends=True)[: passkey.BATCH_TOKENS // LENGTHS[0]]
+    (folder / "two-answers.jsonl").write_text("".join(first_batch) + '{"run": "cut sho')
+    Results(folder / "two.json", one.kind, one.settings, one.about).save()
+    arguments = command(checkpoint, "two.json", "--trials", "130")
+    shown = on_two_nodes(folder / "log", "passkey.py", *arguments)
+    two = read_results(folder / "two.json")
+    assert [numbers(r) for r in two.records] == [numbers(r) for r in one.records]
+    assert (folder / "two-answers.jsonl").read_text() == answers, shown
+    assert shown.count("at 420: 0 %") == 1 and (folder / "two-depth.png").exists()
+
+
+def numbers(record):
+    """All of a record but its time and its command."""
+    details = {k: v for k, v in record.details.items() if k != "seconds"}
+    return record.key, record.value, details
 
 
 # --- interruption and mistakes -------------------------------------------------------------------
