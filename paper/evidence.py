@@ -76,7 +76,7 @@ class Evidence:
 
     def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""
-        variant = f"window={self.length(table, 1)}" if row.variant == "window" else row.variant
+        variant = re.sub("^window", f"window={self.length(table, 1)}", row.variant)
         place = (table.folder, column.quantity, column.run(row.run), variant, column.task)
         return self._found.get((*place, self.length(table, column.factor)), {})
 
@@ -106,7 +106,11 @@ class Evidence:
         """The paper's own number."""
         paper = self.paper[table.label]
         found = paper["rows"].get(row.key)
-        if found is None or column.paper not in paper["columns"] or row.variant == "window":
+        if (
+            found is None
+            or column.paper not in paper["columns"]
+            or row.variant.startswith("window")
+        ):
             return None
         return found[paper["columns"].index(column.paper)]
 

@@ -52,6 +52,7 @@ class Run:
     init_from: str | None = None  # key of the run whose weights it starts from
     factors: Sequence[int] = ALL_FACTORS  # lengths to evaluate at, in training lengths
     windows: bool = False  # also evaluate with a sliding window
+    stretched: bool = False  # also evaluate with sinks beside the window, NTK and YaRN
     alphas: Sequence[float] = ()  # also evaluate with adaptive p_i
     current: bool = False  # also evaluate with L = the evaluation's length, not training's
     form: str = "paper"  # of passkey prompts
@@ -93,7 +94,7 @@ class Row:
     key: str
     title: str
     run: str  # may contain {factor}, the column's
-    variant: str = AS_TRAINED  # "window" is one of the training length
+    variant: str = AS_TRAINED  # "window" is one of the training length, also with ", sinks=4"
     control: bool = False  # not in the paper
 
 

@@ -21,6 +21,7 @@ from training.checkpoint import find, read_description
 from training.config import Config, load_config, parse_config
 from training.run_log import read_metrics
 
+SINKS = 4  # as StreamingLLM keeps
 PASSKEY_TRIALS = 100  # per length: the default of passkey.py
 
 
@@ -150,10 +151,13 @@ def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> J
         words += [f"--{option}", ",".join(map(str, values))] if values else []
     words += [] if passkey else ["--no-figures", *(["--spread"] if scale.spread else [])]
     words += ["--current-length"] if run.current else []
+    stretched = run.stretched and not passkey
+    words += ["--sinks", str(SINKS), "--ntk", "--yarn"] if stretched else []
     processes = 1 if passkey else space.processes
     command = python(*words, processes=processes)
     variants = [AS_TRAINED, *(f"window={n}" for n in windows)]
     variants += [f"alpha={a:g}" for a in run.alphas] + (["L=current"] if run.current else [])
+    variants += [f"{variants[1]}, sinks={SINKS}", "NTK", "YaRN"] if stretched else []
     done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
     each = {n: PASSKEY_TRIALS * n if passkey else scale.eval_tokens for n in lengths}
     tokens = {n: len(variants) * count for n, count in each.items()}
