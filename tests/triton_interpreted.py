@@ -216,11 +216,11 @@ def test_strided_heads_equal_contiguous_ones():
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "rows"])
 def test_offsets_beyond_32_bits_are_right(dim, tmp_path):
-    """In a sparse file that is mapped: nothing but what is touched takes memory."""
-    shape, stride = [2, 2, 20, 16], [2 * 20 * 16, 20 * 16, 16, 1]
+    """Strides that fit in 32 bits, and places that do not. A sparse file takes no memory."""
+    shape, stride = [3, 3, 20, 16], [3 * 20 * 16, 20 * 16, 16, 1]
     stride[dim] = 2**31 // (shape[dim] - 1) + 16
     size = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    tensors, grad = inputs("random", 20, 20, 16, batch=2)
+    tensors, grad = inputs("random", 20, 20, 16, batch=3, heads=3)
     far = []
     for name, near in zip("qkvg", (*tensors, grad), strict=True):
         storage = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=FP16)
