@@ -36,9 +36,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from data.far_tasks import PASSKEY, TASKS
 from evaluating.protocol import EvaluationParser
-from support.command import answer_early, positive, run, seed_number, whole
+from support.command import answer_early, positive, quiet_imports, run, seed_number, whole
+
+if __name__ == "__main__":
+    quiet_imports()
+
+from data.far_tasks import PASSKEY, TASKS
 
 
 def make_parser() -> EvaluationParser:

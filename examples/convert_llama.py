@@ -165,13 +165,20 @@ def revision() -> str:
     return head + "+" * bool(subprocess.run([*git, *status], **quiet).stdout) or "unknown"
 
 
+def whole(text: str) -> int:
+    """The type of an option that is a whole number from 1 to a million."""
+    if not text.isdecimal() or not 1 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1000000")
+    return int(text)
+
+
 def main(argv: list[str]) -> dict:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
     parser.add_argument("out", type=Path, metavar="OUT.json")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600, help="of pretraining; %(default)s")
-    parser.add_argument("--tuning", type=int, default=300, help="most steps after; %(default)s")
-    parser.add_argument("--tokens", type=int, default=65536, help="held-out bytes; %(default)s")
+    parser.add_argument("--seeds", type=whole, default=3)
+    parser.add_argument("--steps", type=whole, default=600, help="of pretraining; %(default)s")
+    parser.add_argument("--tuning", type=whole, default=300, help="most steps after; %(default)s")
+    parser.add_argument("--tokens", type=whole, default=65536, help="held-out bytes; %(default)s")
     given = parser.parse_args(argv)
     if given.out.suffix != ".json" or given.tokens % 2048:
         parser.error("OUT must end in .json, and --tokens must be a multiple of 2048")

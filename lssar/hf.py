@@ -72,9 +72,10 @@ def attention_forward(
             refuse(mechanism, family, f"{MEANS.get(name, 'a tensor it does not know')} ({name})")
     arrangement = None
     if attention_mask is not None:
-        arrangement = unpacked(attention_mask, query.shape[2])
-        if isinstance(arrangement, str):
-            refuse(mechanism, family, arrangement)
+        found = unpacked(attention_mask, query.shape[2])
+        if isinstance(found, str):
+            refuse(mechanism, family, found)
+        arrangement = found
     if cu_seq_lens_q is not None:
         arrangement = _apart(mechanism, family, arrangement, cu_seq_lens_q, query, key)
     root_d = math.sqrt(query.shape[3])
@@ -84,8 +85,8 @@ def attention_forward(
         window = min(sliding_window, mechanism.window or sliding_window)
         mechanism = replace(mechanism, window=window)
     if softcap is not None:
-        if mechanism.scale == "log d log N":
-            what = "its scores are bounded by log d log N; set attn_logit_softcapping to None"
+        if mechanism.cosine:
+            what = "its scores are those of cosines; set attn_logit_softcapping to None"
             refuse(mechanism, family, f"soft-capped scores (softcap = {softcap}): {what}")
         mechanism = replace(mechanism, softcap=softcap)
     params = getattr(module, hf_models.HEAD_SCALE, None)

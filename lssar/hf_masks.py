@@ -12,6 +12,8 @@ exist, as a static cache has room for more.
         a span, and the first key that each sees; the last two begin with Lq entries
 """
 
+from typing import NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +31,7 @@ NOT_A_SPAN = "a mask in which a token sees other keys than a span up to itself"
 ENTRIES = 2**24  # of a mask function that are looked at together
 
 
-def refuse(mechanism: Mechanism, family: str, what: str):
+def refuse(mechanism: Mechanism, family: str, what: str) -> NoReturn:
     raise UserError(f"attention {mechanism.name!r} in {family} cannot take {what}")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paper.evidence import Evidence
-from paper.experiments import Column, Table, load_toml
+from paper.experiments import Column, Table, load_toml, of_scale
 from paper.statistic import BETTER, OPEN, WORSE, BySeed, Comparison, compare, judge, settles, signed
 from paper.tables import decimals_of, heading
 
@@ -81,7 +81,7 @@ class Judged(NamedTuple):
 
 
 def judged(claim: Claim, evidence: Evidence) -> Judged:
-    table, caveat = evidence.tables[claim.table], claim.open.get(evidence.scale.name, "")
+    table, caveat = evidence.tables[claim.table], of_scale(claim.open, evidence.scale)
     points = of_pairs(claim, evidence, table) + of_checks(claim, evidence, table)
     points += RULES[claim.rule](evidence, table) if claim.rule else []
     if claim.caveat and any(point.found.n for point in points):

@@ -67,15 +67,20 @@ def install() -> None:
     cuda._lazy_init()
     dist.Backend.register_backend("stand_in", Nccl, devices=["cuda"])
     join = dist.init_process_group
-    dist.init_process_group = lambda backend, **options: join(
-        "stand_in" if backend == "nccl" else backend, **options
-    )
+
+    def start(backend, **options):
+        Nccl.takes_host = "cpu:gloo" in backend  # tensors of the host then go to gloo
+        join("stand_in" if "nccl" in backend else backend, **options)
+
+    dist.init_process_group = start
     dist.Logger.set_runtime_stats_and_log = lambda logger: None  # it has timers for GPUs alone
     torch.compile = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
 
 
 class Nccl(dist.ProcessGroup):
     """Collectives of the devices' tensors, by gloo on the memory behind them."""
+
+    takes_host = False
 
     def __init__(self, store, rank: int, size: int, timeout):
         super().__init__(rank, size)
@@ -96,9 +101,9 @@ class Nccl(dist.ProcessGroup):
 
 def _host(tensors: list) -> list:
     for x in tensors:
-        if not x.is_cuda:
+        if not (x.is_cuda or Nccl.takes_host):
             raise RuntimeError(f"No backend type associated with device type {x.device.type}")
-    return [torch.ops.stand_in.on_host(x) for x in tensors]
+    return [torch.ops.stand_in.on_host(x) if x.is_cuda else x for x in tensors]
 
 
 if __name__ == "__main__":

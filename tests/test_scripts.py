@@ -268,6 +268,7 @@ def planners(script, scale, *arguments):
     """What may be started for a plan."""
     name = "all" if script == "reproduce_all" else script.removeprefix("table_")
     name = name if script == "scaling_edu" else name.removeprefix("figure_")
+    name = "parts half_weight" if script == "table_parts" else name
     size = "109m" if scale == "paper" else scale
     data = "physics" if scale == "paper" else f"physics-{scale}"
     physics = f"python physics/physics_plan.py {size} --data corpora/{data} --points"

@@ -22,7 +22,7 @@ import generate
 import passkey
 import train
 from data.passkey_text import ANSWER_TOKENS, make_prompt
-from data.pipeline import ChunkEncoder
+from data.pipeline import ChunkEncoder, Piece
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
 from lssar.errors import UserError
@@ -348,7 +348,7 @@ def tokeniser_round_trip(times: int, folder: Path) -> Told:
             assert tokeniser.eot not in ids
             streamed = "".join(generate.text_pieces(tokeniser, ids.tolist()))
             assert streamed == expected, f"{name}, streamed: {text!r}"
-            tokens = chunk_encoder([(text, True)]).tokens
+            tokens = chunk_encoder([Piece(text)]).tokens
             assert tokens[0] == tokeniser.eot and np.array_equal(tokens[1:], ids), name
 
     return fuzz(times, st.lists(pieces, max_size=4).map("".join), feed)

@@ -270,7 +270,7 @@ def test_two_nodes_give_the_answers_and_numbers_of_one_process(checkpoint):
     two = read_results(folder / "two.json")
     assert [numbers(r) for r in two.records] == [numbers(r) for r in one.records]
     assert (folder / "two-answers.jsonl").read_text() == answers, shown
-    assert shown.count("at 420: 0 %") == 1 and (folder / "two-depth.png").exists()
+    assert shown.count("at 420: 0 %") == 1 and (folder / "two-distance.png").exists()
 
 
 def numbers(record):

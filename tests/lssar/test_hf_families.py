@@ -110,7 +110,7 @@ def test_what_a_family_adds_that_has_no_meaning_is_refused_by_name():
     sinks = build("gpt_oss", "lssar", **MIXED, **EXPERTS)
     with pytest.raises(UserError, match=r"type 'gpt_oss' cannot take learned sinks \(s_aux\)"):
         sinks(ids)
-    with pytest.raises(UserError, match=r"softcap = 2.0\): its scores are bounded by log d log N"):
+    with pytest.raises(UserError, match=r"softcap = 2.0\): its scores are those of cosines"):
         of("gemma2", "lssar")(ids)
     with pytest.raises(UserError, match=r"softcap = 2.0; scores on the cosine are bounded"):
         replace(MECHANISMS["lssar"], softcap=2.0)

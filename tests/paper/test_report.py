@@ -110,7 +110,7 @@ def test_both_scales_stand_on_one_page_each_judged_by_its_rule(tmp_path):
     assert "✓ reproduced" in text
     assert "✗ differsby +0.100, more than 0.05" in text
     assert "✗ differsby −1.551, more than 0.1" in text
-    assert "direction" not in text
+    assert "same direction" not in text and "opposite direction" not in text
 
 
 def test_a_row_with_some_of_its_seeds_does_not_pass_for_complete(tmp_path):

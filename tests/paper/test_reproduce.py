@@ -241,7 +241,9 @@ def test_a_plan_takes_the_speed_that_was_recorded_for_a_run_or_its_like(monkeypa
     monkeypatch.chdir(ROOT)
     space = Workspace(SCALES["nano"])
     runs = all_runs("nano")
-    softmax, passkey = (space.config(runs[k], 1) for k in ("softmax", "passkey-softmax"))
+    softmax, longer, smaller = (
+        space.config(runs[key], 1) for key in ("softmax", "pi-2x", "edu-small-softmax")
+    )
     record = {"tokens": 1000, "device": "cpu", "config": asdict(softmax)}
     recorded = {f"softmax-s{i}": record | {"seconds": 36.0 + i} for i in (0, 2)}
     recorded["ssmax-s0"] = record | {"seconds": 360.0}
@@ -251,8 +253,9 @@ def test_a_plan_takes_the_speed_that_was_recorded_for_a_run_or_its_like(monkeypa
     assert speed.cost(softmax).hours == pytest.approx(tokens * 0.037 / 3600)
     other = replace(softmax, log=replace(softmax.log, name="lssa-s0"))
     assert speed.cost(other).hours == pytest.approx(tokens * 0.038 / 3600)  # their median
-    tokens = passkey.train.steps * passkey.train.batch_tokens
-    assert speed.cost(passkey).hours == pytest.approx(tokens / 500 / 3600)
+    for unlike in (longer, smaller):
+        tokens = unlike.train.steps * unlike.train.batch_tokens
+        assert speed.cost(unlike).hours == pytest.approx(tokens / 500 / 3600)
     on_gpu = replace(speed, device=DEVICES["a100"])
     assert on_gpu.cost(softmax).hours == pytest.approx(softmax.train.steps * 2048 * 0.001 / 3600)
     assert on_gpu.cost(other).hours == Speed(DEVICES["a100"]).cost(other).hours
@@ -278,7 +281,7 @@ def test_the_seconds_in_the_comments_of_the_configs_are_the_recorded_ones():
         run = recorded.get(f"{key}-s0")
         seconds = [f"{round(run['seconds']):,}"] if run else []
         assert said == seconds, config
-    assert len(keys) == 11
+    assert len(keys) == 13
 
 
 # --- jobs ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import prepare
+from data.far_tasks import TASKS
 from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
 from paper.experiments import SCALES
@@ -80,7 +81,8 @@ def test_every_shipped_config_loads_as_its_name_says(path):
 
 
 MECHANISM_OF = {"softmax": "softmax", "lssa": "lssa", "lssar": "lssar"}
-MECHANISM_OF |= {"hybrid": "cos-softmax", "drope": "softmax"}
+MECHANISM_OF |= {"hybrid": "cos-softmax", "drope": "softmax", "pi": "lssar"}
+MECHANISM_OF |= dict.fromkeys(TASKS, "softmax")  # as a task's config is without an override
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "gpt2" in p.stem], ids=lambda p: p.stem)

@@ -172,8 +172,8 @@ def test_changed_labels_of_orbits_are_other_data(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--eval.tokens=4000"], "4000 validation tokens, too few for 4000 .*at most 3968 or"),
-        (["--train.batch_tokens=32768"], "537 training sequences.*batch_tokens to 17152 "),
+        (["--eval.tokens=4000"], "3343 validation tokens, too few for 4000 .*at most 3328 or"),
+        (["--train.batch_tokens=32768"], "558 training sequences.*batch_tokens to 17664 "),
         (["--train.batch_tokens=1099511627776", "--train.micro_batch=1"], "set .*batch_tokens to"),
         (
             [f"--{k}=4096" for k in ("train.length", "train.batch_tokens", "eval.tokens")]
@@ -196,7 +196,7 @@ def test_too_few_data_are_refused_before_the_first_step(corpus, tmp_path, more, 
 
 
 def test_the_sizes_that_are_offered_are_possible(corpus, tmp_path):
-    offered = ("--eval.tokens=3968", "--train.batch_tokens=17152", "--train.steps=1")
+    offered = ("--eval.tokens=3328", "--train.batch_tokens=17664", "--train.steps=1")
     assert train_here(*arguments(corpus, tmp_path, *offered, "--train.warmup=1")) == 0
 
 
