@@ -84,9 +84,10 @@ struct Sigmoid {
     vf e = exp2v(maximum(minus_abs(t), all(LOWEST)));
     return where(t < all(0.f), e, all(1.f)) / (all(1.f) + e);
   }
-  static Both both(vf t) {
-    vf e = exp2v(maximum(minus_abs(t), all(LOWEST))), y = all(1.f) / (all(1.f) + e);
-    return {where(t < all(0.f), e * y, y), e * y * y * all(LN_2)};
+  static Both both(vf t) {  // the same bits: sharpening would enlarge a difference to the forward
+    vf e = exp2v(maximum(minus_abs(t), all(LOWEST))), whole = all(1.f) + e;
+    vf y = all(1.f) / whole;
+    return {where(t < all(0.f), e, all(1.f)) / whole, e * y * y * all(LN_2)};
   }
   static vf score(vf f) {
     vf g = minimum(maximum(f, all(1e-37f)), all(0.99999994f));

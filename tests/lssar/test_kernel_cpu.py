@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_kernel import distance, draw, eager, flat_row, fused, results
+from cpu_kernel import distance, draw, eager, flat_row, fused, results, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +18,6 @@ NAMES = ("out", "dq", "dk", "dv")
 ENOUGH_ROWS = 64
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
-
-
-def rounded(*tensors):
-    """The same tensors, rounded differently."""
-    return [[x * (1 + 2**-24 * torch.randn_like(x)) for x in tensors] for _ in range(4)]
 
 
 def assert_as_accurate_as_eager(tensors, names=NAMES, **options):
