@@ -15,6 +15,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,9 +30,13 @@ def build() -> Path:
     version = (torch_path / "version.py").read_bytes()
     key = hashlib.sha256(SOURCE.read_bytes() + version + bytes(torch_path)).hexdigest()[:24]
     cache = Path(os.environ.get("LSSAR_CACHE") or Path.home() / ".cache/lssar")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache).close()
+    except OSError:  # run by its path, as `lssar` itself would import torch
+        cache = runpy.run_path(str(ROOT / "lssar/cache.py"))["private_folder"]()
     library = cache / f"stand_in-{key}.so"
     if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
         flags = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch_path}/include"]
         links = [f"-L{torch_path}/lib", f"-Wl,-rpath,{torch_path}/lib", "-ltorch_cpu", "-lc10"]
