@@ -8,7 +8,8 @@ A prompt is five parts joined by newlines: the task, filler, the line with the k
 question. It is cut to exactly `length - 10` tokens, so that prompt and answer fill the length. Key
 and depth are uniform, drawn from (seed, length, trial): every model of one tokeniser gets the same
 prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
-`--form short` has no task and fewer words, for byte-level models. Reported per length:
+`--form short`, for byte-level models, has no task and fewer words, and its key is one letter of 22,
+so that guessing is right 4.5 times in a hundred. Reported per length:
 
     accuracy        with its 95 % Wilson interval, and by depth and distance of the key
     reach           share of the keys at most a training length before the answer: a model that
@@ -65,9 +66,9 @@ DEPTHS = [part / 10 for part in range(11)]  # shares of the filler before the ke
 DISTANCES = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16]  # in training lengths
 
 
-def is_right(answer: str, key: int) -> bool:
-    digits = re.search(r"[0-9]+", answer)
-    return digits is not None and digits.group() == str(key)
+def is_right(answer: str, key: str) -> bool:
+    found = re.search(r"[0-9]+" if key.isdigit() else r"[A-Z]", answer)
+    return found is not None and found.group() == key
 
 
 def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Passkey prompts (Mohtashami and Jaggi, 2023), and a corpus of them to learn retrieval from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,7 +17,6 @@ TASK = (
     "I will quiz you about the important information there."
 )
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-LARGEST_KEY = 50000
 LONGEST = 2**24  # tokens of a prompt: what can be built in a moment
 ANSWER_TOKENS = 10
 
@@ -25,24 +25,31 @@ class Form(NamedTuple):
     task: str
     key_line: str
     question: str
+    keys: Sequence[int | str]  # to draw from
 
 
 PAPER = Form(
     f"{TASK}\n",
     "The pass key is {key}. Remember it. {key} is the pass key.",
     "What is the pass key? The pass key is",
+    range(1, 50001),
 )
-# The paper's prompt has 265 bytes without filler; a byte-level model learns this one in minutes.
-SHORT = Form("", "The key is {key}. Remember {key}.", "Key? The key is")
+# The paper's prompt has 265 bytes without filler, and a number of several bytes takes a small model
+# thousands of steps to copy in order. A key here is one letter, of those that are nowhere else.
+SHORT = Form("", "The key is {key}. Remember {key}.", "Key? The key is", "ABCDEFGIJLMNOPQSUVWXYZ")
 FORMS = {"paper": PAPER, "short": SHORT}
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: np.ndarray  # (length - ANSWER_TOKENS,)
-    key: int
+    key: str
     depth: float  # share of the filler that stands before the key
     distance: int  # tokens from the last mention of the key to the answer
+
+
+def draw_key(random: np.random.Generator, form: Form) -> str:
+    return str(form.keys[random.integers(len(form.keys))])
 
 
 def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=PAPER) -> Prompt:
@@ -51,7 +58,7 @@ def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=P
     if seed < 0:
         raise UserError(f"--seed {seed} must be 0 or more")
     random = np.random.default_rng([seed, length, trial])
-    key, place = int(random.integers(1, LARGEST_KEY + 1)), random.random()
+    key, place = draw_key(random, form), random.random()
     line = form.key_line.format(key=key)
     head = tokeniser.encode(form.task)
     middle = tokeniser.encode(f"\n{line}\n")
@@ -66,7 +73,7 @@ def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=P
     before = 1 + int(place * (room - 1))
     filler = _filler(tokeniser.name, room)
     parts = (head, filler[:before], middle, filler[: room - before], tail)
-    until_key = tokeniser.encode(f"\n{line[: line.rindex(str(key))].rstrip()}")
+    until_key = tokeniser.encode(f"\n{line[: line.rindex(key)].rstrip()}")
     distance = len(middle) - len(until_key) + room - before + len(tail)
     return Prompt(np.concatenate(parts), key, before / room, distance)
 
@@ -79,9 +86,13 @@ def _filler(tokeniser: str, tokens: int) -> np.ndarray:
 
 def shortest_length(tokeniser: Tokeniser, form: Form = PAPER) -> int:
     """The shortest length that holds a prompt with any key."""
-    fixed = f"{form.task}\n{form.key_line.format(key=LARGEST_KEY)}\n\n{form.question}"
-    longest_key = max(len(tokeniser.encode(f" {key}")) for key in (LARGEST_KEY, 48917, 39999))
-    return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
+    fixed = f"{form.task}\n{form.key_line.format(key=form.keys[-1])}\n\n{form.question}"
+    return len(tokeniser.encode(fixed)) + 2 * _longest_key(tokeniser, form) + ANSWER_TOKENS + 2
+
+
+@cache
+def _longest_key(tokeniser: Tokeniser, form: Form) -> int:
+    return max(len(tokeniser.encode(f" {key}")) for key in form.keys)
 
 
 class PasskeySource(NumberedSource):
@@ -103,13 +114,13 @@ class PasskeySource(NumberedSource):
         if longest <= self.shortest:
             raise UserError(f"--longest {longest}: give more than {self.shortest} bytes")
         known = {"documents": self.DOCUMENTS, "seed": self.SEED, "longest": longest}
-        self.description = {"kind": "passkey", **known}
+        self.description = {"kind": "passkey", "keys": SHORT.keys, **known}
 
     def document(self, number: int) -> str | None:
         if number == self.VALIDATION:
             return END_OF_VALIDATION
         random = np.random.default_rng([self.SEED, number])
-        kind, key = number % 4, int(random.integers(1, LARGEST_KEY + 1))
+        kind, key = number % 4, draw_key(random, SHORT)
         line = SHORT.key_line.format(key=key)
         if kind < 2:
             return f"{line}{f' {key}.' * 8}\n"

@@ -30,7 +30,7 @@ class Claim:
     table: str
     where: str = ""
     compare: tuple[str, ...] = ()
-    check: tuple[str, ...] = ()
+    check: tuple[str, ...] | dict[str, tuple[str, ...]] = ()  # the latter: by scale
     rule: str = ""
     caveat: str = ""
     note: str = ""
@@ -109,7 +109,7 @@ def of_pairs(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
 def of_checks(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
     """A quantity of one row, or the ratio of two, against a number."""
     points = []
-    for sentence in claim.check:
+    for sentence in of_scale(claim.check, evidence.scale):
         keys, quantity, place, kind, limit, centre = CHECK.fullmatch(sentence).groups()
         rows = [table.row(key) for key in keys.split("/")]
         if None in rows:

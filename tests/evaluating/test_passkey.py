@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_prompts_depend_on_seed_length_and_trial_only():
 
 def test_key_and_depth_are_uniform():
     prompts = [make_prompt(BYTES, 2000, trial, seed=0) for trial in range(2000)]
-    keys, depths = np.array([(p.key, p.depth) for p in prompts]).T
+    keys, depths = np.array([(int(p.key), p.depth) for p in prompts]).T
     assert keys.min() >= 1
     assert keys.max() <= 50000
     assert abs(keys.mean() - 25000) < 1500
@@ -99,18 +100,20 @@ def test_key_and_depth_are_uniform():
 def test_every_document_of_the_corpus_repeats_its_own_key(longest):
     texts = [piece.text for (piece,) in islice(PasskeySource(longest).pieces(None), 400)]
     for number, text in enumerate(texts):
-        keys = re.findall(r"[0-9]+", text)
+        keys = re.findall(f"[{SHORT.keys}]", text)  # letters that are nowhere else
         assert len(keys) == (10, 10, 6, 3)[number % 4]
         assert len(set(keys)) == 1
     whole = texts[3::4]
     assert all(SHORT.question in text and len(text) <= longest for text in whole)
     assert max(map(len, whole)) > 0.9 * longest
-    assert len({re.search(r"[0-9]+", text).group() for text in texts}) > 380  # keys do vary
+    found = Counter(re.search(f"[{SHORT.keys}]", text).group() for text in texts)
+    assert set(found) == set(SHORT.keys)  # all of them occur, none of them mostly
+    assert max(found.values()) < 3 * len(texts) / len(SHORT.keys)
 
 
 def test_a_corpus_of_prompts_that_cannot_be_is_refused():
-    with pytest.raises(UserError, match="--longest 60: give more than"):
-        PasskeySource(60)
+    with pytest.raises(UserError, match="--longest 50: give more than"):
+        PasskeySource(50)
 
 
 def test_the_corpus_continues_at_any_document_and_ends_validation_once():
@@ -152,7 +155,14 @@ def test_the_shortest_length_named_in_the_error_works():
     ],
 )
 def test_the_scorer_takes_the_first_run_of_digits(answer, right):
-    assert is_right(answer, 1234) is right
+    assert is_right(answer, "1234") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"), [(" Q.\nThe", True), (" 3 Q", True), (" RQ", False), ("", False)]
+)
+def test_the_scorer_takes_the_first_letter_of_the_short_form(answer, right):
+    assert is_right(answer, "Q") is right
 
 
 @pytest.mark.parametrize(

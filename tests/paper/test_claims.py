@@ -43,7 +43,9 @@ def test_every_claim_names_rows_and_lengths_that_its_table_has(found, scale):
     if table is None:
         pytest.skip(f"{found.table} is no table of this scale")
     keys = {row.key for row in table.rows}
-    checks = [CHECK.fullmatch(sentence).groups() for sentence in found.check]
+    checks = [
+        CHECK.fullmatch(sentence).groups() for sentence in of_scale(found.check, SCALES[scale])
+    ]
     asked = [(row, other) for row, _, other, _ in found.pairs]
     asked += [tuple(rows.split("/")) for rows, *_ in checks]
     known = [pair for pair in asked if keys.issuperset(pair)]
