@@ -11,8 +11,9 @@ import argparse
 import statistics
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -235,8 +236,8 @@ def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
     return steps_of(case, make_inputs(options, case.length, case.spread))
 
 
-def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
-    """One call of each phase on q, k, v and the output's gradient."""
+def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> list[measure.Step]:
+    """One call of each phase on q, k, v and the output's gradient; `own` computes it instead."""
     (q, k, v, grad), mechanism, first = inputs, case.mechanism, None
     if case.seen == WINDOW:
         mechanism = replace(mechanism, window=128)
@@ -247,17 +248,16 @@ def steps_of(case: Case, inputs: list[Tensor]) -> list[measure.Step]:
     elif case.seen in (GROUPED, COPIED):
         k, v = k[:, :4], v[:, :4]
     backend = "eager" if case.backend == PAPER else case.backend
-    is_baseline = replace(case, spread=RANDOM, seen=FULL) == case.baseline
+    call = own or partial(attend, mechanism=mechanism, backend=backend, first=first)
+    if own is None and replace(case, spread=RANDOM, seen=FULL) == case.baseline:
+        call = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)  # it alone
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.set_num_threads(case.threads)
-        if is_baseline:  # PyTorch's own call alone
-            return F.scaled_dot_product_attention(q, k, v, is_causal=case.seen == FULL)
         if case.seen == COPIED:
-            heads = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
-        return attend(q, k, v, mechanism, backend=backend, first=first)
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return call(q, k, v)
 
     return [
         torch.no_grad()(lambda: function(q, k, v)),

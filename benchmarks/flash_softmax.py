@@ -30,11 +30,10 @@ def forward_kernel(
     """STATS is the logarithm to base 2 of each row's sum."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
-    Q, K = head_of(Q, q_stride, pair, heads), head_of(K, q_stride, pair, heads)
-    V, OUT = head_of(V, q_stride, pair, heads), head_of(OUT, q_stride, pair, heads)
+    head = head_of(0, q_stride, pair, heads)
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
-    q = load_rows(Q, first_row, q_stride, inside, d, BLOCK_M, d)
+    q = load_rows(Q + head, first_row, q_stride, inside, d, BLOCK_M, d)
     total = tl.zeros([BLOCK_M], tl.float32)
     top, acc = total - float("inf"), tl.zeros([BLOCK_M, d], tl.float32)
     full = (first_row + 1) // BLOCK_N * BLOCK_N  # every row sees all keys before it
@@ -43,7 +42,7 @@ def forward_kernel(
         for begin in tl.range(start, end, BLOCK_N):
             keys = begin + tl.arange(0, BLOCK_N)
             exist = keys < q_length if masked else None
-            k = load_rows(K, begin, q_stride, exist, d, BLOCK_N, d)
+            k = load_rows(K + head, begin, q_stride, exist, d, BLOCK_N, d)
             s = tl.dot(q, tl.trans(k))
             if masked:
                 s = tl.where(keys[None, :] <= rows[:, None], s, float("-inf"))
@@ -51,9 +50,9 @@ def forward_kernel(
             less = tl.exp2(top - new)
             w = tl.exp2(s * (scale * LOG2_E) - new[:, None])
             total, top = total * less + tl.sum(w, 1), new
-            v = load_rows(V, begin, q_stride, exist, d, BLOCK_N, d)
+            v = load_rows(V + head, begin, q_stride, exist, d, BLOCK_N, d)
             acc = tl.dot(w.to(v.dtype), v, acc * less[:, None])
-    store_rows(OUT, acc / total[:, None], first_row, q_stride, inside, d, BLOCK_M, d)
+    store_rows(OUT + head, acc / total[:, None], first_row, q_stride, inside, d, BLOCK_M, d)
     tl.store(STATS + pair.to(tl.int64) * q_length + rows, top + tl.log2(total), mask=inside)
 
 
@@ -65,17 +64,15 @@ def dq_kernel(
     """Leaves dOut . out of every row in DELTA for `dkv_kernel`."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
-    Q, K = head_of(Q, q_stride, pair, heads), head_of(K, q_stride, pair, heads)
-    V, OUT = head_of(V, q_stride, pair, heads), head_of(OUT, q_stride, pair, heads)
-    DO, DQ = head_of(DO, q_stride, pair, heads), head_of(DQ, q_stride, pair, heads)
+    head = head_of(0, q_stride, pair, heads)
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
-    do = load_rows(DO, first_row, q_stride, inside, d, BLOCK_M, d)
-    out = load_rows(OUT, first_row, q_stride, inside, d, BLOCK_M, d)
+    do = load_rows(DO + head, first_row, q_stride, inside, d, BLOCK_M, d)
+    out = load_rows(OUT + head, first_row, q_stride, inside, d, BLOCK_M, d)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + pair.to(tl.int64) * q_length + rows, delta, mask=inside)
     stats = load_vector(STATS + pair.to(tl.int64) * q_length, first_row, inside, BLOCK_M)
-    q = load_rows(Q, first_row, q_stride, inside, d, BLOCK_M, d)
+    q = load_rows(Q + head, first_row, q_stride, inside, d, BLOCK_M, d)
     acc = tl.zeros([BLOCK_M, d], tl.float32)
     full = (first_row + 1) // BLOCK_N * BLOCK_N
     for masked in tl.static_range(2):
@@ -83,14 +80,14 @@ def dq_kernel(
         for begin in tl.range(start, end, BLOCK_N):
             keys = begin + tl.arange(0, BLOCK_N)
             exist = keys < q_length if masked else None
-            v = load_rows(V, begin, q_stride, exist, d, BLOCK_N, d)
+            v = load_rows(V + head, begin, q_stride, exist, d, BLOCK_N, d)
             dw = tl.dot(do, tl.trans(v))
-            k = load_rows(K, begin, q_stride, exist, d, BLOCK_N, d)
+            k = load_rows(K + head, begin, q_stride, exist, d, BLOCK_N, d)
             w = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - stats[:, None])
             if masked:
                 w = tl.where(keys[None, :] <= rows[:, None], w, 0.0)
             acc = tl.dot((w * (dw - delta[:, None])).to(k.dtype), k, acc)
-    store_rows(DQ, acc * scale, first_row, q_stride, inside, d, BLOCK_M, d)
+    store_rows(DQ + head, acc * scale, first_row, q_stride, inside, d, BLOCK_M, d)
 
 
 @triton.jit
@@ -101,15 +98,13 @@ def dkv_kernel(
     """Tiles are [keys, rows]. Rows past the end read zeros, which add nothing."""
     first_key = tl.program_id(0) * BLOCK_N
     pair = tl.program_id(1)
-    Q, DO = head_of(Q, q_stride, pair, heads), head_of(DO, q_stride, pair, heads)
-    K, DK = head_of(K, q_stride, pair, heads), head_of(DK, q_stride, pair, heads)
-    V, DV = head_of(V, q_stride, pair, heads), head_of(DV, q_stride, pair, heads)
+    head = head_of(0, q_stride, pair, heads)
     STATS += pair.to(tl.int64) * q_length
     DELTA += pair.to(tl.int64) * q_length
     keys = first_key + tl.arange(0, BLOCK_N)
     inside = keys < q_length
-    k = load_rows(K, first_key, q_stride, inside, d, BLOCK_N, d)
-    v = load_rows(V, first_key, q_stride, inside, d, BLOCK_N, d)
+    k = load_rows(K + head, first_key, q_stride, inside, d, BLOCK_N, d)
+    v = load_rows(V + head, first_key, q_stride, inside, d, BLOCK_N, d)
     dk, dv = tl.zeros([BLOCK_N, d], tl.float32), tl.zeros([BLOCK_N, d], tl.float32)
     first = first_key // BLOCK_M * BLOCK_M
     full = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M  # sees all keys, and so do the next
@@ -118,15 +113,15 @@ def dkv_kernel(
         for begin in tl.range(start, end, BLOCK_M):
             rows = begin + tl.arange(0, BLOCK_M)
             exist = rows < q_length
-            q = load_rows(Q, begin, q_stride, exist, d, BLOCK_M, d)
+            q = load_rows(Q + head, begin, q_stride, exist, d, BLOCK_M, d)
             stats = load_vector(STATS, begin, exist, BLOCK_M)
             w = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - stats[None, :])
             if masked:
                 w = tl.where(keys[:, None] <= rows[None, :], w, 0.0)
-            do = load_rows(DO, begin, q_stride, exist, d, BLOCK_M, d)
+            do = load_rows(DO + head, begin, q_stride, exist, d, BLOCK_M, d)
             dv = tl.dot(w.to(do.dtype), do, dv)
             dw = tl.dot(v, tl.trans(do))
             delta = load_vector(DELTA, begin, exist, BLOCK_M)
             dk = tl.dot((w * (dw - delta[None, :])).to(q.dtype), q, dk)
-    store_rows(DK, dk * scale, first_key, q_stride, inside, d, BLOCK_N, d)
-    store_rows(DV, dv, first_key, q_stride, inside, d, BLOCK_N, d)
+    store_rows(DK + head, dk * scale, first_key, q_stride, inside, d, BLOCK_N, d)
+    store_rows(DV + head, dv, first_key, q_stride, inside, d, BLOCK_N, d)

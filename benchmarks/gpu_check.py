@@ -18,18 +18,19 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import benchmark
 from attention import KVCache
 from benchmarks import attention_study as bench
 from benchmarks import measure, study
-from benchmarks.flex import flex_steps
 from benchmarks.measure import DTYPES
 from evaluating.results import Record
 from lssar.backends import BACKENDS, Call, attend
@@ -57,32 +58,30 @@ def main(options: Namespace) -> int:
     head = {"kind": "gpu check", "machine": machine, "revision": revision()}
     if options.out:
         measure.check_writable(options.out)
-    device, quick = options.device, options.quick
-    groups = {backend: (check_backend, backend, device, quick) for backend in BACKENDS}
-    groups |= {"model": (check_model, device, quick), "torchrun": (check_torchrun, device)}
-    groups |= {"flex": (check_flex, device, quick)}
-    groups |= {"benchmark": (check_benchmark, device, quick, options.out)}
+    groups = {backend: partial(check_backend, backend) for backend in BACKENDS}
+    groups |= {"model": check_model, "torchrun": check_torchrun}
+    groups |= {"flex": check_flex, "benchmark": check_benchmark}
     rows = []
-    for name, (check, *arguments) in groups.items():
-        rows += rows_of_group(name, check, *arguments)
-        counts = {s: sum(r["status"] == s for r in rows) for s in (PASS, FAIL, SKIPPED)}
+    for name, check in groups.items():
+        rows += rows_of_group(name, check, options)
+        head["counts"] = {s: sum(r["status"] == s for r in rows) for s in (PASS, FAIL, SKIPPED)}
         if options.out:
-            write_json(options.out, finite(head | {"counts": counts, "checks": rows}))
+            write_json(options.out, finite(head | {"checks": rows}))
     wide = max(len(r["name"]) for r in rows)
     for r in rows:
         print(f"{r['name']:{wide}}  {r['status']:7}  {r['detail']}")
-    print(f"\n== to paste into a report\n{block(head | {'counts': counts}, rows)}\n")
+    print(f"\n== to paste into a report\n{block(head, rows)}\n")
     if options.out:
         print(f"written: {options.out}")
-    return 1 if counts[FAIL] else 0
+    return 1 if head["counts"][FAIL] else 0
 
 
-def rows_of_group(name: str, check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
+def rows_of_group(name: str, check: Callable, options: Namespace) -> list[dict]:
     """The rows of one group of checks; whatever it raises is a failure of that group."""
     print(f"== {name}", flush=True)
     began = time.perf_counter()
     try:
-        found = measure.in_new_process(rows_of, check, *arguments)
+        found = measure.in_new_process(rows_of, check, options)
     except Exception as error:  # a check may fail in any way, and the others must still run
         found = [row("all", FAIL, f"{type(error).__name__}: {first_line(error)}")]
     print(f"   {len(found)} checks in {time.perf_counter() - began:.0f} s", flush=True)
@@ -94,10 +93,10 @@ def row(name: str, status: str, detail: str, **more) -> dict:
     return {"name": name, "status": status, "detail": detail, **more}
 
 
-def rows_of(check: Callable[..., Iterable[dict]], *arguments) -> list[dict]:
+def rows_of(check: Callable, options: Namespace) -> list[dict]:
     """The rows of a group, each printed as soon as it is known."""
     rows = []
-    for found in check(*arguments):
+    for found in check(options):
         print(f"   {found['status']:7}  {found['name']}", flush=True)
         rows.append(found)
     return rows
@@ -144,13 +143,13 @@ class Case:
         return QUICK_SHAPES if quick else tuple(SHAPES)
 
 
-def check_backend(backend: str, device: str, quick: bool) -> Iterator[dict]:
+def check_backend(backend: str, options: Namespace) -> Iterator[dict]:
     """One row per mechanism, type and way of running; each covers every shape."""
     said = set()
-    for case in cases(backend, device, quick):
+    for case in cases(backend, options.device, options.quick):
         reason = case.refuses()
         if reason is None:
-            yield judge(case, case.shapes(quick))
+            yield judge(case, case.shapes(options.quick))
         elif (case.mechanism, reason) not in said:  # once, not for every type
             said.add((case.mechanism, reason))
             yield row(case.mechanism, SKIPPED, reason)
@@ -213,10 +212,11 @@ def results(case: Case, tensors: list[Tensor], dtype: torch.dtype) -> list[Tenso
     return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-def check_model(device: str, quick: bool) -> Iterator[dict]:
+def check_model(options: Namespace) -> Iterator[dict]:
     """Compiled equals eager, autocast stays near, the cache gives what the whole pass gives."""
     torch.manual_seed(0)
-    for name in ("lssar",) if quick else ("softmax", "lssa", "lssar"):
+    device = options.device
+    for name in ("lssar",) if options.quick else COMPILED_MECHANISMS:
         model = GPT(preset("nano", name)).to(device)
         tokens = torch.randint(257, (2, 130), device=device)
         plain = loss_and_gradient(model, tokens)
@@ -266,8 +266,9 @@ TINY_RUN = (
 )
 
 
-def check_torchrun(device: str) -> Iterator[dict]:
+def check_torchrun(options: Namespace) -> Iterator[dict]:
     """train.py on one device and under torchrun on two, which must give the same losses."""
+    device = options.device
     with tempfile.TemporaryDirectory() as folder:
         corpus, text = Path(folder) / "corpus", Path(folder) / "sources.txt"
         text.write_text("\n".join(f.read_text(encoding="utf-8") for f in sorted(ROOT.glob("*.py"))))
@@ -314,8 +315,9 @@ FUSED = {"cuda": "triton", "cpu": "cpu"}
 FLEX_TOLERANCE = {"cuda": 0.05, "cpu": 1e-4}  # of outputs about one, in bf16 and fp32
 
 
-def check_flex(device: str, quick: bool) -> Iterator[dict]:
+def check_flex(options: Namespace) -> Iterator[dict]:
     """Softmax by FlexAttention, by PyTorch's call and by our kernel, with every span, in turns."""
+    device, quick = options.device, options.quick
     seen = (bench.FULL, bench.WINDOW, bench.DOCUMENTS, bench.GROUPED)
     options = benchmark.make_parser("spans").parse_args([])
     options.heads, options.head_dim, options.device = 12, 64, device
@@ -325,10 +327,8 @@ def check_flex(device: str, quick: bool) -> Iterator[dict]:
         for span in seen[1:2] if quick else seen:
             ours = bench.Case(get_mechanism("softmax"), FUSED[device], length, seen=span)
             steps = {"SDPA, full rows": bench.steps_of(ours.baseline, inputs)}
-            steps |= {
-                "FlexAttention": flex_steps(span, inputs),
-                "ours": bench.steps_of(ours, inputs),
-            }
+            steps["FlexAttention"] = bench.steps_of(ours, inputs, flex_call(span, inputs[0]))
+            steps["ours"] = bench.steps_of(ours, inputs)
             error = (steps["FlexAttention"][0]() - steps["ours"][0]()).abs().max().item()
             phases = bench.PHASES[: 1 if device == "cpu" else 2]  # it has no backward on a CPU
             turns = {(w, p): steps[w][i] for w in steps for i, p in enumerate(phases)}
@@ -346,18 +346,38 @@ def check_flex(device: str, quick: bool) -> Iterator[dict]:
             yield row(f"{span} at {length}", status, detail, numbers=found)
 
 
-def check_benchmark(device: str, quick: bool, out: Path | None) -> Iterator[dict]:
+def flex_call(span: str, q: Tensor) -> Callable[..., Tensor]:
+    """FlexAttention of (q, k, v) over a span."""
+    flex = flex_attention
+    if q.is_cuda:
+        torch.compiler.reset()
+        flex = torch.compile(flex_attention, dynamic=False)
+
+    def visible(batch, head, row, key):
+        seen = key <= row
+        if span == bench.WINDOW:
+            seen = seen & (key > row - 128)
+        if span == bench.DOCUMENTS:
+            seen = seen & (key // 256 == row // 256)
+        return seen
+
+    mask = create_block_mask(visible, None, None, q.shape[2], q.shape[2], device=q.device)
+    return partial(flex, block_mask=mask, enable_gqa=span == bench.GROUPED)
+
+
+def check_benchmark(options: Namespace) -> Iterator[dict]:
     """Time and memory beside PyTorch's softmax, in files beside the report and in it."""
+    device = options.device
     lengths = ["--lengths", "1024,2048,4096,8192,16384", "--batch", "4"] if device == "cuda" else []
     studies = {"attention": ["attention", *lengths]}
     every = ["--mechanisms", ",".join(REGISTRY), "--backends", f"sdpa,{FUSED[device]}"]
     studies["mechanisms"] = ["attention", *every, "--lengths", "2048"]
     studies["spans"] = ["spans", "--lengths", "2048,16384" if device == "cuda" else "2048"]
-    if quick:
+    if options.quick:
         few = ["--lengths", "64,128", "--mechanisms", "lssar", "--rounds", "2"]
         studies = {"attention": ["attention", *few], "spans": ["spans", *few]}
     with tempfile.TemporaryDirectory() as folder:
-        out = out or Path(folder, "check.json")
+        out = options.out or Path(folder, "check.json")
         for name, arguments in studies.items():
             path = out.with_name(f"{out.stem}_{name}.json")
             path.unlink(missing_ok=True)  # like the report: of this check, not of an earlier one

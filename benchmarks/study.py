@@ -25,7 +25,8 @@ GROWING = BENCHMARKS["attention"]["figure"]["panels"]  # with the length
 class Study:
     """Records, runs and what was left out; --out is checked before anything is measured."""
 
-    def __init__(self, options: Namespace):
+    def __init__(self, options: Namespace, settings: dict | None = None, about: dict | None = None):
+        """Of the file: without them the settings are the options, and `about` is the machine."""
         self.options, self.results = options, None
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
@@ -33,9 +34,9 @@ class Study:
         if options.out:
             measure.check_writable(options.out)
             kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
-            settings = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
-            about = measure.machine(options.device)
-            self.results = Results(options.out, options.benchmark, settings, about)
+            kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
+            about = about or measure.machine(options.device)
+            self.results = Results(options.out, options.benchmark, settings or kept, about)
 
     def add(self, run: dict, quantity: str, value: float, **more) -> None:
         self.runs[run["run"]] = run
@@ -88,10 +89,12 @@ def rows(records: list[Record]) -> list[dict]:
 
 def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     """A table of every number, the growth with the length, and what was left out."""
-    quantities, lines = dict.fromkeys(r.quantity for r in records), []
-    for row in rows(records):
-        lines.append([row["name"], f"{row['length']:,}", *(cell(row, q) for q in quantities)])
-    parts = [numbers or table(["", "length", *map(title, quantities)], lines)]
+    if not numbers:
+        quantities, lines = dict.fromkeys(r.quantity for r in records), []
+        for row in rows(records):
+            lines.append([row["name"], f"{row['length']:,}", *(cell(row, q) for q in quantities)])
+        numbers = table(["", "length", *map(title, quantities)], lines)
+    parts = [numbers]
     if grown := slopes(records):
         lines = [[name, *(f"{found[q]:.2f}" for q in GROWING)] for name, found in grown.items()]
         parts.append(table(["grows as length to the power", *map(title, GROWING)], lines))

@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,9 +48,11 @@ OTHERS |= {
     "softmax, recentred": Form("exp", recentre=True),
 }
 FORMS = VARIANTS | OTHERS
-FLOAT_STATE = ("KEYS", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE")
-INTEGERS = ("FIRST", "LAST")
-SCALARS = ("scale", "bias", "unit", "p", "alpha", "train_length")
+# Of arguments by name, where they are not the tensors' own (pointers), three strides, or i32.
+TYPES = dict.fromkeys(("KEYS", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE"), "*fp32")
+TYPES |= dict.fromkeys(("FIRST", "LAST"), "*i32")
+TYPES |= dict.fromkeys(("first_stride", "last_stride"), "i32")
+TYPES |= dict.fromkeys(("scale", "bias", "unit", "p", "alpha", "train_length"), "fp32")
 
 
 def jobs(head_dim: int, first_only: bool) -> list[dict]:
@@ -76,13 +78,11 @@ def jobs(head_dim: int, first_only: bool) -> list[dict]:
 
 def resources(job: dict) -> dict:
     """Compile a job for its `sm` to a cubin; its registers, spilled bytes and shared memory."""
-    sm, config, kernel = job["sm"], job["config"], kernel_function(job["kernel"])
-    form = FORMS[job["variant"]]
-    compiled = compile_for(sm, kernel, job["head_dim"], job["dtype"], form, config)
-    registers, spilled = _ptxas(compiled.asm["ptx"], sm)
+    kernel, form = kernel_function(job["kernel"]), FORMS[job["variant"]]
+    compiled = compile_for(job["sm"], kernel, job["head_dim"], job["dtype"], form, job["config"])
     found = {key: job[key] for key in ("kernel", "sm", "head_dim", "dtype", "variant")}
-    found |= zip(("rows", "keys", "warps", "stages"), config, strict=True)
-    found |= {"registers": registers, "spilled_bytes": spilled}
+    found |= zip(("rows", "keys", "warps", "stages"), job["config"], strict=True)
+    found |= _ptxas(compiled.asm["ptx"], job["sm"])
     return found | {"shared_bytes": compiled.metadata.shared}
 
 
@@ -100,31 +100,22 @@ def _source(kernel, head_dim, dtype, form, config):
     """Contiguous heads, pointers and strides divisible by 16."""
     from triton.compiler import ASTSource
 
-    constants = {"FORM": form, "SAVE": True, "d": head_dim, "d_v": head_dim, "repeats": 1}
-    constants |= {"BLOCK_D": head_dim, "BLOCK_V": head_dim}
+    constants = {"FORM": form, "SAVE": True, "repeats": 1}
+    constants |= dict.fromkeys(("d", "d_v", "BLOCK_D", "BLOCK_V"), head_dim)
     constants |= {"BLOCK_M": config[0], "BLOCK_N": config[1]}
     if not form.spans:
         constants |= {"FIRST": None, "LAST": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature, attributes = {}, {}
-    aligned = [["tt.divisibility", 16]]
+    signature, attributes, aligned = {}, {}, [["tt.divisibility", 16]]
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in SCALARS:
-            signature[name] = "fp32"
-        elif name in ("first_stride", "last_stride"):
-            signature[name] = "i32"
-        elif name.endswith("_stride"):
+        elif name.endswith("_stride") and name not in TYPES:
             signature[name] = ("i32",) * 3
             attributes |= {(index, place): aligned for place in range(3)}
-        elif name.isupper():
-            kind = "fp32" if name in FLOAT_STATE else "i32" if name in INTEGERS else dtype
-            signature[name] = f"*{kind}"
-            attributes[index,] = aligned
         else:
-            signature[name] = "i32"
-            if name in ("q_length", "k_length", "plane"):
+            signature[name] = TYPES.get(name, f"*{dtype}" if name.isupper() else "i32")
+            if name.isupper() or name in ("q_length", "k_length", "plane"):
                 attributes[index,] = aligned
     return ASTSource(kernel, signature, constants, attributes)
 
@@ -136,7 +127,7 @@ def nvidia_tool(name: str) -> Path:
     return Path(triton.__file__).parent / "backends/nvidia/bin" / name
 
 
-def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
+def _ptxas(ptx: str, architecture: int) -> dict[str, int]:
     name = f"sm_{architecture}a" if architecture >= 90 else f"sm_{architecture}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
@@ -145,7 +136,8 @@ def _ptxas(ptx: str, architecture: int) -> tuple[int, int]:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    return int(registers[1]), max(int(spills[1]), int(spills[2]))
+    spilled = max(map(int, spills.groups()))
+    return {"registers": int(registers[1]), "spilled_bytes": spilled}
 
 
 def check(args: Namespace) -> None:
@@ -158,13 +150,14 @@ def check(args: Namespace) -> None:
         raise UserError("triton is not installed; pip install triton")
 
 
-def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: int) -> Iterator:
+def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: int) -> list[dict]:
     """The results of `function` in order, compiled by this many processes."""
     with tempfile.TemporaryDirectory() as cache:
         # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
         os.environ["TRITON_CACHE_DIR"] = cache
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            yield from pool.imap(function, todo)
+            done = pool.imap(function, todo)
+            return list(tqdm(done, desc="kernels", total=len(todo), disable=None))
 
 
 def main(args: Namespace) -> None:
@@ -177,11 +170,9 @@ def main(args: Namespace) -> None:
         for head_dim in ((args.head_dim,) if args.head_dim else HEAD_DIMS)
         for job in jobs(head_dim, args.first)
     ]
-    compiled = in_processes(resources, todo, args.workers)
-    rows = list(tqdm(compiled, desc="kernels", total=len(todo), disable=None))
-    print(
-        table([key.replace("_", " ") for key in rows[0]], [[*map(str, r.values())] for r in rows])
-    )
+    rows = in_processes(resources, todo, args.workers)
+    header = [key.replace("_", " ") for key in rows[0]]
+    print(table(header, [[*map(str, row.values())] for row in rows]))
     if args.out:
         found = {
             "status": "compiled with ptxas, not run on hardware",

@@ -15,13 +15,13 @@ import tempfile
 import tomllib
 from argparse import Namespace
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
+from benchmarks.study import Study
 from benchmarks.triton_compile import FORMS, check, compile_for, in_processes, nvidia_tool
 from evaluating.checkpoints import mechanism_label
-from evaluating.results import Record, Results
+from evaluating.results import Record
 from lssar.mechanisms import MECHANISMS
 from lssar.triton_op import CONFIGS, kernel_function
 from support import plots
@@ -56,20 +56,15 @@ def loops(sass: str) -> list[list[str]]:
     return [[names[i] for i in loop] for loop in found if loop not in outer]
 
 
-def pipe_of(name: str) -> str:
-    root = name.split(".")[0]
-    if re.match("U(?!TMA)", root):  # once for a whole warp
-        return "issue"
-    if root not in PIPE_OF:
-        raise RuntimeError(f"the pipe of {name} is not known; add it to gpu_rates.toml")
-    return PIPE_OF[root]
-
-
 def work(loop: list[str]) -> Counter:
     """What one thread does in one turn of a loop."""
     done = Counter(issue=len(loop))
     for name in loop:
-        pipe, (root, *parts) = pipe_of(name), name.split(".")
+        root, *parts = name.split(".")
+        if re.match("U(?!TMA)", root):  # once for a whole warp
+            continue
+        if (pipe := PIPE_OF.get(root)) is None:
+            raise RuntimeError(f"the pipe of {name} is not known; add it to gpu_rates.toml")
         if pipe == "tensor":  # HGMMA.64x32x16 of four warps together, HMMA.16816 of each
             together, old = root == "HGMMA", {"16816": "16x8x16", "1688": "16x8x8"}
             flop = 2 * math.prod(map(int, old.get(parts[0], parts[0]).split("x")))
@@ -148,8 +143,7 @@ def records(counted: list[dict]) -> list[Record]:
 
 def ratios(found: list[Record], run: str, device: str) -> dict[str, float]:
     """{"forward, D=64": ratio, ...}"""
-    chosen = [r for r in found if (r.quantity, r.run) == ("ratio", run)]
-    own = [r for r in chosen if r.variant.endswith(device)]
+    own = [r for r in found if (r.quantity, r.run) == ("ratio", run) and r.variant.endswith(device)]
     return {r.variant.removesuffix(f", {device}"): r.value for r in own}
 
 
@@ -177,18 +171,13 @@ def main(args: Namespace) -> None:
         "rates": {DEVICES[sm]: rates for sm, rates in RATES.items()},
         "triton": importlib.metadata.version("triton"),
     }
-    results = Results(args.out, "counts", {"dtype": "bf16"}, about) if args.out else None
-    todo = in_processes(count, jobs(), args.workers)
-    found = records(list(tqdm(todo, desc="kernels", total=len(jobs()), disable=None)))
-    print(f"{about['status']}; time / flash softmax's")
+    study = Study(args, {"dtype": "bf16"}, about)
+    study.records = found = records(in_processes(count, jobs(), args.workers))
+    study.runs = {r.run: {"run": r.run} for r in found}
     columns = [(device, kernel) for device in DEVICES.values() for kernel in (*KERNELS, BOTH)]
     rows = []
     for d, label in itertools.product(HEAD_DIMS, LABELS.values()):
         values = [ratios(found, label, device)[f"{kernel}, D={d}"] for device, kernel in columns]
         rows.append([f"{label}, D={d}", *(f"{value:.1f}" for value in values)])
-    print(table(["", *(f"{device} {kernel}" for device, kernel in columns)], rows))
-    if results is not None:
-        results.runs, results.records = {r.run: {"run": r.run} for r in found}, []
-        results.add(*found)
-        for path in (args.out, *draw(found, args.out)):
-            print(f"written: {path}")
+    numbers = table(["", *(f"{device} {kernel}" for device, kernel in columns)], rows)
+    study.report(f"{about['status']}; time / flash softmax's", numbers, partial(draw, found))

@@ -55,8 +55,8 @@ def main(argv: list[str]) -> None:
     for config in configs(options.size, options.seeds, processes):
         name = config.log.name
         done = is_done(Job(name, (), partial(is_trained, config)))
-        costs[name] = speed.cost(config, 1 if name.endswith(TASKS) else processes)
-        costs[name] = None if done else costs[name]
+        count = 1 if name.endswith(TASKS) else processes
+        costs[name] = None if done else speed.cost(config, count)
     missing = [name for name in SETS if not (options.data / name / DESCRIPTION).exists()]
     points = options.sequences * options.points if "orbits" in missing else 0
     simulating = points / SIMULATED / 3600

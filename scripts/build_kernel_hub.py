@@ -104,12 +104,10 @@ def write_variant(folder: Path, backend: str) -> None:
             write_text(folder / file.name, text)
         elif file.suffix in (".cpp", ".h", ".typed"):
             shutil.copy(file, folder)
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        digest.update(file.read_bytes())
-    metadata = {"name": "lssar", "id": f"_lssar_{backend}_{digest.hexdigest()[:12]}"}
-    metadata |= {"version": VERSION, "license": "MIT", "python-depends": []}
-    metadata["backend"] = {"type": backend}
+    contents = b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
+    name = f"_lssar_{backend}_{hashlib.sha256(contents).hexdigest()[:12]}"
+    metadata = {"name": "lssar", "id": name, "version": VERSION, "license": "MIT"}
+    metadata |= {"python-depends": [], "backend": {"type": backend}}
     write_text(folder / "metadata.json", json.dumps(metadata, indent=1))
 
 

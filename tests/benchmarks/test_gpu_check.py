@@ -14,7 +14,6 @@ import torch
 
 import benchmark
 from benchmarks import attention_study, gpu_check
-from benchmarks.flex import flex_steps
 from benchmarks.gpu_check import (
     COMPILED_MECHANISMS,
     FAIL,
@@ -161,7 +160,9 @@ def test_flex_attention_is_asked_for_the_same_span(seen):
     options = Namespace(batch=2, heads=8, head_dim=16, device="cpu", dtype="fp32", inputs="random")
     inputs = attention_study.make_inputs(options, 301)
     case = attention_study.Case(get_mechanism("softmax"), "eager", 301, seen=seen)
-    expected, found = attention_study.steps_of(case, inputs)[0](), flex_steps(seen, inputs)[0]()
+    flex = gpu_check.flex_call(seen, inputs[0])
+    expected = attention_study.steps_of(case, inputs)[0]()
+    found = attention_study.steps_of(case, inputs, flex)[0]()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
