@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import repeat
 
 import torch
@@ -214,8 +215,8 @@ def _forward_outputs(q, k, v, first, *settings_and_save):
     stats = q.new_zeros((save * ROW_STATISTICS, *q.shape[:3]), dtype=torch.float32)
     key_norms = bool(s.flags & COSINE) or s.p != 0
     keys = q.new_empty(k.shape[:3] if key_norms else (0,), dtype=torch.float32)
-    guided = s.p != 0 or bool(s.flags & RECENTRE_L1)
-    exact, guide = room(save and q.dtype != torch.float32), room(save and guided)
+    rounded = save and q.dtype != torch.float32
+    exact, guide = room(rounded), room(rounded and (s.p != 0 or bool(s.flags & RECENTRE_L1)))
     return room_like(q, v.shape[3]), exact, guide, stats, keys
 
 
@@ -250,6 +251,8 @@ def _compute_backward(
     sizes = _sizes(v, keys, last, q.shape[2], form) if half else delta
     tensors = [q, k, v, keys, first, exact, guide, stats, grad, dq, delta, sizes]
     strides = [*(x.stride()[:3] for x in (q, k, v, exact, grad, dq)), first_stride]
+    if form.centred and q.dtype == torch.float32:
+        _launch("dq", replace(form, sums=True), q, k, v, q.shape[2], tensors, strides, [], s)
     _launch("dq", form, q, k, v, q.shape[2], tensors, strides, [], s)
     if half:
         sizes = delta[2:].view(2, *k.shape[:2], -1).amax(-1).movedim(0, -1).contiguous()
@@ -303,9 +306,9 @@ def _operator(name: str, compute: Callable, outputs: Callable, **autograd: Calla
 
 # torch.compile's cache on disk knows an operator by its name: the name changes with what is saved.
 _forward = _operator(
-    "triton_forward_v2", _compute_forward, _forward_outputs, setup_context=_setup_context
+    "triton_forward_v3", _compute_forward, _forward_outputs, setup_context=_setup_context
 )
-_backward = _operator("triton_backward_v2", _compute_backward, _backward_outputs)
+_backward = _operator("triton_backward_v3", _compute_backward, _backward_outputs)
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):
