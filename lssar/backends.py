@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lssar import cpu, fused, triton_op
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import PARTS, Mechanism
 from lssar.reference import (
@@ -267,45 +268,13 @@ def _sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
-    from lssar import cpu
-
-    return cpu.attend(q, k, v, m, params, span)
-
-
-def _cpu_most_keys(head_dim: int) -> int:
-    from lssar import cpu
-
-    return cpu.most_keys(head_dim)
-
-
-def _unfused(m: Mechanism) -> str | None:
-    from lssar import fused
-
-    return fused.unfused(m)
-
-
 @_constant
 def _cpu_missing() -> str | None:
-    from lssar import cpu
-
     return _with_notice("CPU", cpu.unavailable())
-
-
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
-    from lssar import triton_op
-
-    return triton_op.attend(q, k, v, m, params, span)
 
 
 @_constant
 def _triton_missing() -> str | None:
-    from lssar import triton_op
-
     return _with_notice("GPU", triton_op.unavailable())
 
 
@@ -326,16 +295,16 @@ _FUSED = Computes(
     grouped=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     largest_head_dim=256,
-    combination=_unfused,
+    combination=fused.unfused,
 )
 _ON_THE_GPU = replace(_FUSED, devices=("cuda",))
-_ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=_cpu_most_keys, mixed_types=True)
+_ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=cpu.most_keys, mixed_types=True)
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
-    "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
-    "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
+    "triton": Backend(triton_op.attend, _ON_THE_GPU, _triton_missing),
+    "cpu": Backend(cpu.attend, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }
