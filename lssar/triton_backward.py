@@ -370,18 +370,13 @@ def dkv_kernel(
     for member in tl.range(0, repeats):
         pair = shared * repeats + member
         rows = pair.to(tl.int64) * q_length
-        dk, dv = _dkv_pass(
-            k, v, inv_k, keys, 1.0 / unit, dk, dv, first, full,
-            head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
-            STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
-            p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, True,
-        )  # fmt: skip
-        if not FORM.spans:
+        for clean in tl.static_range(0, 1 if FORM.spans else 2):
             dk, dv = _dkv_pass(
-                k, v, inv_k, keys, 1.0 / unit, dk, dv, full, q_length,
+                k, v, inv_k, keys, 1.0 / unit, dk, dv,
+                full if clean else first, q_length if clean else full,
                 head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
                 STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
-                p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, False,
+                p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, not clean,
             )  # fmt: skip
     dk *= unit
     if FORM.cosine:

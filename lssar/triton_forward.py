@@ -222,7 +222,7 @@ def forward_kernel(
     # Every row of the block sees all keys before `full`, unless there are spans.
     lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
-    masked = lo // BLOCK_N * BLOCK_N if FORM.spans else full
+    begin = lo // BLOCK_N * BLOCK_N if FORM.spans else full  # tiles from here on need a mask
     mean, inv_m = zeros, zeros + 1.0
     SCALED: tl.constexpr = FORM.centred or (Q.dtype.element_ty == tl.float16 and not FORM.online)
     if SCALED:
@@ -233,22 +233,19 @@ def forward_kernel(
         top = total
         if FORM.phi == "exp":
             top = total + LOWEST
-        if not FORM.spans:
-            if FORM.phi != "exp":
-                probed = tl.arange(0, PROBE) < k_length
-                k = load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
-                inv_k = load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
-                f, _ = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
-                f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
-                pivot = tl.min(f, 1)
+        if not FORM.spans and FORM.phi != "exp":
+            probed = tl.arange(0, PROBE) < k_length
+            k = load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
+            inv_k = load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
+            f, _ = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+            f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
+            pivot = tl.min(f, 1)
+        for masked in tl.static_range(1 if FORM.spans else 0, 2):
             pivot, total, top = _mean_pass(
-                q, row_scale, shift, pivot, total, top, first_column, position[:, None], 0, 0, full,
-                K, KEYS, k_stride, FORM, d, BLOCK_D, BLOCK_N, False,
+                q, row_scale, shift, pivot, total, top, first_column, position[:, None],
+                begin if masked else 0, lo, hi if masked else full, K, KEYS, k_stride,
+                FORM, d, BLOCK_D, BLOCK_N, masked,
             )  # fmt: skip
-        pivot, total, top = _mean_pass(
-            q, row_scale, shift, pivot, total, top, first_column, position[:, None], masked, lo, hi,
-            K, KEYS, k_stride, FORM, d, BLOCK_D, BLOCK_N, True,
-        )  # fmt: skip
         if FORM.phi == "exp":
             highest = tl.max(top, 1)
             total = tl.sum(total * tl.exp2(top - highest[:, None]), 1)
@@ -275,17 +272,13 @@ def forward_kernel(
     GUIDED: tl.constexpr = SAVE and FORM.centred and not SUMMED
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     l, carry, h, top, guide = zeros, zeros, zeros, zeros + LOWEST, acc
-    if not FORM.spans:
+    for masked in tl.static_range(1 if FORM.spans else 0, 2):
         l, carry, h, top, acc, guide = _value_pass(
             q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
-            first_column, position[:, None], 0, 0, full, K, V, KEYS, k_stride, v_stride,
-            FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, False,
+            first_column, position[:, None], begin if masked else 0, lo, hi if masked else full,
+            K, V, KEYS, k_stride, v_stride,
+            FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, masked,
         )  # fmt: skip
-    l, carry, h, top, acc, guide = _value_pass(
-        q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
-        first_column, position[:, None], masked, lo, hi, K, V, KEYS, k_stride, v_stride,
-        FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, True,
-    )  # fmt: skip
 
     out = acc
     inv_l = zeros + 1.0
