@@ -29,7 +29,7 @@ from lssar.reference import (
     weights_of_span,
 )
 from lssar.rowblock import attend_by_row_blocks
-from lssar.spans import Span, span_of
+from lssar.spans import Span, span_of, without_unseen
 
 
 def attend(
@@ -242,9 +242,8 @@ def _eager(
     decay: Tensor | None = None,
 ) -> Tensor:
     weights = weights_of_span(q, k, m, params, span, decay)
-    if span.first is not None and not span.sinks:  # what no row sees may be anything, NaN too
-        unseen = torch.arange(k.shape[2], device=v.device) < span.first.amin(1, keepdim=True)
-        v = v.masked_fill(unseen[:, None, :, None], 0)
+    if span.first is not None and not span.sinks:
+        v = without_unseen(v, span.first)
     with no_autocast(q):
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 

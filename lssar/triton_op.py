@@ -24,11 +24,9 @@ from lssar.errors import UserError
 from lssar.fused import COSINE, RECENTRE, RECENTRE_L1, Settings, readable, room_like
 from lssar.mechanisms import Mechanism
 from lssar.reference import UNSHIFTED_ROWS
-from lssar.spans import Span
+from lssar.spans import Span, without_unseen
 from lssar.triton_form import Form, form_of
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
 ROW_STATISTICS = 7  # planes of the saved row statistics; named in triton_math
 MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
 MOST_STATISTICS = 2**31 // ROW_STATISTICS - 1  # rows of all heads: places have 32 bits
@@ -69,21 +67,13 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def unavailable(q: Tensor | None = None) -> str | None:
-    """Why the kernel cannot run here (on q's device, type and head dim), or None when it can."""
+def unavailable() -> str | None:
+    """Why the kernel cannot run here, or None when it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     if problem := _broken():
         return problem
-    if q is None:
-        return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
-    if q.dtype not in DTYPES:
-        return f"{q.dtype} is not one of bfloat16, float16, float32"
-    if q.shape[-1] > MAX_HEAD_DIM:
-        return f"head dim {q.shape[-1]} is above {MAX_HEAD_DIM}"
-    if not q.is_cuda and not interpreting():
-        return f"the tensors are on {q.device.type}, not on a GPU"
-    return None
+    return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
 
 
 @functools.cache
@@ -142,8 +132,7 @@ def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tens
     end = torch.arange(keys - queries + 1, keys + 1, device=q.device)
     first = span.firsts(queries, keys, q.device)
     if first is not None:
-        unseen = torch.arange(keys, device=q.device) < first.amin(1, keepdim=True)
-        v = v.masked_fill(unseen[:, None, :, None], 0)  # it may be anything, NaN too
+        v = without_unseen(v, first)
     sums = torch.nn.functional.pad(v.double().cumsum(2), (0, 0, 1, 0))
     total = sums[:, :, end]
     if first is not None:
