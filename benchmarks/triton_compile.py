@@ -4,7 +4,7 @@ For A100 (sm_80) and H100 (sm_90), with what ptxas says of each: registers per t
 spilled, shared memory. Every configuration that `lssar/triton_op.py` may choose is compiled for
 LSSAR with p = 15, the first of each also for softmax. Up to head dim 128 the first is compiled for
 LSSA, with spans, with a real p (which is also the adaptive one) and in fp16 too; at 64 for every
-other kind of mechanism.
+other kind of mechanism. In fp32 dq is two kernels, and the first of them is "p=15, sums".
 """
 
 import importlib.metadata
@@ -41,6 +41,7 @@ VARIANTS |= {f"{name}, spans": replace(form, spans=True) for name, form in VARIA
 VARIANTS["real p"] = Form(**_COSINE, power=0)
 OTHERS = {phi: Form(phi) for phi in PHI if phi != "exp"}
 OTHERS |= {
+    "p=15, sums": Form(**_COSINE, power=15, sums=True),
     "exp, no norm": Form("exp", l1=False),
     "sigmoid, bias": Form("sigmoid", log_n=True, l1=False),
     "softmax, p=15": Form("exp", power=15),
@@ -70,7 +71,9 @@ def jobs(head_dim: int, first_only: bool) -> list[dict]:
                 every += [(dtype, v, first) for v in VARIANTS if v not in ("p=15", "softmax")]
                 every += [("fp16", v, first) for v in ("p=15", "softmax")]
             if head_dim == 64:
-                every += [(dtype, v, first) for v in OTHERS]
+                every += [(dtype, v, first) for v in OTHERS if v != "p=15, sums"]
+        if (kernel, width) == ("dq", 4) and head_dim < 256:
+            every.append((dtype, "p=15, sums", first))
         job = {"kernel": kernel, "head_dim": dim}
         found += [job | {"dtype": d, "variant": v, "config": config} for d, v, config in every]
     return found

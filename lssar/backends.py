@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lssar import cpu, fused, triton_op
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import PARTS, Mechanism
 from lssar.reference import (
@@ -28,7 +29,7 @@ from lssar.reference import (
     weights_of_span,
 )
 from lssar.rowblock import attend_by_row_blocks
-from lssar.spans import Span, span_of
+from lssar.spans import Span, span_of, without_unseen
 
 
 def attend(
@@ -241,9 +242,8 @@ def _eager(
     decay: Tensor | None = None,
 ) -> Tensor:
     weights = weights_of_span(q, k, m, params, span, decay)
-    if span.first is not None and not span.sinks:  # what no row sees may be anything, NaN too
-        unseen = torch.arange(k.shape[2], device=v.device) < span.first.amin(1, keepdim=True)
-        v = v.masked_fill(unseen[:, None, :, None], 0)
+    if span.first is not None and not span.sinks:
+        v = without_unseen(v, span.first)
     with no_autocast(q):
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
@@ -267,45 +267,13 @@ def _sdpa(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
-    from lssar import cpu
-
-    return cpu.attend(q, k, v, m, params, span)
-
-
-def _cpu_most_keys(head_dim: int) -> int:
-    from lssar import cpu
-
-    return cpu.most_keys(head_dim)
-
-
-def _unfused(m: Mechanism) -> str | None:
-    from lssar import fused
-
-    return fused.unfused(m)
-
-
 @_constant
 def _cpu_missing() -> str | None:
-    from lssar import cpu
-
     return _with_notice("CPU", cpu.unavailable())
-
-
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
-    from lssar import triton_op
-
-    return triton_op.attend(q, k, v, m, params, span)
 
 
 @_constant
 def _triton_missing() -> str | None:
-    from lssar import triton_op
-
     return _with_notice("GPU", triton_op.unavailable())
 
 
@@ -326,16 +294,16 @@ _FUSED = Computes(
     grouped=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     largest_head_dim=256,
-    combination=_unfused,
+    combination=fused.unfused,
 )
 _ON_THE_GPU = replace(_FUSED, devices=("cuda",))
-_ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=_cpu_most_keys, mixed_types=True)
+_ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=cpu.most_keys, mixed_types=True)
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
-    "triton": Backend(_triton, _ON_THE_GPU, _triton_missing),
-    "cpu": Backend(_cpu, _ON_THE_CPU, _cpu_missing),
+    "triton": Backend(triton_op.attend, _ON_THE_GPU, _triton_missing),
+    "cpu": Backend(cpu.attend, _ON_THE_CPU, _cpu_missing),
     "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }

@@ -44,7 +44,6 @@ VARIANTS = (
     ("-mcpu=native",),
     (),
 )
-MAX_HEAD_DIM = 256
 MAX_SCORE = 125.9  # |s| <= log(d) log2(N) of a cosine, and 2^-|s| must be a normal float32
 ROW_STATISTICS = 8  # STATS in cpu_call.h
 

@@ -263,6 +263,7 @@ def resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+    given = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         rule = "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
     elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -271,17 +272,13 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         rule = "attention needs one value for each key"
     elif not 1 <= q.shape[2] <= k.shape[2]:
         rule = "causal attention needs 1 <= Lq <= Lk"
-    elif not all(t.is_floating_point() for t in (q, k, v) if t is not None):
-        types = ", ".join(
-            f"{n} {t.dtype}" for n, t in zip("qkv", (q, k, v), strict=True) if t is not None
-        )
+    elif not all(t.is_floating_point() for t in given.values()):
+        types = ", ".join(f"{name} {t.dtype}" for name, t in given.items())
         raise UserError(f"attention takes floating-point tensors; got {types}")
     else:
         return
-    shapes = [
-        f"{n} {tuple(t.shape)}" for n, t in zip("qkv", (q, k, v), strict=True) if t is not None
-    ]
-    raise UserError(f"{rule}; got {', '.join(shapes)}")
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+    raise UserError(f"{rule}; got {shapes}")
 
 
 def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

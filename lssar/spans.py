@@ -99,6 +99,12 @@ def span_of(first: Tensor | None, m: Mechanism, q: Tensor, k: Tensor) -> Span:
     return Span(first.reshape(-1, queries).to(torch.int64).clamp(0, k.shape[2]), window)
 
 
+def without_unseen(v: Tensor, first: Tensor) -> Tensor:
+    """v (B, H, Lk, d), zero before the first key that any row sees: there it may be NaN."""
+    unseen = torch.arange(v.shape[2], device=v.device) < first.amin(1, keepdim=True)
+    return v.masked_fill(unseen[:, None, :, None], 0)
+
+
 # --- padded batches ------------------------------------------------------------------------------
 
 

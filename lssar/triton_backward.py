@@ -4,6 +4,12 @@
     ds_j = (p r_j / (l M) (dOut . v_j - D) - E) phi'(s_j)       sharpened, for every key it sees
     ds_j = ((dOut . v_j - sgn(w_j) D) / (l M) - E) phi'(s_j)        else; D = 0 without the norm
 
+Where one key has nearly all of the weight, dOut . v_j - D and E cancel, and the rounding of out and
+G is all that is left (up to 48 times eager's error in fp32). For fp32 input and rows with a mean,
+dq_kernel is therefore launched twice, as one kernel would spill. The first launch corrects D by the
+sum of w_j (dOut . v_j - D), which is zero, and gets E from sum_j f_j ds_j / phi'(s_j) = 0: weights
+do not change when f is scaled.
+
 In fp16 ds would underflow or overflow: dq_kernel divides a row of it by a bound of its size, and
 dkv_kernel all rows of a head by the largest such bound (RANGE: of the head's v and k for the one,
 of its rows for the other). bf16 has the exponents of fp32.
@@ -90,6 +96,58 @@ def _score_gradient(dw, z, r, slope, coef, delta, dense, seen, FORM: tl.constexp
 
 
 @triton.jit
+def _key_tile(
+    q, do, row_scale, shift, mean, inv_m, exponent, first, position, begin, lo, hi,
+    K, V, KEYS, k_stride, v_stride,
+    FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """k from `begin` on; which rows see it, dOut . v, f, its slope, z and r, all [rows, keys]."""
+    inside, seen = None, None
+    keys = begin + tl.arange(0, BLOCK_N)
+    if MASKED:
+        inside = is_seen(keys, lo, hi - 1)
+        seen = is_seen(keys[None, :], first, position)
+    v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
+    dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+    inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+    f, slope = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+    if FORM.cosine:
+        slope *= inv_k[None, :]  # type: ignore[index]
+    z, r = _weights(f, mean[:, None], inv_m[:, None], exponent[:, None], seen, FORM)
+    return k, seen, dw, f, slope, z, r
+
+
+@triton.jit
+def _sum_pass(
+    q, do, row_scale, shift, mean, inv_m, exponent, delta, missed, pull, share, total,
+    first, position, start, lo, hi, K, V, KEYS, k_stride, v_stride,
+    FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums over the keys from `start` to hi: of w l (dOut . v - D), and times f: of the sparse part
+    of ds over the slope, of what D is multiplied by in it, and of one."""
+    for begin in tl.range(start, hi, BLOCK_N):
+        _, seen, dw, f, _, z, r = _key_tile(
+            q, do, row_scale, shift, mean, inv_m, exponent, first, position, begin, lo, hi,
+            K, V, KEYS, k_stride, v_stride, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, MASKED,
+        )  # fmt: skip
+        if seen is not None:
+            f = tl.where(seen, f, 0.0)
+        total += tl.sum(f, 1)
+        if FORM.sharp:
+            above, side = r * (dw - delta[:, None]), r
+        else:
+            side = sign(z)
+            above = dw - side * delta[:, None]
+        missed += tl.sum(z * above, 1)
+        pull += tl.sum(f * above, 1)
+        share += tl.sum(f * side, 1)
+    return missed, pull, share, total
+
+
+@triton.jit
 def _dq_pass(
     q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
     first, position, start, lo, hi, K, V, KEYS, k_stride, v_stride,
@@ -98,19 +156,10 @@ def _dq_pass(
 ):  # fmt: skip
     """acc += sum over the keys from `start` to hi of ds_j k_j (on the cosine, of k_j / |k_j|)."""
     for begin in tl.range(start, hi, BLOCK_N):
-        inside, seen = None, None
-        keys = begin + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = is_seen(keys, lo, hi - 1)
-            seen = is_seen(keys[None, :], first, position)
-        v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
-        dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
-        inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-        f, slope = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
-        if FORM.cosine:
-            slope *= inv_k[None, :]  # type: ignore[index]
-        z, r = _weights(f, mean[:, None], inv_m[:, None], exponent[:, None], seen, FORM)
+        k, seen, dw, _, slope, z, r = _key_tile(
+            q, do, row_scale, shift, mean, inv_m, exponent, first, position, begin, lo, hi,
+            K, V, KEYS, k_stride, v_stride, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, MASKED,
+        )  # fmt: skip
         ds = _score_gradient(
             dw, z, r, slope, coef[:, None], delta[:, None], dense[:, None], seen, FORM
         )
@@ -155,52 +204,71 @@ def dq_kernel(
 
     do = load_rows(DO, first_row, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
     deltas = DELTA + pair.to(tl.int64) * q_length + rows
-    if FORM.l1:
+    SUMMED: tl.constexpr = FORM.centred and Q.dtype.element_ty == tl.float32
+    if SUMMED and not FORM.sums:
+        delta = tl.load(deltas, mask=inside, other=0.0)
+    elif FORM.l1:
         EXACT = head_of(EXACT, out_stride, pair, heads)
         out = load_rows(EXACT, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
         delta = _row_dots(do, out.to(do.dtype))
         if do.dtype != tl.float32:
             delta += tl.sum(do.to(tl.float32) * (out - out.to(do.dtype).to(tl.float32)), 1)
-        tl.store(deltas, delta, mask=inside)
+        if not SUMMED:
+            tl.store(deltas, delta, mask=inside)
     if FORM.centred:
         mean = load_vector(STATS + plane * MEAN, first_row, inside, BLOCK_M)
-        GUIDE = head_of(GUIDE, out_stride, pair, heads)
-        guide = load_rows(GUIDE, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
-        dense = tl.sum(do.to(tl.float32) * guide, 1)
-        dense *= load_vector(STATS + plane * DENSE, first_row, inside, BLOCK_M)
-        tl.store(deltas + plane, dense, mask=inside)
+        if SUMMED:
+            if not FORM.sums:
+                dense = tl.load(deltas + plane, mask=inside, other=0.0)
+        else:
+            GUIDE = head_of(GUIDE, out_stride, pair, heads)
+            guide = load_rows(GUIDE, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+            dense = tl.sum(do.to(tl.float32) * guide, 1)
+            dense *= load_vector(STATS + plane * DENSE, first_row, inside, BLOCK_M)
+            tl.store(deltas + plane, dense, mask=inside)
 
     q = load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
-    unit = tl.full([BLOCK_M], 1.0, tl.float32)
-    if q.dtype == tl.float16:
-        bound = coef * tl.maximum(length(do) * tl.load(RANGE + 2 * shared), TINY) + tl.abs(dense)
-        bound *= slope_bound(mean + 1.0 / tl.maximum(inv_m, TINY), FORM.phi)
-        unit = tl.maximum(bound * tl.load(RANGE + 2 * shared + 1), TINY) / ROOM
-        norm = tl.maximum(length(q), NORM_EPS)
-        tl.store(deltas + 2 * plane, bound * row_scale * norm, mask=inside)
-        tl.store(deltas + 3 * plane, norm, mask=inside)
-        coef /= unit
-        dense /= unit
     lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
-    masked = lo // BLOCK_N * BLOCK_N if FORM.spans else full
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if not FORM.spans:
-        acc = _dq_pass(
-            q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
-            first_column, position[:, None], 0, lo, full, K, V, KEYS, k_stride, v_stride,
-            FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, False,
-        )  # fmt: skip
-    acc = _dq_pass(
-        q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
-        first_column, position[:, None], masked, lo, hi, K, V, KEYS, k_stride, v_stride,
-        FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, True,
-    )  # fmt: skip
-    dq = acc * (row_scale * unit)[:, None]
-    if FORM.cosine:
-        dq = through_norm(q, dq)
-    DQ = head_of(DQ, dq_stride, pair, heads)
-    store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
+    begin = lo // BLOCK_N * BLOCK_N if FORM.spans else full
+    if FORM.sums:
+        zeros = tl.zeros_like(coef)
+        missed, pull, share, total = zeros, zeros, zeros, zeros
+        for masked in tl.static_range(1 if FORM.spans else 0, 2):
+            missed, pull, share, total = _sum_pass(
+                q, do, row_scale, shift, mean, inv_m, exponent, delta, missed, pull, share, total,
+                first_column, position[:, None], begin if masked else 0, lo, hi if masked else full,
+                K, V, KEYS, k_stride, v_stride, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, masked,
+            )  # fmt: skip
+        missed *= load_vector(STATS + plane * WEIGHT, first_row, inside, BLOCK_M)
+        missed = (delta + missed) - delta  # as rounded: E is that of the D which is subtracted
+        dense = tl.where(total > 0, coef * (pull - missed * share) / total, 0.0)
+        tl.store(deltas, delta + missed, mask=inside)
+        tl.store(deltas + plane, dense, mask=inside)
+    else:
+        unit = tl.full([BLOCK_M], 1.0, tl.float32)
+        if q.dtype == tl.float16:
+            bound = coef * tl.maximum(length(do) * tl.load(RANGE + 2 * shared), TINY)
+            bound += tl.abs(dense)
+            bound *= slope_bound(mean + 1.0 / tl.maximum(inv_m, TINY), FORM.phi)
+            unit = tl.maximum(bound * tl.load(RANGE + 2 * shared + 1), TINY) / ROOM
+            norm = tl.maximum(length(q), NORM_EPS)
+            tl.store(deltas + 2 * plane, bound * row_scale * norm, mask=inside)
+            tl.store(deltas + 3 * plane, norm, mask=inside)
+            coef /= unit
+            dense /= unit
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for masked in tl.static_range(1 if FORM.spans else 0, 2):
+            acc = _dq_pass(
+                q, do, row_scale, shift, mean, inv_m, exponent, coef, delta, dense, acc,
+                first_column, position[:, None], begin if masked else 0, lo, hi if masked else full,
+                K, V, KEYS, k_stride, v_stride, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, masked,
+            )  # fmt: skip
+        dq = acc * (row_scale * unit)[:, None]
+        if FORM.cosine:
+            dq = through_norm(q, dq)
+        DQ = head_of(DQ, dq_stride, pair, heads)
+        store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -302,18 +370,13 @@ def dkv_kernel(
     for member in tl.range(0, repeats):
         pair = shared * repeats + member
         rows = pair.to(tl.int64) * q_length
-        dk, dv = _dkv_pass(
-            k, v, inv_k, keys, 1.0 / unit, dk, dv, first, full,
-            head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
-            STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
-            p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, True,
-        )  # fmt: skip
-        if not FORM.spans:
+        for clean in tl.static_range(0, 1 if FORM.spans else 2):
             dk, dv = _dkv_pass(
-                k, v, inv_k, keys, 1.0 / unit, dk, dv, full, q_length,
+                k, v, inv_k, keys, 1.0 / unit, dk, dv,
+                full if clean else first, q_length if clean else full,
                 head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
                 STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
-                p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, False,
+                p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, not clean,
             )  # fmt: skip
     dk *= unit
     if FORM.cosine:

@@ -20,6 +20,7 @@ class Form:
     bias: bool = False
     log_n: bool = False  # the bias is a multiple of log N
     spans: bool = False
+    sums: bool = False  # dq computes D and E alone, for a second launch to take
 
     @property
     def sharp(self) -> bool:

@@ -24,10 +24,10 @@ q and k stay in their own type; what multiplies them (log d log N / |q| |k|) mul
 score; KEYS is 1/|k_j| on the cosine, else the longest |k| so far, which bounds a row's scores. For
 the backward (`triton_backward.py`) a row's statistics are saved as SCALE and SHIFT of its scores,
 MEAN = mu, INV_M = 1/M, WEIGHT, what makes z^p or f a weight, COEF = p/(l M) and DENSE = O/N COEF,
-planes of one fp32 tensor; GUIDE = G - H out is fp32 too, and so is EXACT, the output before it is
-rounded to 16 bits. The backward subtracts nearly equal numbers: D and dOut . v in a peaked row, all
-gradients of keys alike. With a rounded out and G, dq and dk in fp16 lost 3.5 times what eager loses
-on random input.
+planes of one fp32 tensor. With 16-bit input GUIDE = G - H out is saved too, in fp32, and EXACT, the
+output before it is rounded. The backward subtracts nearly equal numbers: D and dOut . v in a peaked
+row, all gradients of keys alike. With a rounded out and G, dq and dk in fp16 lost 3.5 times what
+eager loses on random input. With fp32 input the backward sums what it needs of G and H anew.
 
 FORM (`triton_form.py`) is what a kernel is compiled for. Its power is p where it is an integer and
 the same for all rows, 0 where p_i comes from p and alpha, and None without sharpening.
@@ -222,7 +222,7 @@ def forward_kernel(
     # Every row of the block sees all keys before `full`, unless there are spans.
     lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
-    masked = lo // BLOCK_N * BLOCK_N if FORM.spans else full
+    begin = lo // BLOCK_N * BLOCK_N if FORM.spans else full  # tiles from here on need a mask
     mean, inv_m = zeros, zeros + 1.0
     SCALED: tl.constexpr = FORM.centred or (Q.dtype.element_ty == tl.float16 and not FORM.online)
     if SCALED:
@@ -233,22 +233,19 @@ def forward_kernel(
         top = total
         if FORM.phi == "exp":
             top = total + LOWEST
-        if not FORM.spans:
-            if FORM.phi != "exp":
-                probed = tl.arange(0, PROBE) < k_length
-                k = load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
-                inv_k = load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
-                f, _ = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
-                f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
-                pivot = tl.min(f, 1)
+        if not FORM.spans and FORM.phi != "exp":
+            probed = tl.arange(0, PROBE) < k_length
+            k = load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
+            inv_k = load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
+            f, _ = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+            f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
+            pivot = tl.min(f, 1)
+        for masked in tl.static_range(1 if FORM.spans else 0, 2):
             pivot, total, top = _mean_pass(
-                q, row_scale, shift, pivot, total, top, first_column, position[:, None], 0, 0, full,
-                K, KEYS, k_stride, FORM, d, BLOCK_D, BLOCK_N, False,
+                q, row_scale, shift, pivot, total, top, first_column, position[:, None],
+                begin if masked else 0, lo, hi if masked else full, K, KEYS, k_stride,
+                FORM, d, BLOCK_D, BLOCK_N, masked,
             )  # fmt: skip
-        pivot, total, top = _mean_pass(
-            q, row_scale, shift, pivot, total, top, first_column, position[:, None], masked, lo, hi,
-            K, KEYS, k_stride, FORM, d, BLOCK_D, BLOCK_N, True,
-        )  # fmt: skip
         if FORM.phi == "exp":
             highest = tl.max(top, 1)
             total = tl.sum(total * tl.exp2(top - highest[:, None]), 1)
@@ -271,20 +268,17 @@ def forward_kernel(
         inv_m = tl.where(top > 0, 1.0 / top, 0.0)
 
     exponent = adaptive(count, p, alpha, train_length) - 1.0
-    GUIDED: tl.constexpr = SAVE and FORM.centred
+    SUMMED: tl.constexpr = FORM.centred and Q.dtype.element_ty == tl.float32
+    GUIDED: tl.constexpr = SAVE and FORM.centred and not SUMMED
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     l, carry, h, top, guide = zeros, zeros, zeros, zeros + LOWEST, acc
-    if not FORM.spans:
+    for masked in tl.static_range(1 if FORM.spans else 0, 2):
         l, carry, h, top, acc, guide = _value_pass(
             q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
-            first_column, position[:, None], 0, 0, full, K, V, KEYS, k_stride, v_stride,
-            FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, False,
+            first_column, position[:, None], begin if masked else 0, lo, hi if masked else full,
+            K, V, KEYS, k_stride, v_stride,
+            FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, masked,
         )  # fmt: skip
-    l, carry, h, top, acc, guide = _value_pass(
-        q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
-        first_column, position[:, None], masked, lo, hi, K, V, KEYS, k_stride, v_stride,
-        FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, True,
-    )  # fmt: skip
 
     out = acc
     inv_l = zeros + 1.0
@@ -304,8 +298,10 @@ def forward_kernel(
         # long key, or over a small l, it would be large.
         if FORM.l1:
             alone = count <= 1
-            if FORM.phi == "exp":
-                alone = alone | (saturated if FORM.recentre else l <= unit)
+            if FORM.phi == "exp" and FORM.recentre:
+                alone = alone | saturated
+            elif FORM.phi == "exp" and not SUMMED:
+                alone = alone | (l <= unit)
             elif not FORM.centred:
                 alone = alone | (l <= top)
             coef = tl.where(alone, 0.0, coef)
@@ -316,7 +312,8 @@ def forward_kernel(
                 exponent = adaptive(count, p, alpha, train_length)
                 coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
                 share = tl.where(mean > 0, share, 0.0)
-            tl.store(stats + plane * DENSE, share * coef / unit, mask=inside)
+            if GUIDED:
+                tl.store(stats + plane * DENSE, share * coef / unit, mask=inside)
             tl.store(stats + plane * MEAN, mean, mask=inside)
         tl.store(stats + plane * SCALE, row_scale, mask=inside)
         if FORM.shifted:

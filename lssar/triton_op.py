@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import repeat
 
 import torch
@@ -23,11 +24,9 @@ from lssar.errors import UserError
 from lssar.fused import COSINE, RECENTRE, RECENTRE_L1, Settings, readable, room_like
 from lssar.mechanisms import Mechanism
 from lssar.reference import UNSHIFTED_ROWS
-from lssar.spans import Span
+from lssar.spans import Span, without_unseen
 from lssar.triton_form import Form, form_of
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
 ROW_STATISTICS = 7  # planes of the saved row statistics; named in triton_math
 MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
 MOST_STATISTICS = 2**31 // ROW_STATISTICS - 1  # rows of all heads: places have 32 bits
@@ -38,14 +37,14 @@ CONFIGS = {
     ("forward", 64, 2): [(128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
     ("forward", 128, 2): [(128, 16, 8, 2), (32, 32, 4, 2)],
     ("forward", 256, 2): [(32, 32, 8, 2), (16, 32, 4, 2)],
-    ("forward", 64, 4): [(32, 32, 8, 2), (16, 32, 4, 2)],
+    ("forward", 64, 4): [(16, 32, 4, 2)],
     ("forward", 128, 4): [(16, 32, 8, 2)],
     ("forward", 256, 4): [(16, 16, 8, 1)],
     ("dq", 64, 2): [(128, 32, 8, 3), (64, 32, 4, 3)],
     ("dq", 128, 2): [(32, 32, 4, 2), (128, 16, 8, 2)],
     ("dq", 256, 2): [(32, 32, 8, 2)],
-    ("dq", 64, 4): [(32, 32, 8, 2)],
-    ("dq", 128, 4): [(16, 32, 4, 2)],
+    ("dq", 64, 4): [(16, 32, 4, 2)],
+    ("dq", 128, 4): [(16, 32, 8, 2)],
     ("dq", 256, 4): [(16, 16, 8, 1)],
     ("dkv", 64, 2): [(16, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 3)],
     ("dkv", 128, 2): [(64, 32, 8, 2), (16, 128, 8, 2)],
@@ -68,21 +67,13 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def unavailable(q: Tensor | None = None) -> str | None:
-    """Why the kernel cannot run here (on q's device, type and head dim), or None when it can."""
+def unavailable() -> str | None:
+    """Why the kernel cannot run here, or None when it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     if problem := _broken():
         return problem
-    if q is None:
-        return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
-    if q.dtype not in DTYPES:
-        return f"{q.dtype} is not one of bfloat16, float16, float32"
-    if q.shape[-1] > MAX_HEAD_DIM:
-        return f"head dim {q.shape[-1]} is above {MAX_HEAD_DIM}"
-    if not q.is_cuda and not interpreting():
-        return f"the tensors are on {q.device.type}, not on a GPU"
-    return None
+    return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
 
 
 @functools.cache
@@ -141,8 +132,7 @@ def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tens
     end = torch.arange(keys - queries + 1, keys + 1, device=q.device)
     first = span.firsts(queries, keys, q.device)
     if first is not None:
-        unseen = torch.arange(keys, device=q.device) < first.amin(1, keepdim=True)
-        v = v.masked_fill(unseen[:, None, :, None], 0)  # it may be anything, NaN too
+        v = without_unseen(v, first)
     sums = torch.nn.functional.pad(v.double().cumsum(2), (0, 0, 1, 0))
     total = sums[:, :, end]
     if first is not None:
@@ -214,8 +204,8 @@ def _forward_outputs(q, k, v, first, *settings_and_save):
     stats = q.new_zeros((save * ROW_STATISTICS, *q.shape[:3]), dtype=torch.float32)
     key_norms = bool(s.flags & COSINE) or s.p != 0
     keys = q.new_empty(k.shape[:3] if key_norms else (0,), dtype=torch.float32)
-    guided = s.p != 0 or bool(s.flags & RECENTRE_L1)
-    exact, guide = room(save and q.dtype != torch.float32), room(save and guided)
+    rounded = save and q.dtype != torch.float32
+    exact, guide = room(rounded), room(rounded and (s.p != 0 or bool(s.flags & RECENTRE_L1)))
     return room_like(q, v.shape[3]), exact, guide, stats, keys
 
 
@@ -250,6 +240,8 @@ def _compute_backward(
     sizes = _sizes(v, keys, last, q.shape[2], form) if half else delta
     tensors = [q, k, v, keys, first, exact, guide, stats, grad, dq, delta, sizes]
     strides = [*(x.stride()[:3] for x in (q, k, v, exact, grad, dq)), first_stride]
+    if form.centred and q.dtype == torch.float32:
+        _launch("dq", replace(form, sums=True), q, k, v, q.shape[2], tensors, strides, [], s)
     _launch("dq", form, q, k, v, q.shape[2], tensors, strides, [], s)
     if half:
         sizes = delta[2:].view(2, *k.shape[:2], -1).amax(-1).movedim(0, -1).contiguous()
@@ -303,9 +295,9 @@ def _operator(name: str, compute: Callable, outputs: Callable, **autograd: Calla
 
 # torch.compile's cache on disk knows an operator by its name: the name changes with what is saved.
 _forward = _operator(
-    "triton_forward_v2", _compute_forward, _forward_outputs, setup_context=_setup_context
+    "triton_forward_v3", _compute_forward, _forward_outputs, setup_context=_setup_context
 )
-_backward = _operator("triton_backward_v2", _compute_backward, _backward_outputs)
+_backward = _operator("triton_backward_v3", _compute_backward, _backward_outputs)
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):

@@ -75,10 +75,12 @@ def inputs(kind, rows, keys, d, heads=2, seed=0, batch=1, groups=None, d_v=None)
 KINDS = ("random", "near-uniform", "peaked", "leaning", "huge", "opposite", "mixed")
 
 
-def check(kind, rows, keys, d, m, dtype=FP32, first=None, **shape):
+def check(kind, rows, keys, d, m, dtype=FP32, first=None, by_luck=False, **shape):
     """The kernel loses at most twice what eager loses on the same input in the same type.
 
     Few rows need many heads: in one ill-conditioned row either may be lucky. `m` may be a p.
+    `by_luck`: one row makes up most of the error, and eager's worst over five roundings of the
+    input counts.
     """
     if not isinstance(m, type(MECHANISMS["lssa"])):
         m = cpu_kernel.mechanism(m)
@@ -91,7 +93,9 @@ def check(kind, rows, keys, d, m, dtype=FP32, first=None, **shape):
         return attend(q, k, v, m, params=params, first=first, backend=backend)
 
     exact = run(partial(attention, "eager"), tensors, grad, torch.float64)
-    lost = errors(run(partial(attention, "eager"), tensors, grad, dtype), exact)
+    alike = [tensors, *cpu_kernel.rounded(*tensors)] if by_luck else [tensors]
+    eager = [errors(run(partial(attention, "eager"), x, grad, dtype), exact) for x in alike]
+    lost = [max(x) for x in zip(*eager, strict=True)]
     kernel = run(partial(attention, "triton"), tensors, grad, dtype)
     assert all(x.isfinite().all() for x in kernel)
     floors = dict.fromkeys(NAMES, FLOOR)
@@ -274,7 +278,7 @@ def test_nothing_of_size_l_squared_is_saved():
 def test_operators_pass_opcheck(p, dtype, first):
     (q, k, v), grad = inputs("random", 5, 9, 16, groups=1, d_v=8)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-    forward, backward = torch.ops.lssa.triton_forward_v2, torch.ops.lssa.triton_backward_v2
+    forward, backward = torch.ops.lssa.triton_forward_v3, torch.ops.lssa.triton_backward_v3
     phi, flags = ("softplus", fused.COSINE | fused.L1) if p else ("exp", fused.L1)
     asked = (0, fused.PHI.index(phi), flags, p, 0.0, 0.0, 1024)
     out, exact, *rest = forward(q, k, v, first, *asked, True)

@@ -15,7 +15,8 @@ import torch
 
 import benchmark
 from benchmarks import triton_compile
-from lssar import triton_op
+from lssar import attend, triton_op
+from lssar.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESOURCES = ROOT / "results" / "triton_resources.json"
@@ -164,17 +165,16 @@ def test_compiling_under_the_interpreter_is_refused(monkeypatch):
 def test_why_the_kernel_is_unavailable_is_one_line(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     q = torch.zeros(1, 1, 2, 16)
-    assert "on cpu" in triton_op.unavailable(q)
-    assert "float64" in triton_op.unavailable(q.double())
-    assert "head dim 257" in triton_op.unavailable(torch.zeros(1, 1, 2, 257))
+    with pytest.raises(UserError, match=r"not on cpu$"):
+        attend(q, q, q, "lssar", backend="triton")
+    assert triton_op.unavailable() == "no GPU is visible"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton_op.unavailable(q) is None
+    assert triton_op.unavailable() is None
+    for x, reason in ((q.double(), "float64$"), (torch.zeros(1, 1, 2, 257), "256, not 257$")):
+        with pytest.raises(UserError, match=reason):
+            attend(x, x, x, "lssar", backend="triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert (
-        triton_op.unavailable()
-        == triton_op.unavailable(q)
-        == ("triton is not installed; pip install triton")
-    )
+    assert triton_op.unavailable() == "triton is not installed; pip install triton"
 
 
 def test_a_triton_that_cannot_be_imported_is_unavailable(tmp_path):
