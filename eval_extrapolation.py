@@ -186,7 +186,6 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     buckets = position_buckets(length)
     tail = train_length // 2 if length > train_length else 0
     spans = buckets + ([(length - tail, length)] if tail else [])
-    case.configure(model)
     sums = segment_sums(model, targets, length, length, spans, world, label).numpy()
     by_bucket = sums[:, : len(buckets)]
     segment_losses = by_bucket.sum(1) / targets.segment

@@ -214,7 +214,6 @@ def evaluate(arguments, world: World) -> None:
             cases = unmeasured(results, checkpoints, chosen, arguments.lengths, world.device)
             for case, model in cases:
                 begun = time.monotonic()
-                case.configure(model)
                 answered = ask(model, case, arguments, answers, world)
                 found = measure(answered, case.checkpoint.info.train_length)
                 found[0].details["seconds"] = round(time.monotonic() - begun, 2)

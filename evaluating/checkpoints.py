@@ -196,7 +196,7 @@ class Case:
 
 
 def unmeasured(results: Results, checkpoints, variants, lengths, device) -> Iterator[tuple]:
-    """(case, model) of what the results lack; shorter lengths first."""
+    """(case, its model, configured) of what the results lack; shorter lengths first."""
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
         suited = [v for v in variants if not v.needs(checkpoint.config)]
@@ -204,4 +204,5 @@ def unmeasured(results: Results, checkpoints, variants, lengths, device) -> Iter
         missing = [case for case in cases if not results.find(**case.key)]
         model = checkpoint.load(device) if missing else None
         for case in missing:
+            model.configure(**vars(case.config))
             yield case, model
