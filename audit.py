@@ -77,7 +77,7 @@ from evaluating.checkpoints import (
     unmeasured,
     variants,
 )
-from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
+from evaluating.protocol import measuring
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
@@ -262,20 +262,17 @@ def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if distributed.world_size() > 1:
         raise UserError("audit.py runs in one process; start it without torchrun")
-    device = distributed.start(arguments.device).device
+    world = distributed.start(arguments.device)
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
     audit = Audit(arguments, checkpoints)
     count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
     print(f"{audit.coverage}{count:,} targets in {segments:,} segments of {audit.length:,} tokens")
-    with arithmetic(arguments.precision, device) as precision:
-        settings = audit.settings | {"precision": precision}
-        results = open_results(arguments.out, "audit", settings, audit.about)
-        with kept_on_interrupt(results.path):
-            for case, model in unmeasured(results, checkpoints, chosen, [audit.length], device):
-                found = audit.measure(model, case, device)
-                results.add(*found)
-                print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
+    with measuring(arguments, "audit", audit.settings, audit.about, world) as results:
+        for case, model in unmeasured(results, checkpoints, chosen, [audit.length], world):
+            found = audit.measure(model, case, world.device)
+            results.add(*found)
+            print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
     show(results, audit.scale)
 
 
