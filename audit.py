@@ -249,13 +249,10 @@ def verdicts(results: Results, scale: Scale) -> str:
         targets = f"{sum(r.tokens for r in records)} > {details[0]['beyond']}"
         kinds = ("accuracy_at_near", "full", "near") if task else ()
         shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
-        rows.append([name, targets, *shares, shown(gain), scale.verdict(gain)])
+        shown = gain.text() if gain.n else "overflow"
+        rows.append([name, targets, *shares, shown, scale.verdict(gain)])
     shares = ["at 1x", "far", "near only"] if task else []
     return table(["", "targets", *shares, f"gain ({scale.unit})", "verdict"], rows)
-
-
-def shown(gain: Comparison) -> str:
-    return gain.text() if gain.n else "overflow"
 
 
 def main(argv: list[str]) -> None:

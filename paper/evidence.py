@@ -128,7 +128,9 @@ _FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), (int, float, typ
 
 
 def read_runs(path: Path) -> dict[str, dict]:
-    """The runs of runs.json by name, their fields checked."""
+    """The runs of runs.json by name, their fields checked; none without the file."""
+    if not path.exists():
+        return {}
     with json_record(path, what="is damaged or is not a list of runs") as record:
         found = finite(record["runs"])
         for name, run in found.items():
