@@ -33,7 +33,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 from evaluating.protocol import EvaluationParser
@@ -77,7 +77,7 @@ from evaluating.checkpoints import (
     unmeasured,
     variants,
 )
-from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
+from evaluating.protocol import measuring
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
@@ -142,14 +142,12 @@ class Audit:
     def _text(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
         asked, data = self.arguments, open_data(self.arguments.data, checkpoints)
         size = {"tokens": asked.segments * self.length, "lengths": [self.length], "segment": None}
-        within = {"spread": True, "within_documents": asked.within_documents}
-        segments = Targets(data, SimpleNamespace(**size, **within))
+        within = {"within_documents": asked.within_documents}
+        segments = Targets(data, SimpleNamespace(**size, **within, spread=True))
         gram = far.GRAM[checkpoints[0].tokeniser().name]
-        self.settings |= {"gram": gram, "within_documents": asked.within_documents}
-        self.about, self.coverage = (
-            describe_set(asked.data) | segments.documents,
-            segments.coverage(),
-        )
+        self.settings |= {"gram": gram} | within
+        self.about = describe_set(asked.data) | segments.documents
+        self.coverage = segments.coverage()
         tokens = Windows(data, self.length).read(segments.starts).numpy()
         return far.text_targets(tokens, self.near, gram)
 
@@ -173,60 +171,51 @@ class Audit:
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
         """The gain in each range of distances, then the one that the verdict rests on."""
         begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
-        case.configure(model)
         full = far.full_scores(model, targets, device, label)
         replace(case, length=self.near).configure(model)
         near = far.near_scores(model, targets, self.near, device, label)
-        kind = 0 if self.task is None else 1  # of the two scores
-        found, key = Found(self, full[kind], near[kind]), case.key | {"task": self.task or ""}
-        records = []
+        found = np.stack((full, near))[:, 0 if self.task is None else 1]  # losses, or answers
+        records, key = [], case.key | {"task": self.task or ""}
         for lower in (self.near * 2**i for i in range(self.arguments.times.bit_length() - 1)):
             chosen = (targets.distance > lower) & (targets.distance <= 2 * lower)
             if chosen.any():
                 here = key | {"length": 2 * lower}
-                records.append(Record("gain_by_distance", **found.far_gain(chosen), **here))
+                gain = self.far_gain(found, chosen)
+                records.append(Record("gain_by_distance", **gain, **here))
         stacked = self.near * case.checkpoint.config.layers
         beyond = stacked if self.task else self.near
-        overall = found.far_gain(targets.distance > beyond)
-        details = overall["details"] | {"beyond": beyond}
+        overall = self.far_gain(found, targets.distance > beyond)
+        details = overall["details"]
+        details["beyond"] = beyond
         details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]))
         if self.task is None:
-            details["beyond_stacked_windows"] = found.gain(targets.distance > stacked)
-            details["new"] = found.gain(targets.distance == far.UNSEEN)
+            details["beyond_stacked_windows"] = self.gain(found, targets.distance > stacked)
+            details["new"] = self.gain(found, targets.distance == far.UNSEEN)
         else:
             right = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
             details["accuracy_at_near"] = float(right.mean())
         details["seconds"] = round(time.monotonic() - begun, 2)
-        return [*records, Record("far_gain", **(overall | {"details": details}), **key)]
+        return [*records, Record("far_gain", **overall, **key)]
 
-
-@dataclass(frozen=True)
-class Found:
-    """The scores of all targets in full and in near context."""
-
-    audit: Audit
-    full: np.ndarray
-    near: np.ndarray
-
-    def gain(self, chosen: np.ndarray) -> dict:
-        """Value, error, tokens and details of a record."""
+    def gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
+        """Value, error, tokens and details of a record; scores (2, targets): full, near."""
         if not chosen.any():
             return {"value": None, "tokens": 0}
-        targets, scale = self.audit.targets, self.audit.scale
-        block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
-        gain = scale.by_block((self.full - self.near)[chosen], block)
+        full, near = (kind[chosen] for kind in scores)
+        segment, count = self.targets.segment[chosen], len(self.targets.tokens)
+        gain = self.scale.by_block(full - near, segment * BLOCKS // max(BLOCKS, count))
         error = gain.half_width and gain.half_width / t_quantile(gain.n - 1)
-        details = {"full": self.full[chosen].mean(), "near": self.near[chosen].mean()}
+        details = {"full": full.mean(), "near": near.mean()}
         details |= {"interval": gain.interval, "by_block": gain.differences}
         size = {"tokens": int(chosen.sum()), "details": details}
         return {"value": gain.mean, "error": error} | size
 
-    def far_gain(self, chosen: np.ndarray) -> dict:
+    def far_gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
         """The same; for a text, also apart where the same token followed before, and another."""
-        found, same = self.gain(chosen), self.audit.targets.same
-        if self.audit.task is None:
+        found, same = self.gain(scores, chosen), self.targets.same
+        if self.task is None:
             parts = {"same": chosen & same, "differs": chosen & ~same}
-            found["details"] |= {name: self.gain(part) for name, part in parts.items()}
+            found["details"] |= {name: self.gain(scores, part) for name, part in parts.items()}
         return found
 
 
@@ -260,33 +249,27 @@ def verdicts(results: Results, scale: Scale) -> str:
         targets = f"{sum(r.tokens for r in records)} > {details[0]['beyond']}"
         kinds = ("accuracy_at_near", "full", "near") if task else ()
         shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
-        rows.append([name, targets, *shares, shown(gain), scale.verdict(gain)])
+        shown = gain.text() if gain.n else "overflow"
+        rows.append([name, targets, *shares, shown, scale.verdict(gain)])
     shares = ["at 1x", "far", "near only"] if task else []
     return table(["", "targets", *shares, f"gain ({scale.unit})", "verdict"], rows)
-
-
-def shown(gain: Comparison) -> str:
-    return gain.text() if gain.n else "overflow"
 
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if distributed.world_size() > 1:
         raise UserError("audit.py runs in one process; start it without torchrun")
-    device = distributed.start(arguments.device).device
+    world = distributed.start(arguments.device)
     checkpoints = open_checkpoints(arguments.checkpoints)
     chosen = variants(arguments, checkpoints)
     audit = Audit(arguments, checkpoints)
     count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
     print(f"{audit.coverage}{count:,} targets in {segments:,} segments of {audit.length:,} tokens")
-    with arithmetic(arguments.precision, device) as precision:
-        settings = audit.settings | {"precision": precision}
-        results = open_results(arguments.out, "audit", settings, audit.about)
-        with kept_on_interrupt(results.path):
-            for case, model in unmeasured(results, checkpoints, chosen, [audit.length], device):
-                found = audit.measure(model, case, device)
-                results.add(*found)
-                print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
+    with measuring(arguments, "audit", audit.settings, audit.about, world) as results:
+        for case, model in unmeasured(results, checkpoints, chosen, [audit.length], world):
+            found = audit.measure(model, case, world.device)
+            results.add(*found)
+            print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
     show(results, audit.scale)
 
 

@@ -41,7 +41,7 @@ import numpy as np
 
 from data.shards import describe_set
 from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
-from evaluating.protocol import arithmetic, kept_on_interrupt, open_results
+from evaluating.protocol import measuring
 from evaluating.results import Results
 from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
 from lssar.cache import ensure_hub_cache
@@ -70,21 +70,19 @@ def main(argv: list[str]) -> None:
     tasks = chosen_tasks(arguments.tasks)
     checkpoints = open_checkpoints(arguments.checkpoints)
     versions = {p: importlib.metadata.version(p) for p in PACKAGES}
-    with arithmetic(arguments.precision, distributed.start(arguments.device).device) as precision:
-        pass  # only its name is needed here
     settings = {"fewshot": 0, "limit": arguments.limit, "bootstrap": BOOTSTRAP}
-    settings |= {"precision": precision, "lm_eval": versions["lm_eval"]}
+    settings["lm_eval"] = versions["lm_eval"]
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
     about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
-    results = open_results(arguments.out, "downstream", settings, about)
-    with kept_on_interrupt(results.path):
-        fill(results, checkpoints, tasks, arguments)
+    world = distributed.start(arguments.device)
+    with measuring(arguments, "downstream", settings, about, world) as results:
+        fill(results, checkpoints, tasks, arguments, world.device)
     print(tables(results))
     for figure in plots.save(bars(results), results.sibling(".png")):
         print(f"figure: {figure}")
 
 
-def fill(results: Results, checkpoints: list[Checkpoint], tasks: list[str], arguments) -> None:
+def fill(results: Results, checkpoints: list[Checkpoint], tasks: list[str], arguments, device):
     from evaluating.lm_eval_model import CheckpointLM
     from evaluating.tasks import load_task, measure
 
@@ -94,14 +92,14 @@ def fill(results: Results, checkpoints: list[Checkpoint], tasks: list[str], argu
         shared = {"run": checkpoint.identity, "length": length}
         keys = {task: shared | {"task": Path(task).name.removesuffix(".yaml")} for task in tasks}
         missing.append((checkpoint, {t: k for t, k in keys.items() if not results.find(**k)}))
-    settings = (arguments.max_length, arguments.batch, arguments.device, arguments.precision)
     with tempfile.TemporaryDirectory() as scratch:
         places = (Path(scratch), arguments.data_dir, arguments.corpus)
         for task in dict.fromkeys(task for _, keys in missing for task in keys):
             load_task(task, *places)  # read every document before computing anything
         for checkpoint, keys in missing:
             results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-            lm = CheckpointLM(checkpoint, *settings) if keys else None
+            sizes = (arguments.max_length, arguments.batch)
+            lm = CheckpointLM(checkpoint, device, *sizes) if keys else None
             for task, key in keys.items():
                 found = measure(lm, key, load_task(task, *places), arguments.limit)
                 results.add(*found)

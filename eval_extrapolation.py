@@ -62,7 +62,7 @@ from data.shards import TokenSet, describe_set, open_split
 from data.tokeniser import text_bytes
 from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, Checkpoint, Variant, open_checkpoints, unmeasured, variants
-from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
+from evaluating.protocol import BATCH_TOKENS, measuring, progress
 from evaluating.results import Record
 from lssar.errors import UserError
 from model import GPT
@@ -186,7 +186,6 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     buckets = position_buckets(length)
     tail = train_length // 2 if length > train_length else 0
     spans = buckets + ([(length - tail, length)] if tail else [])
-    case.configure(model)
     sums = segment_sums(model, targets, length, length, spans, world, label).numpy()
     by_bucket = sums[:, : len(buckets)]
     segment_losses = by_bucket.sum(1) / targets.segment
@@ -242,29 +241,24 @@ def evaluate(arguments, world: World) -> None:
         print(f"{asked}: {most} and the size of {arguments.data}")
     if world.is_main:
         print(targets.coverage(), end="")
-    with arithmetic(arguments.precision, world.device) as precision:
-        settings = targets.settings() | {"precision": precision}
-        about = describe_set(arguments.data) | targets.documents
-        results = open_results(arguments.out, "extrapolation", settings, about, world.is_main)
-        world.barrier()  # everyone has read the file before the first writes to it
-        with kept_on_interrupt(results.path):
-            measured = {r.key[1:] for r in results.select(quantity="bits_per_byte")}
-            old = [r for r in results.select(quantity="loss") if r.key[1:] not in measured]
-            if added := in_bits(old, targets):  # measured before there were bits per byte
-                results.add(*added, save=world.is_main)
-            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, world.device)
-            for case, model in cases:
-                trained = replace(case, variant=Variant())
-                # A variant may change nothing at a length.
-                found = results.select(**trained.key) if case.config == trained.config else []
-                if not found:
-                    found = measure(model, case, targets, world)
-                    found += in_bits(found[:1], targets)
-                found = [replace(record, variant=case.variant.name) for record in found]
-                results.add(*found, save=world.is_main)
-                if world.is_main:
-                    shown = report.number(found[0].value, ".4f")
-                    print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
+    about = describe_set(arguments.data) | targets.documents
+    with measuring(arguments, "extrapolation", targets.settings(), about, world) as results:
+        measured = {r.key[1:] for r in results.select(quantity="bits_per_byte")}
+        old = [r for r in results.select(quantity="loss") if r.key[1:] not in measured]
+        if added := in_bits(old, targets):  # measured before there were bits per byte
+            results.add(*added, save=world.is_main)
+        for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
+            trained = replace(case, variant=Variant())
+            # A variant may change nothing at a length.
+            found = results.select(**trained.key) if case.config == trained.config else []
+            if not found:
+                found = measure(model, case, targets, world)
+                found += in_bits(found[:1], targets)
+            found = [replace(record, variant=case.variant.name) for record in found]
+            results.add(*found, save=world.is_main)
+            if world.is_main:
+                shown = report.number(found[0].value, ".4f")
+                print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
     if world.is_main:
         print(report.tables(results, checkpoints[0].identity))
         for figure in () if arguments.no_figures else report.figures(results):

@@ -65,10 +65,8 @@ def main(argv: list[str]) -> None:
         raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
     if checkpoint.config.documents:
-        raise UserError(
-            f"{checkpoint.path} was trained with data.document_mask = true, which transformers' "
-            "caches have no place for; train without it to export"
-        )
+        masked = "data.document_mask = true, which transformers' caches have no place for"
+        raise UserError(f"{checkpoint.path} was trained with {masked}; train without it to export")
     from evaluating.hf_model import MODEL as KNOWN
 
     table = {"positions"} if type(checkpoint.config.positions) is int else set()
@@ -143,15 +141,15 @@ library_name: transformers
 license: mit
 pipeline_tag: text-generation
 tags:
-- {mechanism}
+- {config.attention.name}
 - length-extrapolation
 ---
 
-# {run}
+# {info.run}
 
-A GPT-2 with {label} attention ({parameters:,} parameters: {layers} layers,
-{heads} heads, width {width}), of the paper *Softplus Attention with Re-weighting Boosts Length
-Extrapolation in Large Language Models*.
+A GPT-2 with {label} attention ({parameters:,} parameters: {config.layers} layers,
+{config.heads} heads, width {config.width}), of the paper *Softplus Attention with Re-weighting
+Boosts Length Extrapolation in Large Language Models*.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -192,16 +190,9 @@ def write_card(checkpoint: Checkpoint, out: Path) -> None:
         "command": script and f"`python {shlex.join([Path(script).name, *arguments])}`",
         "revision": lookup(file, "revision"),
     }
-    text = CARD.format(
-        mechanism=config.attention.name,
-        run=info.run,
-        label=model_label(config),
-        parameters=load_model(checkpoint.path)[0].parameter_count(),
-        layers=config.layers,
-        heads=config.heads,
-        width=config.width,
-        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value),
-    )
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
+    numbers = {"parameters": load_model(checkpoint.path)[0].parameter_count(), "rows": table}
+    text = CARD.format(info=info, config=config, label=model_label(config), **numbers)
     write_text(out / "README.md", text)
 
 

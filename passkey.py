@@ -52,7 +52,7 @@ from torch import Tensor
 from data.passkey_text import ANSWER_TOKENS, FORMS, Prompt, make_prompt
 from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
-from evaluating.protocol import BATCH_TOKENS, arithmetic, kept_on_interrupt, open_results, progress
+from evaluating.protocol import BATCH_TOKENS, measuring, progress
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
@@ -101,12 +101,9 @@ def measure(found: list[dict], train_length: int) -> list[Record]:
     by_depth = by_part([(a["depth"], a["right"]) for a in found], DEPTHS)
     parts = {"by_depth": by_depth, "by_distance": by_part(back, DISTANCES)}
     far = [a for a in found if a["distance"] > train_length]
-    records = [("accuracy", score(found) | parts)] + ([("far_accuracy", score(far))] if far else [])
-    reach = {"trials": len(found), "correct": len(found) - len(far)}
-    return [
-        Record(quantity, "", details["correct"] / details["trials"], details=details)
-        for quantity, details in (*records, ("reach", reach))
-    ]
+    scores = {"accuracy": score(found) | parts} | ({"far_accuracy": score(far)} if far else {})
+    scores["reach"] = {"trials": len(found), "correct": len(found) - len(far)}
+    return [Record(k, "", s["correct"] / s["trials"], details=s) for k, s in scores.items()]
 
 
 class Answers:
@@ -196,33 +193,28 @@ def evaluate(arguments, world: World) -> None:
     for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
         # fails if too short
         make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed, FORMS[arguments.form])
-    with arithmetic(arguments.precision, world.device) as precision:
-        settings = {key: getattr(arguments, key) for key in ("trials", "seed", "form")}
-        settings |= {"answer_tokens": ANSWER_TOKENS, "precision": precision}
-        results = open_results(arguments.out, "passkey", settings, about={}, say=world.is_main)
+    settings = {key: getattr(arguments, key) for key in ("trials", "seed", "form")}
+    settings["answer_tokens"] = ANSWER_TOKENS
+    with measuring(arguments, "passkey", settings, {}, world) as results:
         path = results.sibling("-answers.jsonl")
         if path.exists() and not results.path.exists():
             gone = f"answers of unknown settings, as {results.path} is gone"
             raise UserError(f"{path} has {gone}; delete it or give another --out")
-        world.barrier()  # everyone has read the file before the first writes to it
         if world.is_main:
             results.save()  # the settings, before the first answer
             answers = Answers(path)  # a line that was cut short is removed once
         world.barrier()
         if not world.is_main:
             answers = Answers(path)
-        with kept_on_interrupt(results.path):
-            cases = unmeasured(results, checkpoints, chosen, arguments.lengths, world.device)
-            for case, model in cases:
-                begun = time.monotonic()
-                case.configure(model)
-                answered = ask(model, case, arguments, answers, world)
-                found = measure(answered, case.checkpoint.info.train_length)
-                found[0].details["seconds"] = round(time.monotonic() - begun, 2)
-                results.add(*(replace(record, **case.key) for record in found), save=world.is_main)
-                if world.is_main:
-                    accuracy = f"{100 * found[0].value:.0f} %"
-                    print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
+        for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
+            begun = time.monotonic()
+            answered = ask(model, case, arguments, answers, world)
+            found = measure(answered, case.checkpoint.info.train_length)
+            found[0].details["seconds"] = round(time.monotonic() - begun, 2)
+            results.add(*(replace(record, **case.key) for record in found), save=world.is_main)
+            if world.is_main:
+                accuracy = f"{100 * found[0].value:.0f} %"
+                print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
     if not world.is_main:
         return
     titles = {"accuracy": "passkey accuracy", "far_accuracy": "keys beyond a training length back"}

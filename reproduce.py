@@ -41,9 +41,8 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--allow-dirty", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.gpu and not SCALES[arguments.scale].gpus:
-        raise UserError(
-            f"--gpu {arguments.gpu}: --scale {arguments.scale} is for a CPU; leave it out"
-        )
+        wrong = f"--gpu {arguments.gpu}: --scale {arguments.scale} is for a CPU"
+        raise UserError(f"{wrong}; leave it out")
     names, tables = arguments.tables, all_tables(arguments.scale)
     known = ["all", *tables]
     if unknown := [name for name in names if name not in known]:

@@ -195,13 +195,14 @@ class Case:
         model.configure(**vars(self.config))
 
 
-def unmeasured(results: Results, checkpoints, variants, lengths, device) -> Iterator[tuple]:
-    """(case, model) of what the results lack; shorter lengths first."""
+def unmeasured(results: Results, checkpoints, variants, lengths, world) -> Iterator[tuple]:
+    """(case, its model, configured) of what the results lack; shorter lengths first."""
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
         suited = [v for v in variants if not v.needs(checkpoint.config)]
         cases = [Case(checkpoint, v, n) for n in lengths for v in suited]
         missing = [case for case in cases if not results.find(**case.key)]
-        model = checkpoint.load(device) if missing else None
+        model = checkpoint.load(world.device) if missing else None
         for case in missing:
+            model.configure(**vars(case.config))
             yield case, model

@@ -96,40 +96,34 @@ def _sampled(*columns: np.ndarray) -> np.ndarray:
     return rows
 
 
-def scores(model: GPT, inputs: np.ndarray, rows, places, wanted: np.ndarray, device) -> np.ndarray:
-    """(2, targets): the loss of each, and whether it is the likeliest token."""
-    with torch.no_grad():
-        hidden = model.hidden(torch.from_numpy(inputs).to(device))
-        logits = model.logits(hidden[rows, places])
-        answers = torch.from_numpy(wanted).to(device)
-        losses = F.cross_entropy(logits, answers, reduction="none")
-        return torch.stack((losses, (logits.argmax(-1) == answers).float())).cpu().double().numpy()
+def scores(model: GPT, inputs, rows, places, wanted, device, label: str) -> np.ndarray:
+    """(2, targets): the loss of each, and whether it is the likeliest token.
+
+    Target i is what follows inputs[rows[i], places[i]].
+    """
+    found, size = np.zeros((2, len(wanted))), max(1, BATCH_TOKENS // inputs.shape[1])
+    with progress(len(inputs), label, "sequence") as bar, torch.no_grad():
+        for first in range(0, len(inputs), size):
+            batch = torch.from_numpy(inputs[first : first + size]).to(device)
+            here = np.flatnonzero(rows // size == first // size)
+            if len(here):
+                logits = model.logits(model.hidden(batch)[rows[here] - first, places[here]])
+                answers = torch.from_numpy(wanted[here]).to(device)
+                losses = F.cross_entropy(logits, answers, reduction="none")
+                right = (logits.argmax(-1) == answers).float()
+                found[:, here] = torch.stack((losses, right)).cpu().double().numpy()
+            bar.update(len(batch))
+    return found
 
 
 def full_scores(model: GPT, targets: FarTargets, device, label: str) -> np.ndarray:
     """With the whole of the segment up to the target in view."""
-    found, wanted = np.zeros((2, len(targets.place))), targets.wanted
-    count, length = targets.tokens.shape
-    size = max(1, BATCH_TOKENS // (length - 1))
-    with progress(count, label, "segment") as bar:
-        for first in range(0, count, size):
-            inputs = targets.tokens[first : first + size, :-1]
-            here = np.flatnonzero(targets.segment // size == first // size)
-            if len(here):
-                rows, places = targets.segment[here] - first, targets.place[here] - 1
-                found[:, here] = scores(model, inputs, rows, places, wanted[here], device)
-            bar.update(len(inputs))
-    return found
+    where = targets.tokens[:, :-1], targets.segment, targets.place - 1
+    return scores(model, *where, targets.wanted, device, label)
 
 
 def near_scores(model: GPT, targets: FarTargets, near: int, device, label: str) -> np.ndarray:
     """With the `near` tokens before the target in view, and nothing else."""
-    inputs, wanted = targets.near(near), targets.wanted
-    found, size = np.zeros((2, len(inputs))), max(1, BATCH_TOKENS // near)
-    with progress(len(inputs), f"{label}, near context", "target") as bar:
-        for first in range(0, len(inputs), size):
-            here = slice(first, first + size)
-            rows = np.arange(len(wanted[here]))
-            found[:, here] = scores(model, inputs[here], rows, -1, wanted[here], device)
-            bar.update(len(rows))
-    return found
+    rows = np.arange(len(targets.place))
+    where = targets.near(near), rows, np.full_like(rows, near - 1)
+    return scores(model, *where, targets.wanted, device, f"{label}, near context")

@@ -155,9 +155,7 @@ class LssarModel(LssarPreTrainedModel):
 
 
 class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {  # noqa: RUF012
-        "lm_head.weight": "model.gpt.embedding.weight"
-    }
+    _tied_weights_keys = {"lm_head.weight": "model.gpt.embedding.weight"}  # noqa: RUF012
     accepts_loss_kwargs = True
 
     def __init__(self, config: LssarConfig):
@@ -198,24 +196,12 @@ class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """As `LssarModel`. Label -100 is ignored; with `num_items_in_batch` the loss is the sum
         divided by it, as in every model of transformers."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **options,
-        )
+        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        outputs = self.model(*given, use_cache, **options)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         logits = logits[..., : self.config.vocab_size].float().contiguous()
         loss = None
         if labels is not None or options.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **options)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)

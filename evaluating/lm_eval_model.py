@@ -20,10 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attention import KVCache
 from evaluating.checkpoints import Checkpoint
-from evaluating.protocol import arithmetic, progress
+from evaluating.protocol import progress
 from lssar.errors import UserError
 from model import sample
-from training import distributed
 
 NEW_TOKENS = 256  # default of a request; at most half of max_length
 GENERATION_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
@@ -32,22 +31,12 @@ Sequence = tuple[int, ...]  # tokens
 
 
 class CheckpointLM(TemplateLM):
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        max_length: int | None = None,
-        batch_size: int = 16,
-        device: str = "auto",
-        precision: str = "auto",
-    ):
+    def __init__(self, checkpoint: Checkpoint, device, max_length: int | None, batch_size=16):
         super().__init__()
-        self.checkpoint = checkpoint
-        self._tokeniser = checkpoint.tokeniser()
-        self._device = distributed.start(device).device
-        self._model = checkpoint.load(self._device)
+        self.checkpoint, self._device, self.batch_size = checkpoint, device, batch_size
+        self._tokeniser, self._model = checkpoint.tokeniser(), checkpoint.load(device)
         self.max_length = max_length or checkpoint.task_length
         self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
-        self.batch_size, self.precision = batch_size, precision
 
     @property
     def eot_token_id(self) -> int:
@@ -87,8 +76,7 @@ class CheckpointLM(TemplateLM):
         texts = ((context or [self.prefix_token_id]) + new for _, context, new in requests)
         inputs = [tuple(tokens[-self.max_length - 1 : -1]) for tokens in texts]
         answers: list = [None] * len(requests)
-        bar = progress(len(requests), self.checkpoint.info.run, "request")
-        with bar, arithmetic(self.precision, self._device):
+        with progress(len(requests), self.checkpoint.info.run, "request") as bar:
             for batch in self._batches(inputs):
                 hidden = self._model.hidden(self._padded(batch))  # (B, longest, width)
                 for row, (sequence, places) in zip(hidden, batch.items(), strict=True):
@@ -126,8 +114,7 @@ class CheckpointLM(TemplateLM):
         for index, request in enumerate(requests):
             groups[repr(sorted(request.args[1].items()))].append(index)
         answers: list = [None] * len(requests)
-        bar = progress(len(requests), self.checkpoint.info.run, "text")
-        with bar, arithmetic(self.precision, self._device):
+        with progress(len(requests), self.checkpoint.info.run, "text") as bar:
             for members in groups.values():
                 settings = self._settings(requests[members[0]].args[1])
                 room = self.max_length - settings["max_gen_toks"]

@@ -77,6 +77,17 @@ def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool =
 
 
 @contextmanager
+def measuring(arguments, kind: str, settings: dict, about: dict, world) -> Iterator[Results]:
+    """The results file of a command, to be filled in the precision that it was asked for."""
+    with arithmetic(arguments.precision, world.device) as precision:
+        settings = settings | {"precision": precision}
+        results = open_results(arguments.out, kind, settings, about, world.is_main)
+        world.barrier()  # everyone has read the file before the first writes to it
+        with kept_on_interrupt(results.path):
+            yield results
+
+
+@contextmanager
 def kept_on_interrupt(path: Path) -> Iterator[None]:
     """On Ctrl-C, say where the finished numbers are."""
     try:

@@ -239,13 +239,8 @@ def no_force(evidence: Evidence, table: Table) -> str:
     return f"{here}: a setting in which one does would settle it"
 
 
-RULES = {
-    f.__name__: f
-    for f in (
-        *(nearly_constant, far_context_harms, most_of_the_effect),
-        *(best_exponent_grows, constant_found),
-    )
-}
+RULES = nearly_constant, far_context_harms, most_of_the_effect, best_exponent_grows, constant_found
+RULES = {f.__name__: f for f in RULES}
 CAVEATS = {f.__name__: f for f in (edge_of_the_sweep, no_sink, no_force)}
 DATA = load_toml("claims.toml")
 PAPER_CLAIMS, OUR_CONTROLS = ([Claim(**c) for c in DATA[key]] for key in ("paper", "controls"))
@@ -253,10 +248,9 @@ PAPER_CLAIMS, OUR_CONTROLS = ([Claim(**c) for c in DATA[key]] for key in ("paper
 
 def judge_all(evidence: Evidence) -> tuple[list[Judged], list[Judged]]:
     """The paper's claims and our controls, but for those of a table that the scale has not."""
-    return tuple(
-        [judged(c, evidence) for c in group if c.table in evidence.tables]
-        for group in (PAPER_CLAIMS, OUR_CONTROLS)
-    )
+    known = evidence.tables
+    groups = ([c for c in group if c.table in known] for group in (PAPER_CLAIMS, OUR_CONTROLS))
+    return tuple([judged(claim, evidence) for claim in group] for group in groups)
 
 
 def findings(evidence: Evidence) -> list[str]:

@@ -90,8 +90,7 @@ def kind_of(name: str, config: dict) -> tuple:
 
 def describe(names: list[str], jobs: list[Job], space: Workspace, device: Device | None) -> str:
     """Runs, tokens, hours, memory and disk of what is still to be done."""
-    recorded = read_runs(space.folder / RUNS) if (space.folder / RUNS).exists() else {}
-    speed = Speed(device, space.scale.tokens_per_second, recorded)
+    speed = Speed(device, space.scale.tokens_per_second, read_runs(space.folder / RUNS))
     left = {job.name for job in jobs if not is_done(job)}
     costs = {}
     for job in (job for job in jobs if job.trains):

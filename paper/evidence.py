@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from evaluating.results import Measured, collect
-from paper.experiments import EXTRAPOLATION, PASSKEY, SCALES, Column, Row, Table, all_tables
+from paper.experiments import PASSKEY, SCALES, Column, Row, Table, all_tables
 from paper.statistic import BySeed, Comparison, compare, margin_of
 from support.files import finite, json_record, refuse_wrong_types
 
@@ -93,8 +93,7 @@ class Evidence:
         """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
         if column.quantity == "bits_per_byte":  # of older results only the loss is known
             return False
-        trained = table.folder in (EXTRAPOLATION, PASSKEY) or "{runs}" in table.measure
-        wanted = len(self.scale.seeds_of(column.run(row.run))) if trained else 1
+        wanted = len(self.scale.seeds_of(column.run(row.run))) if table.runs else 1
         return self.cell(table, row, column).n < wanted
 
     def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
@@ -105,14 +104,11 @@ class Evidence:
     def printed(self, table: Table, row: Row, column: Column) -> float | None:
         """The paper's own number."""
         paper = self.paper[table.label]
-        found = paper["rows"].get(row.key)
-        if (
-            found is None
-            or column.paper not in paper["columns"]
-            or row.variant.startswith("window")
-        ):
+        rows, columns = paper["rows"], paper["columns"]
+        known = row.key in rows and column.paper in columns
+        if not known or row.variant.startswith("window"):
             return None
-        return found[paper["columns"].index(column.paper)]
+        return rows[row.key][columns.index(column.paper)]
 
     def printed_gap(self, table: Table, row: Row, other: Row, column: Column) -> float | None:
         ours, theirs = (self.printed(table, r, column) for r in (row, other))
@@ -132,7 +128,9 @@ _FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), (int, float, typ
 
 
 def read_runs(path: Path) -> dict[str, dict]:
-    """The runs of runs.json by name, their fields checked."""
+    """The runs of runs.json by name, their fields checked; none without the file."""
+    if not path.exists():
+        return {}
     with json_record(path, what="is damaged or is not a list of runs") as record:
         found = finite(record["runs"])
         for name, run in found.items():

@@ -134,10 +134,8 @@ def all_tables(scale: str) -> dict[str, Table]:
         fields = {key: of_scale(value, SCALES[scale]) for key, value in given.items()}
         if fields["rows"]:
             rows = [load_row(row, data["rows"]) for row in fields.pop("rows")]
-            notes = [
-                of_scale(data["notes"][note], SCALES[scale]) for note in fields.pop("notes", ())
-            ]
-            notes = [note for note in notes if note]
+            named = (data["notes"][note] for note in fields.pop("notes", ()))
+            notes = [note for one in named if (note := of_scale(one, SCALES[scale]))]
             tables[name] = load_table(name, rows=rows, notes=notes, **fields)
     return tables
 

@@ -51,7 +51,7 @@ class Page:
         # The headline table is part of another, with more seeds.
         verdicts = [v for n, view in tables.items() if n != "headline" for v in view["verdicts"]]
         try:
-            shown["runs"] = read_runs(folder / RUNS) if (folder / RUNS).exists() else {}
+            shown["runs"] = read_runs(folder / RUNS)
         except UserError as error:
             self.problems[folder / RUNS] = str(error)
         return shown | {"tables": tables, "verdicts": verdicts}

@@ -16,7 +16,7 @@ from paper import experiments
 from paper.evidence import RUNS, read_runs
 from paper.experiments import EXTRAPOLATION, PASSKEY, Run, Scale, Table, all_runs, run_name
 from paper.jobs import Job
-from support.files import read_text, write_json
+from support.files import lookup, read_text, write_json
 from training.checkpoint import find, read_description
 from training.config import Config, load_config, parse_config
 from training.run_log import read_metrics
@@ -174,9 +174,8 @@ def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> boo
 
 def write_runs(space: Workspace) -> None:
     """Add the runs and corpora that are here to those that results/SCALE/runs.json has."""
-    path, runs, corpora = space.folder / RUNS, {}, {}
-    if path.exists():
-        runs, corpora = read_runs(path), json.loads(read_text(path)).get("corpora", {})
+    path = space.folder / RUNS
+    runs, corpora = read_runs(path), lookup(path, "corpora") or {}
     for key in all_runs(space.scale.name):
         for seed in space.seeds_of(key):
             if record := run_record(space.run_directory(key, seed), seed):

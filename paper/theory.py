@@ -36,7 +36,7 @@ def make_parser() -> Parser:
 
 
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(lambda argv: make_parser().parse_args(argv))
+    answer_early(make_parser().parse_args)
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,15 @@ def re_weighted(stage_one: Tensor) -> Tensor:
     return (y / y.detach().amax(-1, keepdim=True)) ** P
 
 
+def bisect(falls_short, high: float, steps: int) -> tuple[float, float]:
+    """The numbers above 0, next to each other, of which the first falls short and the last not."""
+    low = 0.0
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falls_short(middle) else (low, middle)
+    return low, high
+
+
 def log_gradient(phi, others: Tensor, x: float) -> float:
     """log dA/dx of the winner's stage-one weight A = phi(x) / (phi(x) + C)."""
     if phi is torch.exp:  # log A (1 - A), which cannot underflow
@@ -95,12 +104,9 @@ def gradient_at(phi, sharpened: bool, others: Tensor, weight: float = 0.99) -> f
         w = re_weighted(a) if sharpened else a
         return w[0].log() - w[1:].sum().log()
 
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        odds = log_odds(torch.tensor([middle], dtype=others.dtype))
-        low, high = (middle, high) if odds < math.log(weight / (1 - weight)) else (low, middle)
-    x = torch.tensor([low], dtype=others.dtype, requires_grad=True)
+    wanted = math.log(weight / (1 - weight))
+    found, _ = bisect(lambda x: log_odds(others.new_tensor([x])) < wanted, high=1e6, steps=200)
+    x = others.new_tensor([found]).requires_grad_()
     return torch.autograd.grad(log_odds(x), x)[0].item()
 
 
@@ -135,12 +141,11 @@ def dead_rows(draw: int, keys: int, rows: int = 4096) -> float:
 
 def overflow(kind: torch.dtype, keys: int) -> float:
     """The largest weight whose (N A - 1)^p is finite, at most 1."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        weight = (low + high) / 2
-        finite = (torch.tensor(keys * weight - 1).to(kind) ** P).isfinite()
-        low, high = (weight, high) if finite else (low, weight)
-    return round(high, 6)
+
+    def is_finite(weight: float) -> Tensor:
+        return (torch.tensor(keys * weight - 1).to(kind) ** P).isfinite()
+
+    return round(bisect(is_finite, high=1.0, steps=60)[1], 6)
 
 
 def mechanism(row: str) -> Mechanism:
@@ -154,20 +159,12 @@ def cosine_needed(row: str, dim: int, keys: int, draw: int) -> float | None:
     q, side = torch.linalg.qr(torch.randn(dim, 2, generator=random, dtype=torch.float64))[0].T
     k = torch.randn(keys, dim, generator=random, dtype=torch.float64)
 
-    def enough(cosine: float) -> bool:
+    def too_little(cosine: float) -> Tensor:
         k[0] = cosine * q + math.sqrt(1 - cosine**2) * side
-        unit = F.normalize(k, dim=-1)
-        return (
-            attention_weights(q[None, None, None], unit[None, None], mechanism(row))[..., 0] >= 0.5
-        )
+        unit = F.normalize(k, dim=-1)[None, None]
+        return attention_weights(q[None, None, None], unit, mechanism(row))[..., 0] < 0.5
 
-    if not enough(1.0):
-        return None
-    low, high = 0.0, 1.0
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    return None if too_little(1.0) else bisect(too_little, high=1.0, steps=14)[1]
 
 
 def measure(draw: int) -> dict[tuple[str, str, str], float | None]:
@@ -229,12 +226,8 @@ def figure():
     for number, (name, kind) in enumerate(TYPES.items()):
         limits = [overflow(kind, n) for n in counts]
         right.plot(counts, limits, **plots.line(number), label=name)
-    right.set(
-        xscale="log",
-        yscale="log",
-        xlabel="keys N",
-        title=f"largest weight without\noverflow of x^{P}",
-    )
+    right.set(xscale="log", yscale="log", xlabel="keys N")
+    right.set(title=f"largest weight without\noverflow of x^{P}")
     for axes in (left, middle, right):
         axes.legend(fontsize=5)
     return drawn

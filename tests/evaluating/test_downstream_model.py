@@ -41,7 +41,7 @@ def harness(directory, mechanism="lssar", **options):
 
 def opened(path, **options):
     (checkpoint,) = open_checkpoints([str(path)])
-    return CheckpointLM(checkpoint, max_length=MAX_LENGTH, device="cpu", **options)
+    return CheckpointLM(checkpoint, "cpu", MAX_LENGTH, **options)
 
 
 def ask(lm, kind, arguments):

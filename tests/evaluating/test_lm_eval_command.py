@@ -58,7 +58,7 @@ def test_an_export_scores_every_choice_as_its_checkpoint_does(run, exported):
     texts = [(d["question"], f" {c}") for d in questions()[::12] for c in d["choices"]]
     requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(texts)]
     (checkpoint,) = open_checkpoints([str(run)])
-    ours = CheckpointLM(checkpoint, MAX_LENGTH, device="cpu").loglikelihood(requests)
+    ours = CheckpointLM(checkpoint, "cpu", MAX_LENGTH).loglikelihood(requests)
     options = {"trust_remote_code": True, "add_bos_token": False, "device": "cpu"}
     theirs = LssarLM(str(exported), max_length=MAX_LENGTH, batch_size=8, **options).loglikelihood(
         requests
