@@ -166,6 +166,8 @@ def tables(outcomes: dict[str, str]) -> dict[str, str]:
 def put(found: dict[str, str], path: Path) -> None:
     """Replace the tables in a file."""
     text = read_text(path)
+    if not any(begin in text for begin in BEGIN.values()):
+        raise UserError(f"{path} has no table to replace; put {BEGIN['all']!r} and {END!r} into it")
     for form, table in found.items():
         before, begin, rest = text.partition(BEGIN[form])
         if begin:

@@ -72,3 +72,14 @@ def test_a_type_that_does_something_else_is_an_error(monkeypatch, capsys):
         SCRIPT["main"](["lama"])
     with pytest.raises(UserError, match="--write needs every type"):
         SCRIPT["main"](["llama", "--write", "README.md"])
+
+
+def test_tables_are_put_in_their_places_and_nowhere_else(tmp_path):
+    file, begin, end = tmp_path / "x.md", SCRIPT["BEGIN"], SCRIPT["END"]
+    file.write_text(f"a\n{begin['few']}\nold\n{end}\nb\n{begin['all']}\n{end}\nc\n")
+    SCRIPT["put"]({"all": "ALL", "few": "FEW"}, file)
+    parts = ("a", begin["few"], "", "FEW", "", end, "b", begin["all"], "", "ALL", "", end, "c", "")
+    assert file.read_text() == "\n".join(parts)
+    file.write_text("nothing")
+    with pytest.raises(UserError, match=r"x\.md has no table to replace"):
+        SCRIPT["put"]({"all": "ALL", "few": "FEW"}, file)
