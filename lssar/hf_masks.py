@@ -75,7 +75,8 @@ def visibility(
         tokens = tokens & (torch.arange(end, device=device) <= places[-1])
     counts = None
     if not plain:
-        counts = _counts(mask_function, tokens, places, kv_offset)
+        more = not fixed and end < kv_length  # room in a static cache, or another model's keys
+        counts = _counts(mask_function, tokens, places, kv_offset, more)
         if counts is None:
             return _full(batch_size, q_length, end, device, NO_SPAN)
     if counts is None or fixed or attention_mask is not None or can_look_at(tokens):
@@ -89,10 +90,14 @@ def family_of(config) -> str:
     return f"a model of type {config.model_type!r}" if config is not None else "a model"
 
 
-def _counts(mask_function, tokens: Tensor, places: Tensor, offset: int) -> Tensor | None:
+def _counts(
+    mask_function, tokens: Tensor, places: Tensor, offset: int, more: bool
+) -> Tensor | None:
     """How many tokens each query sees by a mask function of transformers, (B, queries).
 
-    None if it sees others than a span up to itself."""
+    None if it sees others than a span up to itself, as may be where there are more keys."""
+    if more:  # a causal mask hides the next key from the last query
+        tokens = F.pad(tokens, (0, 1), value=True)
     batch, keys = tokens.shape
     key = torch.arange(keys, device=tokens.device)
     sequence, head = torch.arange(batch, device=tokens.device), key[:1]

@@ -194,8 +194,12 @@ def _called_since(model: str) -> bool:
 
 
 def _before(model: PreTrainedModel, args: tuple, options: dict):
-    if model.config._attn_implementation not in REGISTERED:
+    name = model.config._attn_implementation
+    if name not in REGISTERED:
         return None
+    if options.get("output_attentions"):
+        what = f"attention {name!r} in {family_of(model.config)} never makes its weights"
+        raise UserError(f"{what}; leave output_attentions out, or call lssar.attention_weights")
     _note_start(type(model).__name__)
     positions = options.get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""python scripts/hf_support.py [TYPE ...] [--write README.md]
+"""python scripts/hf_support.py [TYPE ...] [--write README.md docs/hf_support.md]
 
 Which causal language models of the installed transformers take attention 'lssar': constructs each
 type at a tiny size and tries it. A type works if
@@ -8,9 +8,11 @@ type at a tiny size and tries it. A type works if
     and generates the same tokens with a cache and without,
 
 or else it is refused in one line that says why. Anything else is an error, and the exit code is 1.
-hf_support.toml has the sizes, and the types that transformers itself does not run.
+hf_support.toml has the sizes. --write replaces the tables in these files: every type in
+docs/hf_support.md, a few of each kind in the README.
 """
 
+import re
 import sys
 import tomllib
 import warnings
@@ -22,13 +24,16 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
 
 from support.command import Parser, answer_early, run
 
-BEGIN, END = "<!-- scripts/hf_support.py -->", "<!-- end -->"
+BEGIN = {"all": "<!-- scripts/hf_support.py: all -->", "few": "<!-- scripts/hf_support.py: few -->"}
+END = "<!-- end -->"
 
 
 def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; default: all")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this file")
+    parser.add_argument(
+        "--write", type=Path, nargs="+", metavar="FILE", help="replace the tables in these files"
+    )
     return parser
 
 
@@ -37,7 +42,8 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
 import lssar.hf  # noqa: F401 - registers the mechanisms
@@ -47,6 +53,10 @@ from support.files import read_text, write_text
 SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORKS = "works"
 LAYERS = ("layer_types", "mlp_layer_types")  # a config's kinds of layers
+
+
+def sizes(kind: str) -> dict:
+    return SIZES.get("assistant" if kind.endswith("_assistant") else kind, {})
 
 
 def tiny_config(config: PreTrainedConfig, own: dict) -> PreTrainedConfig:
@@ -68,39 +78,63 @@ def tiny_config(config: PreTrainedConfig, own: dict) -> PreTrainedConfig:
 
 def build(kind: str, attention: str) -> PreTrainedModel:
     """With this attention, or in its language part if it has others."""
+    model_class, whole = getattr(transformers, TYPES[kind]), CONFIG_MAPPING[kind]
+    from_config = AutoModelForCausalLM.from_config
+    if whole.has_no_defaults_at_init:  # of encoder and decoder, where only the latter is built here
+        whole, from_config = model_class.config_class, model_class._from_config
     for given in ({"text_config": attention}, attention):
         torch.manual_seed(0)
-        config = tiny_config(AutoConfig.for_model(kind), SIZES.get(kind, {}))
+        config = tiny_config(whole(), sizes(kind))
         if type(given) is str or "text_config" in config.sub_configs:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=given).eval()
+            model = from_config(config, attn_implementation=given).eval()
             parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
             if any(m.config._attn_implementation == attention for m in parts):
                 break
     return model
 
 
+def inputs(kind: str) -> dict:
+    """Tokens; for an assistant the states, keys and values of the model that it drafts for."""
+    torch.manual_seed(0)
+    if not kind.endswith("_assistant"):
+        return {"input_ids": torch.randint(3, 30, (2, 9))}
+    text = sizes(kind)["text_config"]
+    heads, width = text["num_key_value_heads"], text["head_dim"]
+    shared = {name: torch.randn(2, 2, heads, 9, width).unbind() for name in text["layer_types"]}
+    states = torch.randn(2, 1, 2 * sizes(kind)["backbone_hidden_size"])
+    place = torch.tensor([[8]])
+    return {"inputs_embeds": states, "shared_kv_states": shared, "position_ids": place}
+
+
 def tried(kind: str) -> str:
     """WORKS, or why not; an exception for anything else."""
-    if kind in SIZES["not_tried"]:
-        return f"not tried: {SIZES['not_tried'][kind]}"
-    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(0))
+    given = inputs(kind)
     try:
         with torch.no_grad():
-            ours = build(kind, "softmax")(ids).logits
+            ours = build(kind, "softmax")(**given).logits
         model = build(kind, "lssar")
-        logits = model(ids).logits
+        logits = model(**given).logits
     except UserError as error:
         return f"refused: {_reason(error)}"
+    except ImportError as error:  # transformers' own, in several lines
+        package = re.search(r"requires the (\w+) library", str(error))
+        if package is None:
+            raise
+        return f"refused: transformers needs the package {package[1]}, which is not installed"
     with torch.no_grad():
-        own = build(kind, "eager")(ids).logits
+        own = build(kind, "eager")(**given).logits
     torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-4)
     logits.square().mean().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     assert logits.isfinite().all() and all(g.isfinite().all() for g in grads), "not finite"
+    ids = given["input_ids"]
     with torch.no_grad():
         later = model(torch.cat((ids[:, :-1], ids[:, -1:] % 29 + 1), 1)).logits
         torch.testing.assert_close(later[:, :-1], logits[:, :-1], msg="a token sees a later one")
+        if kind == "musicgen":  # with a cache, transformers drops all but the last of its prompt
+            ids = ids[:, :1]
         options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        options |= {"decoder_start_token_id": 1, "num_return_sequences": 1}  # musicgen needs both
         cached, whole = (model.generate(ids, use_cache=c, **options) for c in (True, False))
     assert torch.equal(cached, whole), "generates other tokens with a cache"
     return WORKS
@@ -113,16 +147,32 @@ def _reason(error: UserError) -> str:
     return text.partition("cannot take ")[2].partition(";")[0] or text
 
 
-def table(outcomes: dict[str, str]) -> str:
-    """One row per outcome, what works first."""
+def tables(outcomes: dict[str, str]) -> dict[str, str]:
+    """One row per outcome, what works first: with all of its types, and with a few."""
     groups = defaultdict(list)
     for kind, outcome in outcomes.items():
-        groups[outcome].append(f"`{kind}`")
-    order = sorted(groups, key=lambda o: (o != WORKS, o.startswith("not"), -len(groups[o]), o))
-    lines = [f"| transformers {transformers.__version__} | | model types |", "|---|---|---|"]
-    for outcome in order:
-        lines.append(f"| {outcome} | {len(groups[outcome])} | {', '.join(groups[outcome])} |")
-    return "\n".join(lines)
+        groups[outcome].append(kind)
+    head = f"| transformers {transformers.__version__} | | model types |\n|---|---|---|"
+    found = dict.fromkeys(BEGIN, head)
+    for outcome in sorted(groups, key=lambda o: (o != WORKS, -len(groups[o]), o)):
+        kinds = groups[outcome]
+        few = [kind for kind in kinds if kind in SIZES["known"]] or kinds[:2]
+        for form, shown in (("all", kinds), ("few", few)):
+            names = [f"`{kind}`" for kind in shown] + ["..."] * (len(shown) < len(kinds))
+            found[form] += f"\n| {outcome} | {len(kinds)} | {', '.join(names)} |"
+    return found
+
+
+def put(found: dict[str, str], path: Path) -> None:
+    """Replace the tables in a file."""
+    text = read_text(path)
+    if not any(begin in text for begin in BEGIN.values()):
+        raise UserError(f"{path} has no table to replace; put {BEGIN['all']!r} and {END!r} into it")
+    for form, table in found.items():
+        before, begin, rest = text.partition(BEGIN[form])
+        if begin:
+            text = f"{before}{begin}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+    write_text(path, text)
 
 
 def main(argv: list[str]) -> int:
@@ -130,21 +180,22 @@ def main(argv: list[str]) -> int:
     for kind in arguments.types:
         if kind not in TYPES:
             raise UserError(f"unknown model type {kind!r}; {did_you_mean(kind, TYPES)}")
-    outcomes, failed = {}, {}
+    if arguments.types and arguments.write:
+        raise UserError("--write needs every type for its tables; leave the TYPEs out")
+    outcomes, failed = {}, False
     for kind in arguments.types or TYPES:
         try:
             outcomes[kind] = tried(kind)
             print(f"{kind}: {outcomes[kind]}", file=sys.stderr, flush=True)
         except Exception as error:  # whatever it is, it must not occur
-            failed[kind] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            print(f"{kind}: FAILED: {failed[kind]}", file=sys.stderr, flush=True)
-    print(table(outcomes))
-    if arguments.write and not failed:
-        text = read_text(arguments.write)
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        write_text(arguments.write, f"{before}{BEGIN}\n\n{table(outcomes)}\n\n{END}{after}")
-    return int(bool(failed))
+            failed, said = True, f"{type(error).__name__}: {str(error).strip()[:300]}"
+            print(f"{kind}: FAILED: {said}", file=sys.stderr, flush=True)
+    found = tables(outcomes)
+    print(found["all"])
+    for path in arguments.write or ():
+        if not failed:
+            put(found, path)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The memory of GPT-2 124M at 16,384 tokens: pytest -m slow -s tests/test_eval_memory.py"""
+"""The memory of GPT-2 124M at 16K tokens: pytest -m slow -s tests/evaluating/test_eval_memory.py"""
 
 import subprocess
 import sys

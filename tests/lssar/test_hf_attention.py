@@ -196,6 +196,8 @@ def test_what_a_mechanism_cannot_do_is_refused():
     model = build("llama", "lssar")
     with pytest.raises(UserError, match=r"a mask of shape \(2, 1, 6, 6\); give the padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, 6, 6, dtype=bool))
+    with pytest.raises(UserError, match=r"'llama' never makes its weights; leave output_att"):
+        model(ids, output_attentions=True)
     module = model.model.layers[0].self_attn
     q, k = torch.randn(1, 4, 5, 6), torch.randn(1, 2, 5, 6)
     seen = functools.partial(visibility, MECHANISMS["lssar"], batch_size=1, q_length=5, kv_length=5)
@@ -209,6 +211,9 @@ def test_what_a_mechanism_cannot_do_is_refused():
     ):
         with pytest.raises(UserError, match=what):
             attention_forward(MECHANISMS["lssar"], module, q, k, k, mask)
+    others = seen(q_length=1, mask_function=lambda batch, head, query, key: query >= 0)
+    with pytest.raises(UserError, match="other keys than a span up to itself"):
+        attention_forward(MECHANISMS["lssar"], module, q[:, :, :1], k, k, others)
     moved = seen().clone(), padded_right.clone()  # to another device, where it is no view
     for mask, same in zip((seen(), padded_right), moved, strict=True):
         outs = [attention_forward(MECHANISMS["lssar"], module, q, k, k, m)[0] for m in (mask, same)]
