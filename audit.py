@@ -27,6 +27,9 @@ by Student's t, over 30 blocks of neighbouring segments, or over seeds where sev
     uses far context        else, the whole interval is on the better side of zero
     harmed by far context   else, it is on the worse side, or the loss overflows
     open                    else
+
+A model that has not learned a task has no far context to use: below 90 % of right answers in
+sequences of L tokens, by any of its seeds, the verdict is "not learned at 1x" whatever the gain.
 """
 
 import re
@@ -88,7 +91,9 @@ from training import distributed
 
 BLOCKS = 30
 ACCURACY_MARGIN = 0.05
+LEARNED = 0.9  # of the answers at 1x: what a verdict on a task requires
 USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
+NOT_LEARNED = "not learned at 1x"
 
 
 class Scale:
@@ -111,7 +116,10 @@ class Scale:
         mean = gains.mean()
         return self.compared(mean + (sums - mean * counts) / counts.mean())
 
-    def verdict(self, gain: Comparison) -> str:
+    def verdict(self, gain: Comparison, right: float = 1.0) -> str:
+        """`right`: the share of right answers at 1x, of a task."""
+        if right < LEARNED:
+            return f"{NOT_LEARNED} ({right:.1%} right, the bar is {LEARNED:.0%})"
         if gain.equivalent:
             return IGNORES
         return HARMED if gain.mean is None else {1: USES, -1: HARMED, 0: OPEN}[gain.sign]
@@ -189,13 +197,14 @@ class Audit:
         beyond = stacked if self.task else self.near
         overall = found.far_gain(targets.distance > beyond)
         details = overall["details"] | {"beyond": beyond}
-        details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]))
+        right = 1.0
         if self.task is None:
             details["beyond_stacked_windows"] = found.gain(targets.distance > stacked)
             details["new"] = found.gain(targets.distance == far.UNSEEN)
         else:
-            right = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
-            details["accuracy_at_near"] = float(right.mean())
+            known = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
+            right = details["accuracy_at_near"] = float(known.mean())
+        details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]), right)
         details["seconds"] = round(time.monotonic() - begun, 2)
         return [*records, Record("far_gain", **(overall | {"details": details}), **key)]
 
@@ -260,7 +269,8 @@ def verdicts(results: Results, scale: Scale) -> str:
         targets = f"{sum(r.tokens for r in records)} > {details[0]['beyond']}"
         kinds = ("accuracy_at_near", "full", "near") if task else ()
         shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
-        rows.append([name, targets, *shares, shown(gain), scale.verdict(gain)])
+        right = min(found.get("accuracy_at_near", 1.0) for found in details)
+        rows.append([name, targets, *shares, shown(gain), scale.verdict(gain, right)])
     shares = ["at 1x", "far", "near only"] if task else []
     return table(["", "targets", *shares, f"gain ({scale.unit})", "verdict"], rows)
 

@@ -16,8 +16,9 @@ from data.prepare import main as prepare
 from data.shards import header_bytes, open_split
 from data.tokeniser import get_tokeniser
 from evaluating import far_targets
+from evaluating.checkpoints import open_checkpoints
 from evaluating.far_targets import full_scores, last_occurrences, near_scores, text_targets
-from evaluating.results import read_results
+from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
 
 BYTES = get_tokeniser("bytes")
@@ -208,6 +209,14 @@ def test_the_verdict_follows_the_rule_of_the_docstring(task, gains, words):
     assert scale.verdict(scale.compared(gains)) == words
 
 
+@pytest.mark.parametrize("gains", [(0.9, 0.8, 0.85), (-0.9, -0.8, -0.85), (0.01, 0.0, -0.01)])
+def test_a_task_that_was_not_learned_is_not_judged(gains):
+    scale = audit.Scale("mqar")
+    held_back = "not learned at 1x (89.9% right, the bar is 90%)"
+    assert scale.verdict(scale.compared(gains), 0.899) == held_back
+    assert scale.verdict(scale.compared(gains), 0.9) == scale.verdict(scale.compared(gains))
+
+
 def test_intervals_are_over_blocks_not_tokens():
     """The interval of a ratio of sums over clusters, written out; and copies of tokens add none."""
     random = np.random.default_rng(0)
@@ -329,8 +338,29 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
         r.length: r.tokens for r in read_results(out).select(quantity="gain_by_distance")
     }
     assert by_distance == {n: sum(n / 2 < d <= n for d in distances) for n in (128, 256)}
-    assert 0 <= record.details["accuracy_at_near"] <= 1
-    assert f"{record.tokens} > 128" in capsys.readouterr().out
+    right = record.details["accuracy_at_near"]
+    assert 0 <= right < 0.5
+    shown = capsys.readouterr().out
+    assert f"{record.tokens} > 128" in shown
+    held_back = f"not learned at 1x ({right:.1%} right, the bar is 90%)"  # it was never trained
+    assert record.details["verdict"] == held_back and held_back in shown
+
+
+def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
+    details = {"by_block": [0.5, 0.6], "beyond": 128, "full": 0.9, "near": 0.1}
+    runs = {}
+    for seed, right in enumerate((0.99, 0.85, 0.95)):
+        write_checkpoint(tmp_path / f"m-s{seed}", tiny_model(seed=seed), seed=seed)
+        (checkpoint,) = open_checkpoints([str(tmp_path / f"m-s{seed}")])
+        runs[checkpoint.identity] = right, checkpoint.describe()
+    results = Results(tmp_path / "x.json", "audit", {"task": "mqar"}, {})
+    for identity, (right, run) in runs.items():
+        results.runs[identity] = run
+        known = details | {"accuracy_at_near": right}
+        results.add(Record("far_gain", identity, 0.5, tokens=9, details=known))
+    *_, line = audit.verdicts(results, audit.Scale("mqar")).splitlines()
+    assert "3 seeds" in line and "93%" in line
+    assert line.endswith("not learned at 1x (85.0% right, the bar is 90%)")
 
 
 def test_passkey_prompts_are_audited_too(workspace):
