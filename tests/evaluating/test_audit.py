@@ -89,41 +89,41 @@ def answers_by_hand(task: str, text: str) -> dict[int, int]:
     """Place and distance of every answer, from the rules of the task."""
     found, last = {}, {}
     if task == "flipflop":
-        for place in range(0, len(text.rstrip(".")), 2):
-            instruction, bit = text[place : place + 2]
-            if instruction == "w":
-                last["bit"], written = place + 1, bit
-            if instruction == "r":
-                assert bit == written
-                found[place + 1] = place + 1 - last["bit"]
+        for place, letter in enumerate(text):
+            if text[place - 1 : place] == "?":
+                assert letter == text[last["bit"]]
+                found[place] = place - last["bit"]
+            if letter in "IO":
+                last["bit"] = place
     elif task == "copy":
-        start = 0
-        for line in text.rstrip(".").split("\n")[:-1]:
-            first, second = line.split("|")
-            assert first == second
-            for i in range(len(first)):
-                found[start + len(first) + 1 + i] = len(first) + 1
-            start += len(line) + 1
+        first = text.split("|")[0]
+        for place in range(len(first) + 1, len(text)):
+            assert text[place] == text[place - len(first) - 1]
+            if text[place] != "|":
+                found[place] = len(first) + 1
     else:
         for place, letter in enumerate(text):
-            if letter in string.ascii_uppercase:
+            if letter.isdigit():
+                assert text[place + 1] in string.ascii_letters[6 * int(letter) :][:6]
                 if letter in last:
                     assert text[place + 1] == text[last[letter] + 1]
                     found[place + 1] = place - last[letter]
                 last[letter] = place
-        assert found
     return found
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [64, 127, 128, 2048])
 def test_the_answers_of_a_task_are_where_its_rules_put_them(task, length):
+    asked = 0
     for number in range(30):
         tokens, answers = ask(task, BYTES, length, number, seed=3)
         assert len(tokens) == length + 1 and tokens[0] == BYTES.eot
         text = BYTES.decode(tokens[1:])
         by_hand = answers_by_hand(task, text)
         assert {place - 1: distance for place, distance in answers} == by_hand
+        asked += len(answers)
+    assert asked > 30
 
 
 @pytest.mark.parametrize("tokeniser", ["bytes", "gpt2"])
@@ -159,8 +159,9 @@ def test_a_corpus_of_a_task_fills_the_training_length_with_each_document(tmp_pat
     for split, count in (("val", 10), ("train", 40)):
         rows = open_split(tmp_path / "c", split).slice(0, 81 * count).reshape(count, 81)
         assert (rows[:, 0] == BYTES.eot).all() and not (rows[:, 1:] == BYTES.eot).any()
-        for row in rows:
-            assert answers_by_hand("flipflop", BYTES.decode(row[1:]))
+        texts = [BYTES.decode(row[1:]) for row in rows]
+        farthest = [max(answers_by_hand("flipflop", text).values()) for text in texts]
+        assert min(farthest) < 20 and max(farthest) > 30  # near and far
     with pytest.raises(UserError, match="length 9 is too short for 'mqar'; use at least 64"):
         prepare(["mqar", "--length", "9", "--out", str(tmp_path / "d")])
 
