@@ -28,8 +28,8 @@ by Student's t, over 30 blocks of neighbouring segments, or over seeds where sev
     harmed by far context   else, it is on the worse side, or the loss overflows
     open                    else
 
-A model that has not learned a task has no far context to use: below 90 % of right answers in
-sequences of L tokens, by any of its seeds, the verdict is "not learned at 1x" whatever the gain.
+A task is judged only where it was learned: if any seed gives fewer than 90 % right answers in
+sequences of L tokens (1x), the verdict is "not learned at 1x", whatever the gain.
 """
 
 import re
@@ -93,6 +93,9 @@ BLOCKS = 30
 ACCURACY_MARGIN = 0.05
 LEARNED = 0.9  # of the answers at 1x: what a verdict on a task requires
 USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
+OCTAVES_WITHIN = (
+    4  # of distance, up to 1x: where the accuracy of a task is shown beside the far ones
+)
 NOT_LEARNED = "not learned at 1x"
 
 
@@ -115,6 +118,15 @@ class Scale:
         sums, counts = np.bincount(numbers, gains), np.bincount(numbers)
         mean = gains.mean()
         return self.compared(mean + (sums - mean * counts) / counts.mean())
+
+    def mean(self, targets: far.FarTargets, scores: np.ndarray, chosen: np.ndarray) -> dict:
+        """Value, error, tokens and details of a record."""
+        block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
+        mean = self.by_block(scores[chosen], block)
+        error = mean.half_width and mean.half_width / t_quantile(mean.n - 1)
+        details = {"interval": mean.interval, "by_block": mean.differences}
+        size = {"tokens": int(chosen.sum()), "details": details}
+        return {"value": mean.mean, "error": error} | size
 
     def verdict(self, gain: Comparison, right: float = 1.0) -> str:
         """`right`: the share of right answers at 1x, of a task."""
@@ -154,10 +166,8 @@ class Audit:
         segments = Targets(data, SimpleNamespace(**size, **within))
         gram = far.GRAM[checkpoints[0].tokeniser().name]
         self.settings |= {"gram": gram, "within_documents": asked.within_documents}
-        self.about, self.coverage = (
-            describe_set(asked.data) | segments.documents,
-            segments.coverage(),
-        )
+        self.about = describe_set(asked.data) | segments.documents
+        self.coverage = segments.coverage()
         tokens = Windows(data, self.length).read(segments.starts).numpy()
         return far.text_targets(tokens, self.near, gram)
 
@@ -179,7 +189,7 @@ class Audit:
         return found
 
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
-        """The gain in each range of distances, then the one that the verdict rests on."""
+        """What was found in each range of distances, then the gain that the verdict rests on."""
         begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
         case.configure(model)
         full = far.full_scores(model, targets, device, label)
@@ -187,26 +197,37 @@ class Audit:
         near = far.near_scores(model, targets, self.near, device, label)
         kind = 0 if self.task is None else 1  # of the two scores
         found, key = Found(self, full[kind], near[kind]), case.key | {"task": self.task or ""}
+        far_ranges = list(ranges(targets, self.length, self.arguments.times.bit_length() - 1))
         records = []
-        for lower in (self.near * 2**i for i in range(self.arguments.times.bit_length() - 1)):
-            chosen = (targets.distance > lower) & (targets.distance <= 2 * lower)
-            if chosen.any():
-                here = key | {"length": 2 * lower}
-                records.append(Record("gain_by_distance", **found.far_gain(chosen), **here))
+        for upper, chosen in far_ranges:
+            here = key | {"length": upper}
+            records.append(Record("gain_by_distance", **found.far_gain(chosen), **here))
         stacked = self.near * case.checkpoint.config.layers
         beyond = stacked if self.task else self.near
         overall = found.far_gain(targets.distance > beyond)
-        details = overall["details"] | {"beyond": beyond}
-        right = 1.0
+        details, right = overall["details"] | {"beyond": beyond}, 1.0
         if self.task is None:
             details["beyond_stacked_windows"] = found.gain(targets.distance > stacked)
             details["new"] = found.gain(targets.distance == far.UNSEEN)
         else:
             known = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
             right = details["accuracy_at_near"] = float(known.mean())
+            at_1x = (self.learnt, known, ranges(self.learnt, self.near, OCTAVES_WITHIN))
+            for scored, answers, parts in (at_1x, (targets, found.full, far_ranges)):
+                for upper, chosen in parts:
+                    here = self.scale.mean(scored, answers, chosen) | key | {"length": upper}
+                    records.append(Record("accuracy_by_distance", **here))
         details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]), right)
         details["seconds"] = round(time.monotonic() - begun, 2)
         return [*records, Record("far_gain", **(overall | {"details": details}), **key)]
+
+
+def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(upper end, which targets) of the octaves of distance up to `longest` that have targets."""
+    for upper in (longest // 2**i for i in reversed(range(octaves))):
+        chosen = (targets.distance > upper // 2) & (targets.distance <= upper)
+        if chosen.any():
+            yield upper, chosen
 
 
 @dataclass(frozen=True)
@@ -218,20 +239,14 @@ class Found:
     near: np.ndarray
 
     def gain(self, chosen: np.ndarray) -> dict:
-        """Value, error, tokens and details of a record."""
         if not chosen.any():
             return {"value": None, "tokens": 0}
-        targets, scale = self.audit.targets, self.audit.scale
-        block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
-        gain = scale.by_block((self.full - self.near)[chosen], block)
-        error = gain.half_width and gain.half_width / t_quantile(gain.n - 1)
-        details = {"full": self.full[chosen].mean(), "near": self.near[chosen].mean()}
-        details |= {"interval": gain.interval, "by_block": gain.differences}
-        size = {"tokens": int(chosen.sum()), "details": details}
-        return {"value": gain.mean, "error": error} | size
+        found = self.audit.scale.mean(self.audit.targets, self.full - self.near, chosen)
+        found["details"] |= {"full": self.full[chosen].mean(), "near": self.near[chosen].mean()}
+        return found
 
     def far_gain(self, chosen: np.ndarray) -> dict:
-        """The same; for a text, also apart where the same token followed before, and another."""
+        """For a text, also apart where the same token followed before, and another."""
         found, same = self.gain(chosen), self.audit.targets.same
         if self.audit.task is None:
             parts = {"same": chosen & same, "differs": chosen & ~same}
@@ -270,13 +285,10 @@ def verdicts(results: Results, scale: Scale) -> str:
         kinds = ("accuracy_at_near", "full", "near") if task else ()
         shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
         right = min(found.get("accuracy_at_near", 1.0) for found in details)
-        rows.append([name, targets, *shares, shown(gain), scale.verdict(gain, right)])
+        shown = gain.text() if gain.n else "overflow"
+        rows.append([name, targets, *shares, shown, scale.verdict(gain, right)])
     shares = ["at 1x", "far", "near only"] if task else []
-    return table(["", "targets", *shares, f"gain ({scale.unit})", "verdict"], rows)
-
-
-def shown(gain: Comparison) -> str:
-    return gain.text() if gain.n else "overflow"
+    return table(["", "targets > distance", *shares, f"gain ({scale.unit})", "verdict"], rows)
 
 
 def main(argv: list[str]) -> None:
@@ -301,23 +313,37 @@ def main(argv: list[str]) -> None:
 
 
 def show(results: Results, scale: Scale) -> None:
+    """By distance the gain on a text, or the accuracy in a task; then the verdicts."""
+    near, task = results.settings["near"], results.settings["task"]
+    title, axis = "right answers with everything in view", "right answers"
+    quantity, form, level = "accuracy_by_distance", ".2f", 0.0
+    if task is None:
+        title = f"nats with everything in view minus with the last {near} tokens"
+        quantity, axis, form = "gain_by_distance", "gain (nats): full − near", "+.3f"
     cells = {}
-    for key, record in report.by_key(results, "gain_by_distance").items():
-        cells[key] = f"{report.number(record.value, '+.3f', record.error)} ({record.tokens})"
-    near, unit = results.settings["near"], scale.unit
-    what = f"{unit} with everything in view minus with the last {near} tokens, ± standard error"
-    print(report.table_by_length(results, f"{what} (targets), by distance up to", cells))
+    for key, record in report.by_key(results, quantity).items():
+        half = with_interval(record)[1]
+        shown = f" ±{half:{form.lstrip('+')}}" if record.details["interval"] else ""
+        cells[key] = f"{report.number(record.value, form)}{shown} ({record.tokens})"
+    title += ", ± 95 % interval (targets), by distance up to"
+    print(report.table_by_length(results, title, cells))
     print("\n" + verdicts(results, scale))
-    words = (f"gain ({unit}): full − near", "distance up to (tokens)")
-    figure, axes = report.figure_by_length(results, "gain_by_distance", *words, with_interval)
-    axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
+    words = (axis, "distance up to (tokens)")
+    figure, axes = report.figure_by_length(results, quantity, *words, with_interval)
+    if task:
+        axes.set_ylim(0, 1)
+        level = np.mean([r.details["near"] for r in results.select(quantity="far_gain")])
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        look = {"xytext": (2, 2), "fontsize": 6, "color": "#555555"}
+        axes.annotate(f"with the last {near} tokens only", (0, level), **place, **look)
+    axes.axhline(level, color="#777777", linewidth=0.9, zorder=1)
     for path in plots.save(figure, results.sibling(".png")):
         print(f"figure: {path}")
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:
-    low, high = record.details["interval"] or (record.value, record.value)
-    return record.value, record.value - low, high - record.value
+    low, high = record.details["interval"] or (0, 0)
+    return record.value, (high - low) / 2, (high - low) / 2
 
 
 if __name__ == "__main__":

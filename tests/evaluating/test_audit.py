@@ -339,6 +339,11 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
         r.length: r.tokens for r in read_results(out).select(quantity="gain_by_distance")
     }
     assert by_distance == {n: sum(n / 2 < d <= n for d in distances) for n in (128, 256)}
+    within = [d for n in range(12) for _, d in ask("mqar", BYTES, 64, n, seed=0).answers]
+    known = {n: sum(n / 2 < d <= n for d in within) for n in (8, 16, 32, 64)}
+    accuracies = read_results(out).select(quantity="accuracy_by_distance")
+    assert {r.length: r.tokens for r in accuracies} == known | by_distance
+    assert all(0 <= r.value <= 1 and len(r.details["interval"]) == 2 for r in accuracies)
     right = record.details["accuracy_at_near"]
     assert 0 <= right < 0.5
     shown = capsys.readouterr().out
