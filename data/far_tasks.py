@@ -4,10 +4,12 @@
     flipflop  write a bit, ignore others, read it (Liu et al., 2023):    Ioio?Ii?IOii?Oo?O
     copy      a string, again and again:                                 xkcd|xkcd|xkcd|xkcd|xk
 
-Distances are log-uniform up to the length of the sequence, so that a sequence of any length is of
-the same kind: trained at L, a model can be asked at 16 L. The budgets are reduced ones: few pairs,
-one bit, small alphabets. Two thirds of a corpus keep to shorter distances, where answers are
-frequent: retrieval is learned there first. Passkey prompts are those of `passkey.py`.
+What lies between is log-uniform up to the length of the sequence, so that a sequence of any length
+is of the same kind: trained at L, a model can be asked at 16 L. The budgets are reduced ones: few
+keys, one bit, small alphabets; the letter of a value tells its key, and a bit that was written
+differs from one to be ignored, so that one lookup finds the answer. Two thirds of a corpus keep to
+shorter distances, where answers are frequent: retrieval is learned there first. Passkey prompts
+are those of `passkey.py`.
 """
 
 from collections.abc import Callable
