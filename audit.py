@@ -93,9 +93,7 @@ BLOCKS = 30
 ACCURACY_MARGIN = 0.05
 LEARNED = 0.9  # of the answers at 1x: what a verdict on a task requires
 USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
-OCTAVES_WITHIN = (
-    4  # of distance, up to 1x: where the accuracy of a task is shown beside the far ones
-)
+OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
 NOT_LEARNED = "not learned at 1x"
 
 
