@@ -316,15 +316,15 @@ def show(results: Results, scale: Scale) -> None:
     title, axis = "right answers with everything in view", "right answers"
     quantity, form, level = "accuracy_by_distance", ".2f", 0.0
     if task is None:
-        title = f"nats with everything in view minus with the last {near} tokens"
+        title = f"nats with everything in view minus with the last {near} tokens (targets)"
         quantity, axis, form = "gain_by_distance", "gain (nats): full − near", "+.3f"
     cells = {}
     for key, record in report.by_key(results, quantity).items():
         half = with_interval(record)[1]
         shown = f" ±{half:{form.lstrip('+')}}" if record.details["interval"] else ""
-        cells[key] = f"{report.number(record.value, form)}{shown} ({record.tokens})"
-    title += ", ± 95 % interval (targets), by distance up to"
-    print(report.table_by_length(results, title, cells))
+        count = "" if task else f" ({record.tokens})"  # of a task there are eight columns
+        cells[key] = f"{report.number(record.value, form)}{shown}{count}"
+    print(report.table_by_length(results, f"{title}, ± 95 % interval, by distance up to", cells))
     print("\n" + verdicts(results, scale))
     words = (axis, "distance up to (tokens)")
     figure, axes = report.figure_by_length(results, quantity, *words, with_interval)
