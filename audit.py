@@ -27,6 +27,9 @@ by Student's t, over 30 blocks of neighbouring segments, or over seeds where sev
     uses far context        else, the whole interval is on the better side of zero
     harmed by far context   else, it is on the worse side, or the loss overflows
     open                    else
+
+A task is judged only where it was learned: if any seed gives fewer than 90 % right answers in
+sequences of L tokens (1x), the verdict is "not learned at 1x", whatever the gain.
 """
 
 import re
@@ -88,7 +91,10 @@ from training import distributed
 
 BLOCKS = 30
 ACCURACY_MARGIN = 0.05
+LEARNED = 0.9  # of the answers at 1x: what a verdict on a task requires
 USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
+OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
+NOT_LEARNED = "not learned at 1x"
 
 
 class Scale:
@@ -111,7 +117,19 @@ class Scale:
         mean = gains.mean()
         return self.compared(mean + (sums - mean * counts) / counts.mean())
 
-    def verdict(self, gain: Comparison) -> str:
+    def mean(self, targets: far.FarTargets, scores: np.ndarray, chosen: np.ndarray) -> dict:
+        """Value, error, tokens and details of a record."""
+        block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
+        mean = self.by_block(scores[chosen], block)
+        error = mean.half_width and mean.half_width / t_quantile(mean.n - 1)
+        details = {"interval": mean.interval, "by_block": mean.differences}
+        size = {"tokens": int(chosen.sum()), "details": details}
+        return {"value": mean.mean, "error": error} | size
+
+    def verdict(self, gain: Comparison, right: float = 1.0) -> str:
+        """`right`: the share of right answers at 1x, of a task."""
+        if right < LEARNED:
+            return f"{NOT_LEARNED} ({right:.1%} right, the bar is {LEARNED:.0%})"
         if gain.equivalent:
             return IGNORES
         return HARMED if gain.mean is None else {1: USES, -1: HARMED, 0: OPEN}[gain.sign]
@@ -169,46 +187,46 @@ class Audit:
         return found
 
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
-        """The gain in each range of distances, then the one that the verdict rests on."""
+        """What was found in each range of distances, then the gain that the verdict rests on."""
         begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
         full = far.full_scores(model, targets, device, label)
         replace(case, length=self.near).configure(model)
         near = far.near_scores(model, targets, self.near, device, label)
         found = np.stack((full, near))[:, 0 if self.task is None else 1]  # losses, or answers
-        records, key = [], case.key | {"task": self.task or ""}
-        for lower in (self.near * 2**i for i in range(self.arguments.times.bit_length() - 1)):
-            chosen = (targets.distance > lower) & (targets.distance <= 2 * lower)
-            if chosen.any():
-                here = key | {"length": 2 * lower}
-                gain = self.far_gain(found, chosen)
-                records.append(Record("gain_by_distance", **gain, **here))
+        key, right = case.key | {"task": self.task or ""}, 1.0
+        far_ranges = list(ranges(targets, self.length, self.arguments.times.bit_length() - 1))
+        records = []
+        for upper, chosen in far_ranges:
+            here = key | {"length": upper}
+            records.append(Record("gain_by_distance", **self.far_gain(found, chosen), **here))
         stacked = self.near * case.checkpoint.config.layers
         beyond = stacked if self.task else self.near
         overall = self.far_gain(found, targets.distance > beyond)
         details = overall["details"]
         details["beyond"] = beyond
-        details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]))
         if self.task is None:
             details["beyond_stacked_windows"] = self.gain(found, targets.distance > stacked)
             details["new"] = self.gain(found, targets.distance == far.UNSEEN)
         else:
-            right = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
-            details["accuracy_at_near"] = float(right.mean())
+            known = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
+            right = details["accuracy_at_near"] = float(known.mean())
+            at_1x = (self.learnt, known, ranges(self.learnt, self.near, OCTAVES_WITHIN))
+            for scored, answers, parts in (at_1x, (targets, found[0], far_ranges)):
+                for upper, chosen in parts:
+                    here = self.scale.mean(scored, answers, chosen) | key | {"length": upper}
+                    records.append(Record("accuracy_by_distance", **here))
+        details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]), right)
         details["seconds"] = round(time.monotonic() - begun, 2)
         return [*records, Record("far_gain", **overall, **key)]
 
     def gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
-        """Value, error, tokens and details of a record; scores (2, targets): full, near."""
+        """Of a record; scores (2, targets): in full and in near context."""
         if not chosen.any():
             return {"value": None, "tokens": 0}
-        full, near = (kind[chosen] for kind in scores)
-        segment, count = self.targets.segment[chosen], len(self.targets.tokens)
-        gain = self.scale.by_block(full - near, segment * BLOCKS // max(BLOCKS, count))
-        error = gain.half_width and gain.half_width / t_quantile(gain.n - 1)
-        details = {"full": full.mean(), "near": near.mean()}
-        details |= {"interval": gain.interval, "by_block": gain.differences}
-        size = {"tokens": int(chosen.sum()), "details": details}
-        return {"value": gain.mean, "error": error} | size
+        full, near = scores
+        found = self.scale.mean(self.targets, full - near, chosen)
+        found["details"] |= {"full": full[chosen].mean(), "near": near[chosen].mean()}
+        return found
 
     def far_gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
         """The same; for a text, also apart where the same token followed before, and another."""
@@ -217,6 +235,14 @@ class Audit:
             parts = {"same": chosen & same, "differs": chosen & ~same}
             found["details"] |= {name: self.gain(scores, part) for name, part in parts.items()}
         return found
+
+
+def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(upper end, which targets) of the octaves of distance up to `longest` that have targets."""
+    for upper in (longest // 2**i for i in reversed(range(octaves))):
+        chosen = (targets.distance > upper // 2) & (targets.distance <= upper)
+        if chosen.any():
+            yield upper, chosen
 
 
 def recipe(run: dict) -> tuple:
@@ -249,10 +275,11 @@ def verdicts(results: Results, scale: Scale) -> str:
         targets = f"{sum(r.tokens for r in records)} > {details[0]['beyond']}"
         kinds = ("accuracy_at_near", "full", "near") if task else ()
         shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
+        right = min(found.get("accuracy_at_near", 1.0) for found in details)
         shown = gain.text() if gain.n else "overflow"
-        rows.append([name, targets, *shares, shown, scale.verdict(gain)])
+        rows.append([name, targets, *shares, shown, scale.verdict(gain, right)])
     shares = ["at 1x", "far", "near only"] if task else []
-    return table(["", "targets", *shares, f"gain ({scale.unit})", "verdict"], rows)
+    return table(["", "targets > distance", *shares, f"gain ({scale.unit})", "verdict"], rows)
 
 
 def main(argv: list[str]) -> None:
@@ -274,23 +301,37 @@ def main(argv: list[str]) -> None:
 
 
 def show(results: Results, scale: Scale) -> None:
+    """By distance the gain on a text, or the accuracy in a task; then the verdicts."""
+    near, task = results.settings["near"], results.settings["task"]
+    title, axis = "right answers with everything in view", "right answers"
+    quantity, form, level = "accuracy_by_distance", ".2f", 0.0
+    if task is None:
+        title = f"nats with everything in view minus with the last {near} tokens (targets)"
+        quantity, axis, form = "gain_by_distance", "gain (nats): full − near", "+.3f"
     cells = {}
-    for key, record in report.by_key(results, "gain_by_distance").items():
-        cells[key] = f"{report.number(record.value, '+.3f', record.error)} ({record.tokens})"
-    near, unit = results.settings["near"], scale.unit
-    what = f"{unit} with everything in view minus with the last {near} tokens, ± standard error"
-    print(report.table_by_length(results, f"{what} (targets), by distance up to", cells))
+    for key, record in report.by_key(results, quantity).items():
+        half = with_interval(record)[1]
+        shown = f" ±{half:{form.lstrip('+')}}" if record.details["interval"] else ""
+        count = "" if task else f" ({record.tokens})"  # of a task there are eight columns
+        cells[key] = f"{report.number(record.value, form)}{shown}{count}"
+    print(report.table_by_length(results, f"{title}, ± 95 % interval, by distance up to", cells))
     print("\n" + verdicts(results, scale))
-    words = (f"gain ({unit}): full − near", "distance up to (tokens)")
-    figure, axes = report.figure_by_length(results, "gain_by_distance", *words, with_interval)
-    axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
+    words = (axis, "distance up to (tokens)")
+    figure, axes = report.figure_by_length(results, quantity, *words, with_interval)
+    if task:
+        axes.set_ylim(0, 1)
+        level = np.mean([r.details["near"] for r in results.select(quantity="far_gain")])
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        look = {"xytext": (2, 2), "fontsize": 6, "color": "#555555"}
+        axes.annotate(f"with the last {near} tokens only", (0, level), **place, **look)
+    axes.axhline(level, color="#777777", linewidth=0.9, zorder=1)
     for path in plots.save(figure, results.sibling(".png")):
         print(f"figure: {path}")
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:
-    low, high = record.details["interval"] or (record.value, record.value)
-    return record.value, record.value - low, high - record.value
+    low, high = record.details["interval"] or (0, 0)
+    return record.value, (high - low) / 2, (high - low) / 2
 
 
 if __name__ == "__main__":

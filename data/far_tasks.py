@@ -1,16 +1,19 @@
 """Tasks whose answers stand at a known distance: MQAR, flip-flop, copy, and passkey prompts.
 
-    mqar      key-value pairs among dots; a key always has the same value:  ..Kv....Qa...Kv..Qa.
-    flipflop  write a bit, ignore others, read it (Liu et al., 2023):       w1i0i0i1r1w0i1r0
-    copy      strings, each of them followed by itself:                     xkcd|xkcd
+    mqar      keys with their values, asked for again and again:         0a2n1h0a....1h3t..2n0a3t1h
+    flipflop  write a bit, ignore others, read it (Liu et al., 2023):    Ioio?Ii?IOii?Oo?O
+    copy      a string, again and again:                                 xkcd|xkcd|xkcd|xkcd|xk
 
-Distances are log-uniform up to the length of the sequence, so that a sequence of any length is of
-the same kind: trained at L, a model can be asked at 16 L. The budgets are reduced ones: few pairs,
-one bit, small alphabets. Passkey prompts are those of `passkey.py`.
+What lies between is log-uniform up to the length of the sequence, so that a sequence of any length
+is of the same kind: trained at L, a model can be asked at 16 L. The budgets are reduced ones: few
+keys, one bit, small alphabets; the letter of a value tells its key, and a bit that was written
+differs from one to be ignored, so that one lookup finds the answer. Two thirds of a corpus keep to
+shorter distances, where answers are frequent: retrieval is learned there first. Passkey prompts
+are those of `passkey.py`.
 """
 
 from collections.abc import Callable
-from string import ascii_letters, ascii_lowercase, ascii_uppercase
+from string import ascii_letters
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +24,8 @@ from data.sources import NumberedSource
 from data.tokeniser import Tokeniser
 from lssar.errors import UserError
 
-KEYS = 8
+# Of MQAR: keys, letters that can be the value of one key and of no other, and questions in a row.
+KEYS, VALUES, BLOCK = 8, 6, 4
 SHORTEST = 64  # room for each key and some of its questions
 Answers = list[tuple[int, int]]  # (place, distance to the token that says it)
 
@@ -31,42 +35,43 @@ def log_uniform(random: np.random.Generator, most: int) -> int:
     return int(np.exp(random.random() * np.log(most + 1)))
 
 
-def mqar(random: np.random.Generator, length: int) -> tuple[str, Answers]:
-    text, answers = ["."] * length, []
-    for key in random.permutation(list(ascii_uppercase))[:KEYS]:
-        pair, last = (key, ascii_lowercase[random.integers(26)]), None
-        place = int(random.integers(length // 2))
-        while place < length - 1:
-            if text[place : place + 2] == [".", "."]:
-                text[place : place + 2] = pair
-                if last is not None:
-                    answers.append((place + 1, place - last))
-                last = place
-            place += 1 + log_uniform(random, length)
-    return "".join(text), answers
-
-
-def flipflop(random: np.random.Generator, length: int) -> tuple[str, Answers]:
-    text, answers = "", []
-    while (room := (length - len(text)) // 2 - 1) > 0:
-        bit, ignored = random.integers(2), random.integers(2, size=log_uniform(random, room) - 1)
-        text += f"w{bit}" + "".join(f"i{other}" for other in ignored) + f"r{bit}"
-        answers.append((len(text) - 1, 2 * len(ignored) + 2))
+def mqar(random: np.random.Generator, length: int, longest: int) -> tuple[str, Answers]:
+    own = [ascii_letters[VALUES * key : VALUES * (key + 1)] for key in range(KEYS)]
+    values = [random.choice(list(letters)) for letters in own]
+    text, answers, last = "", [], {}
+    while (room := length - len(text) - 2 * BLOCK + 1) > 0:
+        for key in random.integers(KEYS, size=BLOCK):
+            if key in last:
+                answers.append((len(text) + 1, len(text) - last[key]))
+            last[key] = len(text)
+            text += f"{key}{values[key]}"
+        text += "." * (log_uniform(random, min(longest, room)) - 1)
     return text.ljust(length, "."), answers
 
 
-def copy(random: np.random.Generator, length: int) -> tuple[str, Answers]:
-    text, answers = "", []
-    while (room := (length - len(text)) // 2 - 1) > 0:
-        letters = random.integers(len(ascii_letters), size=log_uniform(random, room))
-        string = "".join(ascii_letters[letter] for letter in letters)
-        text += f"{string}|{string}\n"
-        end, size = len(text) - 1, len(string)
-        answers += [(place, size + 1) for place in range(end - size, end)]
+def flipflop(random: np.random.Generator, length: int, longest: int) -> tuple[str, Answers]:
+    bit = random.choice(list("IO"))
+    text, answers = bit, []
+    while (room := min(longest, length - len(text)) - 1) > 0:
+        ignored = random.choice(list("io"), log_uniform(random, room) - 1)
+        text += "".join(ignored)
+        if random.integers(2):
+            answers.append((len(text) + 1, len(ignored) + 2))
+            text += f"?{bit}"
+        else:
+            bit = random.choice(list("IO"))
+            text += bit
     return text.ljust(length, "."), answers
 
 
-TASKS: dict[str, Callable[[np.random.Generator, int], tuple[str, Answers]]]
+def copy(random: np.random.Generator, length: int, longest: int) -> tuple[str, Answers]:
+    letters = random.choice(list(ascii_letters), log_uniform(random, longest // 2 - 1))
+    string, distance = "".join(letters) + "|", len(letters) + 1
+    answers = [(place, distance) for place in range(distance, length) if (place + 1) % distance]
+    return (string * length)[:length], answers
+
+
+TASKS: dict[str, Callable[[np.random.Generator, int, int], tuple[str, Answers]]]
 TASKS = {"mqar": mqar, "flipflop": flipflop, "copy": copy}
 PASSKEY = "passkey"
 
@@ -83,7 +88,7 @@ def ask(task: str, tokeniser: Tokeniser, length: int, number: int, seed: int) ->
     if tokeniser.name != "bytes":
         raise UserError(f"the task {task!r} is one of bytes, the model reads {tokeniser.name!r}")
     _refuse_short(task, length)
-    text, answers = TASKS[task](np.random.default_rng([seed, length, number]), length)
+    text, answers = TASKS[task](np.random.default_rng([seed, length, number]), length, length)
     tokens = np.concatenate(([tokeniser.eot], tokeniser.encode(text)))
     return Asked(tokens, [(place + 1, distance) for place, distance in answers])
 
@@ -121,4 +126,6 @@ class TaskSource(NumberedSource):
     def document(self, number: int) -> str | None:
         if number == self.VALIDATION:
             return END_OF_VALIDATION
-        return self._make(np.random.default_rng([self.SEED, number]), self._length - 1)[0]
+        random, length = np.random.default_rng([self.SEED, number]), self._length - 1
+        longest = 4 * log_uniform(random, length // 4) if number % 3 else length
+        return self._make(random, length, longest)[0]

@@ -16,8 +16,9 @@ from data.prepare import main as prepare
 from data.shards import header_bytes, open_split
 from data.tokeniser import get_tokeniser
 from evaluating import far_targets
+from evaluating.checkpoints import open_checkpoints
 from evaluating.far_targets import full_scores, last_occurrences, near_scores, text_targets
-from evaluating.results import read_results
+from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
 
 BYTES = get_tokeniser("bytes")
@@ -88,41 +89,41 @@ def answers_by_hand(task: str, text: str) -> dict[int, int]:
     """Place and distance of every answer, from the rules of the task."""
     found, last = {}, {}
     if task == "flipflop":
-        for place in range(0, len(text.rstrip(".")), 2):
-            instruction, bit = text[place : place + 2]
-            if instruction == "w":
-                last["bit"], written = place + 1, bit
-            if instruction == "r":
-                assert bit == written
-                found[place + 1] = place + 1 - last["bit"]
+        for place, letter in enumerate(text):
+            if text[place - 1 : place] == "?":
+                assert letter == text[last["bit"]]
+                found[place] = place - last["bit"]
+            if letter in "IO":
+                last["bit"] = place
     elif task == "copy":
-        start = 0
-        for line in text.rstrip(".").split("\n")[:-1]:
-            first, second = line.split("|")
-            assert first == second
-            for i in range(len(first)):
-                found[start + len(first) + 1 + i] = len(first) + 1
-            start += len(line) + 1
+        first = text.split("|")[0]
+        for place in range(len(first) + 1, len(text)):
+            assert text[place] == text[place - len(first) - 1]
+            if text[place] != "|":
+                found[place] = len(first) + 1
     else:
         for place, letter in enumerate(text):
-            if letter in string.ascii_uppercase:
+            if letter.isdigit():
+                assert text[place + 1] in string.ascii_letters[6 * int(letter) :][:6]
                 if letter in last:
                     assert text[place + 1] == text[last[letter] + 1]
                     found[place + 1] = place - last[letter]
                 last[letter] = place
-        assert found
     return found
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [64, 127, 128, 2048])
 def test_the_answers_of_a_task_are_where_its_rules_put_them(task, length):
+    asked = 0
     for number in range(30):
         tokens, answers = ask(task, BYTES, length, number, seed=3)
         assert len(tokens) == length + 1 and tokens[0] == BYTES.eot
         text = BYTES.decode(tokens[1:])
         by_hand = answers_by_hand(task, text)
         assert {place - 1: distance for place, distance in answers} == by_hand
+        asked += len(answers)
+    assert asked > 30
 
 
 @pytest.mark.parametrize("tokeniser", ["bytes", "gpt2"])
@@ -158,8 +159,9 @@ def test_a_corpus_of_a_task_fills_the_training_length_with_each_document(tmp_pat
     for split, count in (("val", 10), ("train", 40)):
         rows = open_split(tmp_path / "c", split).slice(0, 81 * count).reshape(count, 81)
         assert (rows[:, 0] == BYTES.eot).all() and not (rows[:, 1:] == BYTES.eot).any()
-        for row in rows:
-            assert answers_by_hand("flipflop", BYTES.decode(row[1:]))
+        texts = [BYTES.decode(row[1:]) for row in rows]
+        farthest = [max(answers_by_hand("flipflop", text).values()) for text in texts]
+        assert min(farthest) < 20 and max(farthest) > 30  # near and far
     with pytest.raises(UserError, match="length 9 is too short for 'mqar'; use at least 64"):
         prepare(["mqar", "--length", "9", "--out", str(tmp_path / "d")])
 
@@ -206,6 +208,14 @@ def test_scores_are_those_of_whole_forward_passes_one_by_one():
 def test_the_verdict_follows_the_rule_of_the_docstring(task, gains, words):
     scale = audit.Scale(task)
     assert scale.verdict(scale.compared(gains)) == words
+
+
+@pytest.mark.parametrize("gains", [(0.9, 0.8, 0.85), (-0.9, -0.8, -0.85), (0.01, 0.0, -0.01)])
+def test_a_task_that_was_not_learned_is_not_judged(gains):
+    scale = audit.Scale("mqar")
+    held_back = "not learned at 1x (89.9% right, the bar is 90%)"
+    assert scale.verdict(scale.compared(gains), 0.899) == held_back
+    assert scale.verdict(scale.compared(gains), 0.9) == scale.verdict(scale.compared(gains))
 
 
 def test_intervals_are_over_blocks_not_tokens():
@@ -329,8 +339,34 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
         r.length: r.tokens for r in read_results(out).select(quantity="gain_by_distance")
     }
     assert by_distance == {n: sum(n / 2 < d <= n for d in distances) for n in (128, 256)}
-    assert 0 <= record.details["accuracy_at_near"] <= 1
-    assert f"{record.tokens} > 128" in capsys.readouterr().out
+    within = [d for n in range(12) for _, d in ask("mqar", BYTES, 64, n, seed=0).answers]
+    known = {n: sum(n / 2 < d <= n for d in within) for n in (8, 16, 32, 64)}
+    accuracies = read_results(out).select(quantity="accuracy_by_distance")
+    assert {r.length: r.tokens for r in accuracies} == known | by_distance
+    assert all(0 <= r.value <= 1 and len(r.details["interval"]) == 2 for r in accuracies)
+    right = record.details["accuracy_at_near"]
+    assert 0 <= right < 0.5
+    shown = capsys.readouterr().out
+    assert f"{record.tokens} > 128" in shown
+    held_back = f"not learned at 1x ({right:.1%} right, the bar is 90%)"  # it was never trained
+    assert record.details["verdict"] == held_back and held_back in shown
+
+
+def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
+    details = {"by_block": [0.5, 0.6], "beyond": 128, "full": 0.9, "near": 0.1}
+    runs = {}
+    for seed, right in enumerate((0.99, 0.85, 0.95)):
+        write_checkpoint(tmp_path / f"m-s{seed}", tiny_model(seed=seed), seed=seed)
+        (checkpoint,) = open_checkpoints([str(tmp_path / f"m-s{seed}")])
+        runs[checkpoint.identity] = right, checkpoint.describe()
+    results = Results(tmp_path / "x.json", "audit", {"task": "mqar"}, {})
+    for identity, (right, run) in runs.items():
+        results.runs[identity] = run
+        known = details | {"accuracy_at_near": right}
+        results.add(Record("far_gain", identity, 0.5, tokens=9, details=known))
+    *_, line = audit.verdicts(results, audit.Scale("mqar")).splitlines()
+    assert "3 seeds" in line and "93%" in line
+    assert line.endswith("not learned at 1x (85.0% right, the bar is 90%)")
 
 
 def test_passkey_prompts_are_audited_too(workspace):
