@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.pipeline import END_OF_VALIDATION
 from data.sources import NumberedSource
 from data.tokeniser import Tokeniser, get_tokeniser
 from lssar.errors import UserError
@@ -92,10 +91,7 @@ class PasskeySource(NumberedSource):
     prompts alone, where few bytes are digits, a small model never learns more than to guess them.
     """
 
-    prefix = "passkey"
     DOCUMENTS, VALIDATION = 120_000, 2_400
-    SEED = 2**31  # not one that an evaluation would take
-    count = DOCUMENTS + 1
 
     def __init__(self, longest: int = 128):
         self.tokeniser, self.longest = get_tokeniser("bytes"), longest
@@ -103,11 +99,9 @@ class PasskeySource(NumberedSource):
         if longest <= self.shortest:
             raise UserError(f"--longest {longest}: give more than {self.shortest} bytes")
         known = {"documents": self.DOCUMENTS, "seed": self.SEED, "longest": longest}
-        self.description = {"kind": "passkey", **known}
+        super().__init__({"kind": "passkey", **known}, self.DOCUMENTS, self.VALIDATION)
 
-    def document(self, number: int) -> str | None:
-        if number == self.VALIDATION:
-            return END_OF_VALIDATION
+    def document(self, number: int) -> str:
         random = np.random.default_rng([self.SEED, number])
         kind, key = number % 4, int(random.integers(1, LARGEST_KEY + 1))
         line = SHORT.key_line.format(key=key)

@@ -37,9 +37,6 @@ ONE_IN = 16  # of these parts, and at least one per chunk, is compared with tikt
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
-END_OF_VALIDATION = None  # in place of a document that a source has between its splits
-
-
 class Piece(NamedTuple):
     """A document or a part of one."""
 
