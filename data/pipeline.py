@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.tokeniser import get_tokeniser
+from data.tokeniser import Encoder, get_tokeniser
 from lssar.errors import UserError
 
 # Its monitor's thread could take a Ctrl-C that the main thread holds back (`deaf_children`).
@@ -99,7 +99,7 @@ class ChunkEncoder:
 
     def __init__(self, tokeniser: str, fast: bool = True):
         self._tokeniser = get_tokeniser(tokeniser)
-        self._exact = self._tokeniser.encoder()
+        self._exact = Encoder(self._tokeniser.encoder_name, self._tokeniser.encode)
         self._fast = self._tokeniser.fast_encoder() if fast else None
 
     def __call__(self, pieces: list[Piece]) -> Encoded:

@@ -1,7 +1,6 @@
 """A run's directory and screen: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
-import fcntl
 import netrc
 import os
 import sys
@@ -28,18 +27,9 @@ class RunLog(contextlib.ExitStack):
         super().__init__()
         self.config, self.path, self.world = config, config.run_directory, world
         self.bar = tqdm(disable=True)
-        if not world.is_main:
-            return
-        try:  # two runs must not write into one directory
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = self.enter_context((self.path / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"{self.path} is in use by another training"
-            raise UserError(f"{busy}; choose another --log.name") from None
-        except OSError as error:
-            reason = f"cannot write the run directory {self.path}: {error.strerror}"
-            raise UserError(f"{reason}; choose another --log.directory") from None
+        if world.is_main:
+            remedy = "choose another --log.name or --log.directory"
+            self.enter_context(files.locked(self.path, remedy))
 
     def start(self, step: int, summary: list[str]) -> None:
         if not self.world.is_main:
