@@ -57,11 +57,9 @@ def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=P
     tail = tokeniser.encode(f"\n{form.question}")
     room = length - ANSWER_TOKENS - len(head) - len(middle) - len(tail)
     if room < 2:  # a token of filler on each side, or two newlines would meet and merge in BPE
-        raise UserError(
-            f"length {length} is no larger than the passkey prompt: with key {key}, its answer and "
-            f"no filler it takes {length - room} tokens of {tokeniser.name!r}; use at least "
-            f"{shortest_length(tokeniser, form)}"
-        )
+        few = f"length {length} is no larger than the passkey prompt"
+        least = f"use at least {shortest_length(tokeniser, form)} tokens of {tokeniser.name!r}"
+        raise UserError(f"{few} with key {key}, which takes {length - room}; {least}")
     before = 1 + int(place * (room - 1))
     filler = _filler(tokeniser.name, room)
     parts = (head, filler[:before], middle, filler[: room - before], tail)

@@ -197,18 +197,15 @@ class Config:
             what = f"train.batch_tokens = {t.batch_tokens} is not a multiple of length = {t.length}"
             raise UserError(f"{what}; nearest: {nearest}")
         sequences = t.batch_tokens // t.length
+        step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
         if sequences % world_size:
-            step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
-            can = _nearest_divisor(sequences, world_size)
-            shared = f"{step} cannot be shared by {world_size} processes"
-            raise UserError(f"{shared}; nearest number that can: {can}")
+            can = f"nearest number that can: {_nearest_divisor(sequences, world_size)}"
+            raise UserError(f"{step} cannot be shared by {world_size} processes; {can}")
         share = sequences // world_size
         if share % self.micro_batch:
-            raise UserError(
-                f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences per "
-                f"process ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
-                f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
-            )
+            does = f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
+            each = f"{share} of the {step} for each of {world_size} processes"
+            raise UserError(f"train.micro_batch = {t.micro_batch} does not divide {each}; {does}")
         return BatchPlan(sequences, world_size, share // self.micro_batch, self.micro_batch)
 
     def to_toml(self) -> str:

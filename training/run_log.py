@@ -57,8 +57,6 @@ class RunLog(contextlib.ExitStack):
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
         """One measurement of training: to the screen, metrics.jsonl and wandb."""
-        if not self.world.is_main:
-            return
         self._record(step=step, **values)
         rate, mfu = f"{values['tokens_per_s']:,.0f}", values["mfu"]
         shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tokens/s": rate}
@@ -72,13 +70,14 @@ class RunLog(contextlib.ExitStack):
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """The loss in nats per token; in bits per byte of text it does not depend on the tokens."""
-        if self.world.is_main:
-            bits = {} if bits_per_byte is None else {"val_bits_per_byte": bits_per_byte}
-            self._record(step=step, val_loss=loss, **bits)
-            shown = "".join(f", {value:.4f} bits per byte" for value in bits.values())
-            self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}{shown}")
+        bits = {} if bits_per_byte is None else {"val_bits_per_byte": bits_per_byte}
+        self._record(step=step, val_loss=loss, **bits)
+        shown = "".join(f", {value:.4f} bits per byte" for value in bits.values())
+        self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}{shown}")
 
     def _record(self, **values) -> None:
+        if not self.world.is_main:
+            return
         with files.writing(self.path / METRICS):
             files.write_all(self._metrics, files.checked_line(values).encode())
         if self._wandb is not None:
