@@ -188,10 +188,8 @@ class TrainLoader:
         """Naming the largest step of whole micro-batches that the data allow, if any."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
-            few = (
-                f"{directory} has {tokens} training tokens, too few for {length} and their targets"
-            )
-            raise UserError(f"{few}; set train.length = {max(1, tokens - 1)} or less")
+            few = f"has {tokens} training tokens, too few for {length} and their targets"
+            raise UserError(f"{directory} {few}; set train.length = {max(1, tokens - 1)} or less")
         few = f"fewer than the {self.global_batch} of one step"
         remedy = f"lower train.micro_batch (now {self.micro_batch})"
         if fitting := self.windows // at_once * at_once * length:

@@ -62,10 +62,12 @@ class Tokeniser:
         return lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids outside the vocabulary, which a padded model can emit, become U+FFFD."""
-        known, other = range(self.vocab_size), REPLACEMENT.encode()
-        pieces = (self.spellings[i] if i in known else other for i in map(int, ids))
-        return b"".join(pieces).decode(errors="replace")
+        return b"".join(map(self.spell, ids)).decode(errors="replace")
+
+    def spell(self, token: int) -> bytes:
+        """U+FFFD for an id outside the vocabulary, which a padded model can emit."""
+        known = 0 <= token < self.vocab_size
+        return self.spellings[int(token)] if known else REPLACEMENT.encode()
 
     def fast_encoder(self) -> Encoder | None:
         """A faster one to be checked against `encode`, where there is one."""
