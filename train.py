@@ -23,7 +23,7 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass
 
-from support.command import Parser, answer_early, positive, run
+from support.command import Parser, answer_early, out_of_memory, positive, run
 from training.config import Config, load_config, parse_config, read_config
 from training.hours import DEVICES
 
@@ -87,12 +87,12 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_DIVERGED
     except RuntimeError as error:
-        if distributed.out_of_memory(error):
+        if out_of_memory(error):
             raise UserError(f"rank {world.rank}: {first_line(error)}; {SMALLER}") from None
         if world.size == 1 or not distributed.lost_contact(error):
             raise
         lost = f"rank {world.rank} lost contact with another rank, which died or hangs"
-        advice = f"see that rank's messages; rerun with --resume ({str(error).splitlines()[0]})"
+        advice = f"see that rank's messages; rerun with --resume ({first_line(error)})"
         print(f"error: {lost}; {advice}", file=sys.stderr)
         return EXIT_LOST_CONTACT
     finally:
@@ -227,7 +227,7 @@ class Run:
                 self.optimiser.step(skip)
             return True
         except RuntimeError as error:
-            if not distributed.out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             return False
         finally:

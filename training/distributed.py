@@ -166,12 +166,6 @@ def lost_contact(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """On any device; a CPU's allocator has no error of its own."""
-    words = ("out of memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
 def finish() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
