@@ -173,8 +173,9 @@ class TrainLoader:
         at_once = self.micro_batch * self.world_size
         self.accumulation, rest = divmod(self.global_batch, at_once)
         if rest:
-            rule = f"must be a multiple of {at_once}, micro-batch x processes"
-            raise UserError(f"a global batch of {self.global_batch} sequences {rule}")
+            shared = f"for {self.world_size} processes x micro-batch {self.micro_batch}"
+            batch = f"a global batch of {self.global_batch} sequences"
+            raise UserError(f"{batch} {shared} must be a multiple of {at_once}")
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
         if self.windows < self.global_batch:
@@ -188,7 +189,7 @@ class TrainLoader:
         """Naming the largest step of whole micro-batches that the data allow, if any."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
-            few = f"has {tokens} training tokens, too few for {length} and their targets"
+            few = f"has {tokens} training tokens, too few for length {length} and its targets"
             raise UserError(f"{directory} {few}; set train.length = {max(1, tokens - 1)} or less")
         few = f"fewer than the {self.global_batch} of one step"
         remedy = f"lower train.micro_batch (now {self.micro_batch})"
@@ -247,7 +248,8 @@ def validation_windows(
     They do not overlap: the same `total_tokens` targets at every length.
     """
     if total_tokens < 1 or total_tokens % length:
-        raise UserError(f"{total_tokens} validation tokens are no multiple of the length {length}")
+        sizes = f"{total_tokens} validation tokens in windows of {length}"
+        raise UserError(f"{sizes}: the first must be a multiple of the second")
     source = windows_of(data, length)
     if (most := source.count * length) < total_tokens:
         has = f"{data.directory} has {data.total_tokens} validation tokens"
