@@ -33,7 +33,7 @@ class KVCache:
         self.capacity, self.length = capacity, 0
         # For a padded batch: which keys are tokens (B, keys), new ones included.
         self.mask: Tensor | None = None
-        self.document: Tensor | None = None  # (B, 1): where the last token's document starts
+        self.document: Tensor | int = 0  # (B, 1): where the last token's document starts
         self._layers: dict[int, list[Tensor]] = {}
 
     def extend(self, layer: int, *new: Tensor, window: int | None = None) -> list[Tensor]:

@@ -8,6 +8,7 @@ Text from any checkpoint, printed as it is made.
     --seed 0                                the same seed, the same text
 """
 
+import codecs
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
@@ -34,29 +35,14 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 import numpy as np
 import torch
 
-from data.tokeniser import REPLACEMENT, Tokeniser
+from data.tokeniser import Tokeniser
 from evaluating.checkpoints import open_checkpoints
 from training import distributed
-
-# A character has at most four bytes and a token at least one, so an unfinished character began at
-# most three tokens ago.
-LONGEST_UNFINISHED = 3
 
 
 def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:
     """The text of a stream of tokens in pieces, never cut inside a character."""
-    pending: list[int] = []
-    for token in tokens:
-        pending.append(token)
-        text, cut = tokeniser.decode(pending), len(pending)
-        if text.endswith(REPLACEMENT):  # perhaps the beginning of a character
-            cut = max(0, cut - LONGEST_UNFINISHED)
-        ready = tokeniser.decode(pending[:cut])
-        if cut and ready + tokeniser.decode(pending[cut:]) == text:
-            yield ready
-            pending = pending[cut:]
-    if pending:
-        yield tokeniser.decode(pending)
+    return codecs.iterdecode(map(tokeniser.spell, tokens), "utf-8", errors="replace")
 
 
 def main(argv: list[str]) -> None:

@@ -41,6 +41,11 @@ ABSENT = TEXT | {"positions": "rope", "scaling": "pi", "pattern": ("global",), "
 ABSENT |= {"documents": False}
 
 
+def require(holds: object, rule: str) -> None:
+    if not holds:
+        raise UserError(f"model: {rule}")
+
+
 class Layer(NamedTuple):
     """What layers can differ in."""
 
@@ -88,11 +93,6 @@ class ModelConfig:
         return [self.layer(number) for number in range(self.layers)]
 
     def __post_init__(self):
-        def require(holds: bool, rule: str):
-            if not holds:
-                raise UserError(f"model: {rule}")
-
-        many = self.channels != 1
         least = dict.fromkeys(("layers", "heads", "width", "vocab_size", "vocab_rows"), 1) | TEXT
         for key, lowest in least.items():
             value = getattr(self, key)
@@ -101,20 +101,19 @@ class ModelConfig:
         require(self.layers <= MOST_LAYERS, f"layers = {self.layers} must be at most {MOST_LAYERS}")
         even = f"width = {self.width} must be an even multiple of heads = {self.heads}"
         require(self.width % (2 * self.heads) == 0, f"{even} (RoPE turns pairs of dimensions)")
-        require(
-            self.documents is False or (self.documents is True and not (many or self.outputs)),
-            f"documents = {self.documents!r}; data.document_mask is true or false, and for text",
-        )
+        masked = self.documents is True and self.channels == 1 and not self.outputs
+        rule = "data.document_mask is true or false, and for text"
+        require(masked or self.documents is False, f"documents = {self.documents!r}; {rule}")
         rows, vocab, stretch = self.vocab_rows, self.vocab_size, self.interpolation
         require(rows >= vocab, f"vocab_rows = {rows} must be at least vocab_size = {vocab}")
         require(0 < stretch < math.inf, f"interpolation = {stretch} must be positive")
-        self._check_layers(require)
+        self._check_layers()
         none = f"interpolation = {stretch} stretches RoPE, positions = {self.positions} replaces it"
         rotary = any(layer.positions == "rope" for layer in self.all_layers)
         require(rotary or stretch == 1, f"{none}; leave one out")
         require(self.scaling in ("pi", "ntk", "yarn"), f"scaling = {self.scaling!r} is unknown")
 
-    def _check_layers(self, require) -> None:
+    def _check_layers(self) -> None:
         pattern, place = self.pattern, self.positions
         for entry in pattern:
             known = re.fullmatch(r"global|local:[1-9][0-9]{0,11}", str(entry))
@@ -133,20 +132,13 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Plain JSON values; attention by its name and its changed settings."""
-
-        def described(m: Mechanism) -> dict:
-            settings = {key: getattr(m, key) for key in OVERRIDES}
-            entry = MECHANISMS[m.name]
-            changed = {k: v for k, v in settings.items() if v != getattr(entry, k)}
-            return {"name": m.name, **changed}
-
         plain = {k: v for k, v in vars(self).items() if k not in ABSENT or v != ABSENT[k]}
+        plain["attention"] = _changes(self.attention)
         if self.local is not None:
-            attention = described(self.local.attention)
-            plain["local"] = {"attention": attention, "positions": self.local.positions}
+            plain["local"] = self.local._asdict() | {"attention": _changes(self.local.attention)}
         if "pattern" in plain:
             plain["pattern"] = list(self.pattern)
-        return plain | {"attention": described(self.attention)}
+        return plain
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
@@ -160,6 +152,13 @@ class ModelConfig:
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
+
+
+def _changes(m: Mechanism) -> dict:
+    """The arguments of `get_mechanism` that make it."""
+    entry = MECHANISMS[m.name]
+    changed = {k: getattr(m, k) for k in OVERRIDES if getattr(m, k) != getattr(entry, k)}
+    return {"name": m.name, **changed}
 
 
 BYTES, GPT2 = {"vocab_size": 257, "vocab_rows": 257}, {"vocab_size": 50257, "vocab_rows": 50304}
@@ -179,16 +178,16 @@ def preset(
     other values for ModelConfig's fields."""
     if name not in PRESETS:
         raise UserError(f"unknown model preset {name!r}; {did_you_mean(name, PRESETS)}")
-    if tokeniser not in (None, *VOCABULARIES):
+    sizes = dict(PRESETS[name])
+    if tokeniser is not None:
         guess = did_you_mean(tokeniser, VOCABULARIES)
-        raise UserError(f"model: unknown tokeniser {tokeniser!r}; {guess}")
-    vocabulary = VOCABULARIES.get(tokeniser, {})
-    size = changes.get("vocab_size")
-    if vocabulary and size not in (None, vocabulary["vocab_size"]):
-        has = f"tokeniser = {tokeniser!r} has {vocabulary['vocab_size']} ids"
-        raise UserError(f"model: {has}, vocab_size = {size} contradicts it; leave one out")
+        require(tokeniser in VOCABULARIES, f"unknown tokeniser {tokeniser!r}; {guess}")
+        sizes |= VOCABULARIES[tokeniser]
+        ids, size = sizes["vocab_size"], changes.get("vocab_size")
+        other = f"vocab_size = {size} contradicts it; leave one out"
+        require(size in (None, ids), f"tokeniser = {tokeniser!r} has {ids} ids, {other}")
     mechanism = get_mechanism(attention) if isinstance(attention, str) else attention
-    return ModelConfig(**(PRESETS[name] | vocabulary | changes), attention=mechanism)
+    return ModelConfig(**(sizes | changes), attention=mechanism)
 
 
 class Block(nn.Module):
@@ -250,9 +249,8 @@ class GPT(nn.Module):
         """Final hidden states (B, L, width); with a cache, of the tokens that follow it."""
         start, length = 0 if cache is None else cache.length, tokens.shape[1]
         x = self._embed(tokens, start)
-        if cache is None or cache.mask is None:
-            place = torch.arange(start, start + length, device=x.device)
-        else:
+        place = torch.arange(start, start + length, device=x.device)
+        if cache is not None and cache.mask is not None:
             place = token_positions(cache.mask, length)
         rope = self.rope(place)
         first = self._first(tokens, cache) if self.config.documents else None
@@ -280,12 +278,11 @@ class GPT(nn.Module):
             return document_starts(starts)
         if cache.mask is not None:
             if starts[:, cache.length == 0 :].any():
-                raise UserError(
-                    "a padded batch holds several documents per row; pass them one by one"
-                )
+                several = "a padded batch holds several documents per row"
+                raise UserError(f"{several}; pass them one by one")
             return None
         first = torch.where(starts.cummax(1).values, cache.length + document_starts(starts), 0)
-        first = first if cache.document is None else torch.maximum(first, cache.document)
+        first = first.clamp(min=cache.document)
         cache.document = first[:, -1:]
         return first
 

@@ -23,7 +23,7 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass
 
-from support.command import Parser, answer_early, positive, run
+from support.command import Parser, answer_early, out_of_memory, positive, run
 from training.config import Config, load_config, parse_config, read_config
 from training.hours import DEVICES
 
@@ -87,12 +87,12 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_DIVERGED
     except RuntimeError as error:
-        if distributed.out_of_memory(error):
+        if out_of_memory(error):
             raise UserError(f"rank {world.rank}: {first_line(error)}; {SMALLER}") from None
         if world.size == 1 or not distributed.lost_contact(error):
             raise
         lost = f"rank {world.rank} lost contact with another rank, which died or hangs"
-        advice = f"see that rank's messages; rerun with --resume ({str(error).splitlines()[0]})"
+        advice = f"see that rank's messages; rerun with --resume ({first_line(error)})"
         print(f"error: {lost}; {advice}", file=sys.stderr)
         return EXIT_LOST_CONTACT
     finally:
@@ -227,7 +227,7 @@ class Run:
                 self.optimiser.step(skip)
             return True
         except RuntimeError as error:
-            if not distributed.out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             return False
         finally:
@@ -262,9 +262,8 @@ class Run:
             p.skipped += 1
             offsets = self.batches.loader.offsets(step)
             numbers = f"gradient norm {self.norm}, loss by rank {self.losses}"
-            batch = f"batch of token offsets {offsets.min()}..{offsets.max()}"
-            skipped = f"step {step} is not finite and was skipped"
-            self.log.say(f"warning: {skipped}: {numbers}, {batch}")
+            numbers += f", batch of token offsets {offsets.min()}..{offsets.max()}"
+            self.log.say(f"warning: step {step} is not finite and was skipped: {numbers}")
             if p.skipped > self.config.train.max_skipped_steps:
                 what = f"{p.skipped} steps in a row were not finite, the last was {step}"
                 raise self._diverged(f"{what} (their batches are above)")
@@ -338,16 +337,14 @@ class Run:
         self.settle()
         p, config = self.progress, self.config
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
-            what = f"the weights are not finite after step {p.step - 1} and were not saved"
-            raise self._diverged(what)
+            raise self._diverged(f"after step {p.step - 1} the weights are not finite, nor saved")
         rng = distributed.gather_rng(self.world)
         if self.world.is_main:
             best = p.val_loss is not None and p.val_loss < p.best
             p.best = p.val_loss if best else p.best
             t, tokeniser = config.train, self.batches.train_set.tokeniser
-            info = checkpoint.CheckpointInfo(
-                config.log.name, p.step, t.length, tokeniser, val_loss=p.val_loss, seed=t.seed
-            )
+            about = (config.log.name, p.step, t.length, tokeniser, p.val_loss, t.seed)
+            info = checkpoint.CheckpointInfo(*about)
             state = {"config": config.to_toml(), "progress": vars(p), "rng": rng, "data": self.data}
             state |= {"optimiser": self.optimiser.state_dict(), "machine": machine(self.world)}
             self.store.save(self.model, info, state, keep=config.checkpoint.keep, best=best)

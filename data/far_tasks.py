@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from data.passkey_text import make_prompt
-from data.pipeline import END_OF_VALIDATION
 from data.sources import NumberedSource
 from data.tokeniser import Tokeniser
 from lssar.errors import UserError
@@ -114,18 +113,14 @@ class TaskSource(NumberedSource):
     """A corpus of a task: with its end-of-text token, each document fills `length` tokens."""
 
     DOCUMENTS, VALIDATION = 40_000, 1_000
-    SEED = 2**31  # not one that an evaluation would take
 
     def __init__(self, task: str, length: int):
         _refuse_short(task, length)
-        self.prefix, self._make, self._length = task, TASKS[task], length
-        self.count = self.DOCUMENTS + 1
-        sizes = {"documents": self.DOCUMENTS, "seed": self.SEED, "length": length}
-        self.description = {"kind": task, **sizes}
+        self._make, self._length = TASKS[task], length
+        known = {"documents": self.DOCUMENTS, "seed": self.SEED, "length": length}
+        super().__init__({"kind": task, **known}, self.DOCUMENTS, self.VALIDATION)
 
-    def document(self, number: int) -> str | None:
-        if number == self.VALIDATION:
-            return END_OF_VALIDATION
+    def document(self, number: int) -> str:
         random, length = np.random.default_rng([self.SEED, number]), self._length - 1
         longest = 4 * log_uniform(random, length // 4) if number % 3 else length
         return self._make(random, length, longest)[0]

@@ -173,9 +173,9 @@ class TrainLoader:
         at_once = self.micro_batch * self.world_size
         self.accumulation, rest = divmod(self.global_batch, at_once)
         if rest:
-            shared = f"{self.world_size} processes in micro-batches of {self.micro_batch}"
-            batch = f"a global batch of {self.global_batch} sequences for {shared}"
-            raise UserError(f"{batch} must be a multiple of {at_once}")
+            shared = f"for {self.world_size} processes x micro-batch {self.micro_batch}"
+            batch = f"a global batch of {self.global_batch} sequences"
+            raise UserError(f"{batch} {shared} must be a multiple of {at_once}")
         self.source = windows_of(self.tokens, self.length)
         self.windows = self.source.count
         if self.windows < self.global_batch:
@@ -189,15 +189,14 @@ class TrainLoader:
         """Naming the largest step of whole micro-batches that the data allow, if any."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
-            few = f"{tokens} training tokens, too few for one sequence of length {length}"
-            remedy = f"set train.length = {max(1, tokens - 1)} or less"
-            raise UserError(f"{directory} has {few} and its targets; {remedy}")
-        few = f"{self.windows} training sequences of length {length}, fewer than"
+            few = f"has {tokens} training tokens, too few for length {length} and its targets"
+            raise UserError(f"{directory} {few}; set train.length = {max(1, tokens - 1)} or less")
+        few = f"fewer than the {self.global_batch} of one step"
         remedy = f"lower train.micro_batch (now {self.micro_batch})"
         if fitting := self.windows // at_once * at_once * length:
             remedy = f"set train.batch_tokens to {fitting} (now {self.global_batch * length})"
-        one_step = f"the {self.global_batch} of one step"
-        raise UserError(f"{directory} has {few} {one_step}; {remedy} or add data")
+        has = f"{directory} has {self.windows} training sequences of length {length}"
+        raise UserError(f"{has}, {few}; {remedy} or add data")
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.pipeline import END_OF_VALIDATION
 from data.sources import NumberedSource
 from data.tokeniser import Tokeniser, get_tokeniser
 from lssar.errors import UserError
@@ -65,11 +64,9 @@ def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=P
     tail = tokeniser.encode(f"\n{form.question}")
     room = length - ANSWER_TOKENS - len(head) - len(middle) - len(tail)
     if room < 2:  # a token of filler on each side, or two newlines would meet and merge in BPE
-        raise UserError(
-            f"length {length} is no larger than the passkey prompt: with key {key}, its answer and "
-            f"no filler it takes {length - room} tokens of {tokeniser.name!r}; use at least "
-            f"{shortest_length(tokeniser, form)}"
-        )
+        few = f"length {length} is no larger than the passkey prompt"
+        least = f"use at least {shortest_length(tokeniser, form)} tokens of {tokeniser.name!r}"
+        raise UserError(f"{few} with key {key}, which takes {length - room}; {least}")
     before = 1 + int(place * (room - 1))
     filler = _filler(tokeniser.name, room)
     parts = (head, filler[:before], middle, filler[: room - before], tail)
@@ -103,10 +100,7 @@ class PasskeySource(NumberedSource):
     prompts alone, where few bytes are digits, a small model never learns more than to guess them.
     """
 
-    prefix = "passkey"
     DOCUMENTS, VALIDATION = 120_000, 2_400
-    SEED = 2**31  # not one that an evaluation would take
-    count = DOCUMENTS + 1
 
     def __init__(self, longest: int = 128):
         self.tokeniser, self.longest = get_tokeniser("bytes"), longest
@@ -114,11 +108,10 @@ class PasskeySource(NumberedSource):
         if longest <= self.shortest:
             raise UserError(f"--longest {longest}: give more than {self.shortest} bytes")
         known = {"documents": self.DOCUMENTS, "seed": self.SEED, "longest": longest}
-        self.description = {"kind": "passkey", "keys": SHORT.keys, **known}
+        about = {"kind": "passkey", "keys": SHORT.keys, **known}
+        super().__init__(about, self.DOCUMENTS, self.VALIDATION)
 
-    def document(self, number: int) -> str | None:
-        if number == self.VALIDATION:
-            return END_OF_VALIDATION
+    def document(self, number: int) -> str:
         random = np.random.default_rng([self.SEED, number])
         kind, key = number % 4, draw_key(random, SHORT)
         line = SHORT.key_line.format(key=key)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.tokeniser import get_tokeniser
+from data.tokeniser import Encoder, get_tokeniser
 from lssar.errors import UserError
 
 # Its monitor's thread could take a Ctrl-C that the main thread holds back (`deaf_children`).
@@ -35,9 +35,6 @@ ONE_IN = 16  # of these parts, and at least one per chunk, is compared with tikt
 # Nothing in GPT-2's pattern joins a non-blank to a following blank, nor looks behind, so a text
 # may be cut there without changing its tokens.
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
-
-
-END_OF_VALIDATION = None  # in place of a document that a source has between its splits
 
 
 class Piece(NamedTuple):
@@ -102,7 +99,7 @@ class ChunkEncoder:
 
     def __init__(self, tokeniser: str, fast: bool = True):
         self._tokeniser = get_tokeniser(tokeniser)
-        self._exact = self._tokeniser.encoder()
+        self._exact = Encoder(self._tokeniser.encoder_name, self._tokeniser.encode)
         self._fast = self._tokeniser.fast_encoder() if fast else None
 
     def __call__(self, pieces: list[Piece]) -> Encoded:

@@ -46,8 +46,7 @@ from lssar.errors import UserError, did_you_mean
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
 from support.files import locked, lookup
 
-GENERATED = {"stdlib": StdlibSource, "passkey": PasskeySource}  # bytes, with a split of their own
-GENERATED |= dict.fromkeys(TASKS, TaskSource)
+GENERATED = ("stdlib", "passkey", *TASKS)  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
 # Its `corpora` say which text the published numbers were trained and evaluated on.
 PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
@@ -176,11 +175,12 @@ def make_parser() -> Parser:
 
 
 def make_source(arguments: argparse.Namespace):
+    if arguments.command == "stdlib":
+        return StdlibSource()
+    if arguments.command == "passkey":
+        return PasskeySource(arguments.longest)
     if arguments.command in TASKS:
         return TaskSource(arguments.command, arguments.length)
-    if arguments.command in GENERATED:
-        longest = (arguments.longest,) if arguments.command == "passkey" else ()
-        return GENERATED[arguments.command](*longest)
     if arguments.command == "text":
         files, kind = find_files(arguments.inputs), {"kind": "text", "field": arguments.field}
         how = {"sample": make_sample(files, arguments), "skip_bad": arguments.skip_bad}

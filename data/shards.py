@@ -144,10 +144,9 @@ def open_split(
             kinds = TOKENISERS.items()
             fits = [n for n, kind in kinds if 0 <= limit - kind.vocab_size < MAX_PADDING]
             made = f"{directory} was tokenised with {tokeniser!r} ({ids} ids)"
-            model = f"the model has a vocabulary of {vocab_size}"
             other = f"prepare the text with --tokeniser {fits[0]}" if fits else "choose other data"
             remedy = f"train the model with --model.tokeniser={tokeniser}, or {other}"
-            raise UserError(f"{made} but {model}; {remedy}")
+            raise UserError(f"{made} but the model has a vocabulary of {vocab_size}; {remedy}")
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")

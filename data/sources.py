@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from data.pipeline import CHUNK_CHARS, END_OF_VALIDATION, SAFE_CUT, Piece, cut_safely
+from data.pipeline import CHUNK_CHARS, SAFE_CUT, Piece, cut_safely
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
 from support.files import digest, first_line, reading
@@ -277,20 +277,22 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 class NumberedSource:
-    """Items 0 ... count - 1: `document(number)` is a text or END_OF_VALIDATION."""
+    """`document(number)`: first those of validation, none at the border, then training's."""
 
-    _next, _validation = 0, True
+    SEED = 2**31  # of made texts: not one that an evaluation would take
+
+    def __init__(self, description: dict, documents: int, validation: int):
+        self.prefix, self.description = description["kind"], description
+        self.count, self.border, self._next = documents + 1, validation, 0
 
     def pieces(self, state: list | None) -> Iterator[list[Piece]]:
-        first, self._validation = state or (0, True)
-        for number in range(first, self.count):
-            self._next, text = number + 1, self.document(number)
-            self._validation = self._validation and text is not END_OF_VALIDATION
-            if text:
-                yield [Piece(text, validation=self._validation)]
+        for number in range(state[0] if state else 0, self.count):
+            self._next = number + 1
+            if number != self.border and (text := self.document(number)):
+                yield [Piece(text, validation=number < self.border)]
 
     def state(self) -> list:
-        return [self._next, self._validation]
+        return [self._next]
 
     def expected_tokens(self, written: int) -> int:
         return written * self.count // self._next
@@ -303,8 +305,6 @@ class StdlibSource(NumberedSource):
     are a fair sample of the whole from their first bytes on.
     """
 
-    prefix = "stdlib"
-
     def __init__(self):
         root = Path(sysconfig.get_paths()["stdlib"])
         found = (path.relative_to(root) for path in root.rglob("*.py"))
@@ -313,15 +313,15 @@ class StdlibSource(NumberedSource):
             raise UserError(f"this Python has no library sources in {root}; use the text source")
         splits = {name: "val" if _name_hash(name) % 10 == 0 else "train" for name in names}
         names.sort(key=splits.get, reverse=True)  # validation first
-        self._texts = {name: _python_source(root / name) for name in names}
-        items = list(self._texts.values())
-        items.insert(list(splits.values()).count("val"), END_OF_VALIDATION)
-        self.count, self.document = len(items), items.__getitem__
+        self.texts = {name: _python_source(root / name) for name in names}
         # Patch releases of Python differ in a few files: the hashes tell which.
-        hashes = {n: hashlib.sha256(text.encode()).hexdigest() for n, text in self._texts.items()}
+        hashes = {n: hashlib.sha256(text.encode()).hexdigest() for n, text in self.texts.items()}
         files = {name: {"split": splits[name], "sha256": hashes[name]} for name in names}
-        version = platform.python_version()
-        self.description = {"kind": "stdlib", "python": version, "files": files}
+        validation, version = list(splits.values()).count("val"), platform.python_version()
+        about = {"kind": "stdlib", "python": version, "files": files}
+        super().__init__(about, len(names), validation)
+        names.insert(validation, "")  # the border
+        self.document = lambda number: self.texts[names[number]]
 
 
 def _wanted(path: Path) -> bool:

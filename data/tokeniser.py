@@ -50,6 +50,7 @@ class Tokeniser:
     vocab_size: int
     eot: int
     merges_sha256: str | None = None
+    encoder_name = "utf-8"  # and version, for the manifest
     spellings: np.ndarray  # the bytes of every token, by its id
 
     @functools.cached_property
@@ -61,13 +62,12 @@ class Tokeniser:
         return lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids outside the vocabulary, which a padded model can emit, become U+FFFD."""
-        known, other = range(self.vocab_size), REPLACEMENT.encode()
-        pieces = (self.spellings[i] if i in known else other for i in map(int, ids))
-        return b"".join(pieces).decode(errors="replace")
+        return b"".join(map(self.spell, ids)).decode(errors="replace")
 
-    def encoder(self) -> Encoder:
-        return Encoder("utf-8", self.encode)
+    def spell(self, token: int) -> bytes:
+        """U+FFFD for an id outside the vocabulary, which a padded model can emit."""
+        known = 0 <= token < self.vocab_size
+        return self.spellings[int(token)] if known else REPLACEMENT.encode()
 
     def fast_encoder(self) -> Encoder | None:
         """A faster one to be checked against `encode`, where there is one."""
@@ -88,6 +88,7 @@ class Gpt2Tokeniser(Tokeniser):
 
     def __init__(self):
         self._bpe = _load_tiktoken()
+        self.encoder_name = f"tiktoken {importlib.metadata.version('tiktoken')}"
         self._encode = functools.partial(self._bpe.encode_to_numpy, disallowed_special=())
         ranks = self._bpe._mergeable_ranks
         self.spellings = np.full(self.vocab_size, EOT_TEXT.encode(), dtype=object)
@@ -106,9 +107,6 @@ class Gpt2Tokeniser(Tokeniser):
             ids = np.concatenate([self._encode(text[start:end]) for start, end in spans])
         return ids.astype(np.uint16)
 
-    def encoder(self) -> Encoder:
-        return Encoder(f"tiktoken {importlib.metadata.version('tiktoken')}", self.encode)
-
     def fast_encoder(self) -> Encoder | None:
         """splintr's, over the same merges, if installed; `pipeline.ChunkEncoder` checks it."""
         if importlib.util.find_spec("splintr") is None:
@@ -123,7 +121,7 @@ class Gpt2Tokeniser(Tokeniser):
         def encode(text: str) -> np.ndarray:
             return np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4")
 
-        return Encoder(f"splintr-rs {version}, checked with {self.encoder().name}", encode)
+        return Encoder(f"splintr-rs {version}, checked with {self.encoder_name}", encode)
 
     def spells(self, ids: np.ndarray, text: str) -> bool:
         """Whether the ids decode to this text, byte by byte; fast enough for every document."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lssar.errors import UserError
+from support.files import first_line
 
 LARGEST = 2**31 - 1  # no count, length or size needs more
 MOST_PROCESSES = 1024
@@ -78,14 +79,17 @@ def as_user_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        raise UserError(
-            f"{str(error.filename)[:40]}... is too long for the name of a file"
-        ) from None
+        name = f"{str(error.filename)[:40]}..."
+        raise UserError(f"{name} is too long for the name of a file") from None
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
+        if not out_of_memory(error):
             raise
-        reason = (str(error).splitlines() or ["out of memory"])[0]
+        reason = first_line(error)
         raise UserError(f"this does not fit into memory; ask for less ({reason})") from None
+
+
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def whole(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:

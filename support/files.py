@@ -27,13 +27,15 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+REPEAT = "nothing finished is lost: fix that and run the same command again"
+
+
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, remedy: str = REPEAT) -> Iterator[None]:
     """Turn an OSError while writing `path` into one line for the user."""
     try:
         yield
     except OSError as error:
-        remedy = "nothing finished is lost: fix that and run the same command again"
         raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
 
 
@@ -170,16 +172,17 @@ def _release(lock: Path, handle: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, remedy: str = "") -> Iterator[None]:
     """Make the folder and hold it: a second process is refused. The lock dies with its process."""
-    make_folder(directory)
-    with writing(directory):
+    with writing(directory, remedy or REPEAT):
+        directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{directory} is being written by another process") from None
+            busy = f"{directory} is being written by another process"
+            raise UserError(f"{busy}; {remedy or 'wait for it'}") from None
         yield
     finally:
         os.close(handle)

@@ -100,9 +100,8 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
     try:
         description = files.unseal(json.loads(files.read_text(file)))
         if (found := description.get("meaning")) != MEANING:
-            meaning = f"its weights have meaning {found!r:.20}, this code computes {MEANING}"
-            remedy = "use the revision that made it, or train again"
-            raise UserError(f"{meaning} (model.MEANING): {remedy}")
+            other = f"the weights have meaning {found!r:.20}, this code computes {MEANING}"
+            raise UserError(f"{other}; use the revision that made them, or train again")
         info = CheckpointInfo(**description["info"])
         recorded = dict(description.get("files", {}))
         return ModelConfig.from_dict(description["model"]), info, recorded
@@ -223,8 +222,6 @@ def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
     moments = read_trainer(find(path))["optimiser"]["state"]
     shapes = [moments[i]["exp_avg"].shape for i in sorted(moments)]
     if shapes != [p.shape for group in optimiser.param_groups for p in group["params"]]:
-        other = (
-            f"the optimiser state of {path} is not that of this model's parameters and optimiser"
-        )
+        other = f"the state of {path} is not that of this model's parameters and optimiser"
         raise UserError(f"train.init_optimiser: {other}; leave it out to take the weights alone")
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})

@@ -88,16 +88,16 @@ class TrainSection:
     batch_tokens: Count = 524288  # of one optimiser step, over all processes
     # Sequences per process and forward pass; "auto": the largest power of two that fits the memory.
     micro_batch: Count | Literal["auto"] = 4
-    optimiser: str = "adamw"  # or "muon" for the matrices of the blocks (training/optimiser.py)
+    optimiser: Literal["adamw", "muon"] = "adamw"  # Muon: see training/optimiser.py
     lr: Positive = 6e-4
     warmup: CountOrZero = 700
-    schedule: str = "cosine"  # to zero; or "constant"
+    schedule: Literal["cosine", "constant"] = "cosine"  # to zero
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0  # of the gradient's norm; 0 for none
     seed: CountOrZero = 0
-    precision: str = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
     compile: bool = False
     init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
@@ -197,18 +197,15 @@ class Config:
             what = f"train.batch_tokens = {t.batch_tokens} is not a multiple of length = {t.length}"
             raise UserError(f"{what}; nearest: {nearest}")
         sequences = t.batch_tokens // t.length
+        step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
         if sequences % world_size:
-            step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
-            can = _nearest_divisor(sequences, world_size)
-            shared = f"{step} cannot be shared by {world_size} processes"
-            raise UserError(f"{shared}; nearest number that can: {can}")
+            can = f"nearest number that can: {_nearest_divisor(sequences, world_size)}"
+            raise UserError(f"{step} cannot be shared by {world_size} processes; {can}")
         share = sequences // world_size
         if share % self.micro_batch:
-            raise UserError(
-                f"train.micro_batch = {t.micro_batch} does not divide the {share} sequences per "
-                f"process ({t.batch_tokens} tokens / {t.length} / {world_size} processes); "
-                f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
-            )
+            does = f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
+            each = f"{share} of the {step} for each of {world_size} processes"
+            raise UserError(f"train.micro_batch = {t.micro_batch} does not divide {each}; {does}")
         return BatchPlan(sequences, world_size, share // self.micro_batch, self.micro_batch)
 
     def to_toml(self) -> str:
@@ -385,48 +382,43 @@ def _build(found: Found) -> Config:
 
 def _typed(value, kinds: tuple, where: str):
     """The value with the type of its key, or an error."""
-    if type(value) is int and abs(value) > LARGEST:
+    found, words = type(value), [k for k in kinds if isinstance(k, str) and k not in RULES]
+    if value in words:
+        return value
+    if len(words) == len(kinds):
+        raise UserError(f"{where}: unknown; {did_you_mean(str(value), words)}")
+    if found is int and abs(value) > LARGEST:
         raise UserError(f"{where}: is beyond {LARGEST}")
-    if type(value) is str and any("\ud800" <= c <= "\udfff" for c in value):
+    if found is str and any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{where}: is not text; write it in UTF-8")
-    words = [word for word in kinds if isinstance(word, str) and word not in RULES]
-    if type(value) in kinds or value in words:
+    if found is list and list[str] in kinds and all(type(item) is str for item in value):
         return value
-    if list[str] in kinds and type(value) is list and all(type(item) is str for item in value):
-        return value
-    if float in kinds and type(value) is int:
-        return float(value)
-    if str in kinds and type(value) in (int, float, bool):
-        return str(value)
-    wanted = kinds[0].__name__ if isinstance(kinds[0], type) else kinds[0]
-    wanted = " or ".join([str(wanted), *map(repr, words)])
-    raise UserError(f"{where}: is of type {type(value).__name__}, must be {wanted}")
+    if found is int and float in kinds:
+        value = float(value)
+    elif found in (int, float, bool) and found not in kinds and str in kinds:
+        value = str(value)
+    elif found not in kinds:
+        wanted = kinds[0].__name__ if isinstance(kinds[0], type) else kinds[0]
+        wanted = " or ".join([str(wanted), *map(repr, words)])
+        raise UserError(f"{where}: is of type {found.__name__}, must be {wanted}")
+    for rule in RULES.keys() & kinds:
+        if not RULES[rule](value):
+            raise UserError(f"{where}: {rule}")
+    return value
 
 
 def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
     """Refuse values that have the right type but are impossible."""
-    from lssar.backends import BACKENDS
-    from model import PRESETS
-
-    values = config.flat()
+    from lssar.backends import BACKENDS  # imports torch
 
     def require(holds: bool, name: str, rule: str):
         if not holds:
-            raise UserError(f"{origin.get(name, path)}: {name} = {values[name]!r}: {rule}")
+            raise UserError(f"{origin.get(name, path)}: {name} = {config.flat()[name]!r}: {rule}")
 
-    for name, kinds in _KEYS.items():
-        for rule in RULES.keys() & kinds:
-            require(values[name] in kinds or RULES[rule](values[name]), name, rule)
-    choices = {
-        "model.preset": tuple(PRESETS),
-        "attention.backend": ("auto", *BACKENDS),
-        "train.optimiser": ("adamw", "muon"),
-        "train.schedule": ("cosine", "constant"),
-        "train.precision": ("auto", "bf16", "fp32"),
-    }
-    for name, known in choices.items():
-        require(values[name] in known, name, f"unknown; {did_you_mean(values[name], known)}")
     t, tokens, run = config.train, config.eval.tokens, config.log.name
+    backend, known = config.attention.backend, ("auto", *BACKENDS)
+    rule = f"unknown; {did_you_mean(backend, known)}"
+    require(backend in known, "attention.backend", rule)
     table = config.model.positions if type(config.model.positions) is int else t.length
     require(t.length <= table, "train.length", f"is above model.positions = {table}")
     require(t.warmup <= t.steps, "train.warmup", f"is longer than train.steps = {t.steps}")

@@ -117,9 +117,13 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device(name)
 
 
+def takes_bf16(device: str, precision: str) -> bool:
+    """Whether products are in bfloat16; "auto": on a GPU only."""
+    return precision == "bf16" or (precision == "auto" and device == "cuda")
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Products in bfloat16, or in the types of their inputs; "auto": bf16 on a GPU only."""
-    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    bf16 = takes_bf16(device.type, precision)
     if bf16 and device.type == "cpu":
         _avoid_missing_amx()
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
@@ -160,12 +164,6 @@ def lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed because another process went away."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """On any device; a CPU's allocator has no error of its own."""
-    words = ("out of memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def finish() -> None:

@@ -15,7 +15,7 @@ from lssar.reference import resolve
 from model import ModelConfig
 from training.config import BatchPlan, Config
 from training.cross_entropy import CHUNK_LOGITS
-from training.distributed import World
+from training.distributed import World, takes_bf16
 from training.hours import Device, device_called, gpu_hours, model_of, planned_device, source
 
 GIB = 2**30
@@ -82,9 +82,7 @@ def disk_line(checkpoints: float, data: float = 0) -> str:
 
 
 def _precision(config: Config, device: str) -> torch.dtype:
-    chosen = config.train.precision
-    bf16 = chosen == "bf16" or (chosen == "auto" and device == "cuda")
-    return torch.bfloat16 if bf16 else torch.float32
+    return torch.bfloat16 if takes_bf16(device, config.train.precision) else torch.float32
 
 
 CARDS = (24, 40, 80)  # GB of common GPUs

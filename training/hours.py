@@ -40,15 +40,12 @@ def device_called(name: str) -> Device | None:
     return next((device for device in DEVICES.values() if device.name in name), None)
 
 
-def device_here() -> Device | None:
-    import torch  # the names of devices are needed before, by --help
-
-    return device_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-
-
 def planned_device(key: str | None, otherwise: str = "a100") -> Device:
     """The one asked for, else the one that is here, else another."""
-    return DEVICES[key] if key else device_here() or DEVICES[otherwise]
+    import torch  # the names of devices are needed before, by --help
+
+    here = device_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return DEVICES[key] if key else here or DEVICES[otherwise]
 
 
 def gpu_hours(config: Config, backends: list[str], device: Device, processes: int = 1) -> float:

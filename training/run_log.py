@@ -1,7 +1,6 @@
 """A run's directory and screen: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
-import fcntl
 import netrc
 import os
 import sys
@@ -28,18 +27,9 @@ class RunLog(contextlib.ExitStack):
         super().__init__()
         self.config, self.path, self.world = config, config.run_directory, world
         self.bar = tqdm(disable=True)
-        if not world.is_main:
-            return
-        try:  # two runs must not write into one directory
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = self.enter_context((self.path / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"{self.path} is in use by another training"
-            raise UserError(f"{busy}; choose another --log.name") from None
-        except OSError as error:
-            reason = f"cannot write the run directory {self.path}: {error.strerror}"
-            raise UserError(f"{reason}; choose another --log.directory") from None
+        if world.is_main:
+            remedy = "choose another --log.name or --log.directory"
+            self.enter_context(files.locked(self.path, remedy))
 
     def start(self, step: int, summary: list[str]) -> None:
         if not self.world.is_main:
@@ -67,8 +57,6 @@ class RunLog(contextlib.ExitStack):
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
         """One measurement of training: to the screen, metrics.jsonl and wandb."""
-        if not self.world.is_main:
-            return
         self._record(step=step, **values)
         rate, mfu = f"{values['tokens_per_s']:,.0f}", values["mfu"]
         shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tokens/s": rate}
@@ -82,13 +70,14 @@ class RunLog(contextlib.ExitStack):
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """The loss in nats per token; in bits per byte of text it does not depend on the tokens."""
-        if self.world.is_main:
-            bits = {} if bits_per_byte is None else {"val_bits_per_byte": bits_per_byte}
-            self._record(step=step, val_loss=loss, **bits)
-            shown = "".join(f", {value:.4f} bits per byte" for value in bits.values())
-            self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}{shown}")
+        bits = {} if bits_per_byte is None else {"val_bits_per_byte": bits_per_byte}
+        self._record(step=step, val_loss=loss, **bits)
+        shown = "".join(f", {value:.4f} bits per byte" for value in bits.values())
+        self.say(f"step {step}/{self.config.train.steps}  validation loss {loss:.4f}{shown}")
 
     def _record(self, **values) -> None:
+        if not self.world.is_main:
+            return
         with files.writing(self.path / METRICS):
             files.write_all(self._metrics, files.checked_line(values).encode())
         if self._wandb is not None:

@@ -120,7 +120,7 @@ def test_the_standard_library_is_split_by_file_and_says_which(tmp_path):
     source = manifest["settings"]["source"]
     splits = {split: [n for n, f in source["files"].items() if f["split"] == split]
               for split in ("train", "val")}  # fmt: skip
-    texts = sources.StdlibSource()._texts
+    texts = sources.StdlibSource().texts
     for split, names in splits.items():
         documents = (texts[name].encode() for name in names if texts[name])
         expected = [np.frombuffer(b"\0" + text, np.uint8).astype(np.uint16) for text in documents]

@@ -236,8 +236,8 @@ def two_in_one_place(times: int, folder: Path) -> Told:
         out = [*prepared.arguments, "--out", str(place / "set")]
         x = [*evaluated.arguments, "--out", str(place / "x.json")]
         main, command, words, sign = (
-            (train.main, subject.arguments(place), "in use by another", "nano-lssar/metrics.jsonl"),
-            (data.prepare.main, out, "written by another", "set/progress.json"),
+            (train.main, subject.arguments(place), "by another", "nano-lssar/metrics.jsonl"),
+            (data.prepare.main, out, "by another", "set/progress.json"),
             (evaluated.main, x, "another process", "x.json"),
         )[number % 3]
         first = Child(main, command, folder / "log", small_chunks)

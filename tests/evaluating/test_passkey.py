@@ -118,7 +118,7 @@ def test_a_corpus_of_prompts_that_cannot_be_is_refused():
 
 def test_the_corpus_continues_at_any_document_and_ends_validation_once():
     source = PasskeySource()
-    source.count, source.VALIDATION = 30, 7
+    source.count, source.border = 30, 7
     everything = list(source.pieces(None))
     assert [piece.validation for (piece,) in everything] == [True] * 7 + [False] * 22
     for done in (1, 7, 8, 28):

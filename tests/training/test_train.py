@@ -270,7 +270,7 @@ def test_a_second_run_in_the_same_directory_is_refused(corpus, tmp_path):
     config, world = load_config(path, overrides), World(0, 1, torch.device("cpu"))
     with RunLog(config, world):
         assert run_process(path, *overrides).returncode == 2
-        with pytest.raises(UserError, match="in use by another training"):
+        with pytest.raises(UserError, match=r"by another process; choose another --log\.name"):
             RunLog(config, world)
     assert train_here(path, *overrides) == 0
 
