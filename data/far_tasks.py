@@ -9,7 +9,7 @@ is of the same kind: trained at L, a model can be asked at 16 L. The budgets are
 keys, one bit, small alphabets; the letter of a value tells its key, and a bit that was written
 differs from one to be ignored, so that one lookup finds the answer. Two thirds of a corpus keep to
 shorter distances, where answers are frequent: retrieval is learned there first. Passkey prompts
-are those of `passkey.py`.
+are those of `passkey.py`, for bytes in their short form.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.passkey_text import make_prompt
+from data.passkey_text import PAPER, SHORT, make_prompt
 from data.sources import NumberedSource
 from data.tokeniser import Tokeniser
 from lssar.errors import UserError
@@ -98,12 +98,13 @@ def _refuse_short(task: str, length: int) -> None:
 
 
 def _passkey(tokeniser: Tokeniser, length: int, number: int, seed: int) -> Asked:
-    prompt = make_prompt(tokeniser, length, number, seed)
+    form = SHORT if tokeniser.name == "bytes" else PAPER  # what such models are trained on
+    prompt = make_prompt(tokeniser, length, number, seed, form)
     answer = tokeniser.encode(f" {prompt.key}")
     seen = np.lib.stride_tricks.sliding_window_view(prompt.tokens, len(answer)) == answer
     begin, said = len(prompt.tokens), int(np.flatnonzero(seen.all(1))[-1])
     rest = np.resize(tokeniser.encode("\n"), length + 1 - begin - len(answer))
-    # In bytes the blank before the digits is no part of the key.
+    # In bytes the blank before the letter is no part of the key.
     places = range(begin + (tokeniser.name == "bytes"), begin + len(answer))
     tokens = np.concatenate((prompt.tokens, answer, rest))
     return Asked(tokens, [(place, begin - said) for place in places])
