@@ -1,4 +1,4 @@
-"""The figure of every table: by length, bars for one length, by exponent, by column.
+"""The figure of every table: by length, bars for one length, both ends, by exponent, by column.
 
 Every mechanism has its own colour. A busy chart shows four lines in colour; all are named at their
 ends.
@@ -21,7 +21,7 @@ def draw(built: Built, evidence: Evidence):
     measured = any(e.cell.finite for line in built.lines for e in line.entries)
     if not measured or built.table.figure == "none":
         return None
-    kinds = {"bars": bars, "exponents": by_exponent, "columns": by_column}
+    kinds = {"bars": bars, "ends": by_ends, "exponents": by_exponent, "columns": by_column}
     return kinds.get(built.table.figure, by_length)(built, evidence)
 
 
@@ -95,6 +95,26 @@ def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
             axes.errorbar(x, y, yerr=spread, elinewidth=0.7, label=label, **style)
             ends.append((title, y[-1], style["color"]))
     return ends
+
+
+def by_ends(built: Built, evidence: Evidence):
+    """For a table of many rows: the loss at its first and last length, the lowest at the top."""
+    losses = [i for i, (column, _) in enumerate(built.columns) if column.quantity == "loss"]
+    ends, titles = (losses[0], losses[-1]), [built.columns[i][1] for i in (losses[0], losses[-1])]
+    found = [(line, [line.entries[i].cell for i in ends]) for line in built.lines]
+    found = [(line, cells) for line, cells in found if all(cell.finite for cell in cells)]
+    found.sort(key=lambda one: one[1][1].mean)
+    figure, axes = plots.figure(width=plots.PAGE, height=0.7 + 0.18 * len(found))
+    for place, (line, cells) in enumerate(found):
+        look = {k: plots.style(line.mechanism, line.row.variant)[k] for k in ("color", "marker")}
+        axes.plot([cell.mean for cell in cells], [place] * 2, color=look["color"], linewidth=1)
+        for cell, fill in zip(cells, ("white", look["color"]), strict=True):
+            spread = {"xerr": cell.sd or 0, "elinewidth": 0.7, "markerfacecolor": fill}
+            axes.errorbar(cell.mean, place, **look, **spread, markersize=4)
+    axes.set_yticks(range(len(found)), [line.row.title for line, _ in found])
+    axes.set_xlabel(f"{quantity(built)}: hollow at {titles[0]}, filled at {titles[1]}")
+    axes.invert_yaxis()
+    return figure
 
 
 def by_exponent(built: Built, evidence: Evidence):
