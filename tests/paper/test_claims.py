@@ -287,11 +287,18 @@ def test_a_claim_and_its_table_have_the_very_same_comparison(tmp_path):
 def test_the_committed_results_give_the_findings_that_readme_tells():
     found = Evidence("nano", ROOT / "results/nano")
     assert not found.problems
-    first, second, third = findings(found)
-    assert first.startswith("At 16 times the training length LSSAR has degraded less than softmax")
-    assert second.endswith("3 seeds).")
-    assert "beats both" in second
-    assert third.startswith("No model gains from far context")
+    told = findings(found)
+    beginnings = (
+        "At 16 times the training length LSSAR has degraded less than softmax",
+        "Whether a sliding window of the training length beats both is open",
+        "No model gains from far context",
+        "Softmax of cosines with LSSAR's scale is better than LSSAR at the training length",
+        "Which part of LSSAR brings its effect is open",
+        "Whether local RoPE layers around a global FoX layer beat the window is open",
+    )
+    assert len(told) == len(beginnings)
+    assert all(map(str.startswith, told, beginnings)), told
+    assert all(sentence.endswith("3 seeds).") for sentence in told)
     printed = show_claims(found)
     assert "the best exponent here, p = 20, is the edge of the sweep" in printed
     assert printed.index("the paper's claims") < printed.index("our controls and findings")
