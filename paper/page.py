@@ -9,6 +9,7 @@ import json
 import os
 import struct
 import unicodedata
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import quote
@@ -45,13 +46,14 @@ class Page:
     def _scale(self, name: str, folder: Path) -> dict:
         evidence = Evidence(name, folder)
         self.problems |= evidence.problems
-        shown = {"name": name, "findings": findings(evidence), "runs": {}}
+        shown = {"name": name, "findings": findings(evidence)}
+        shown |= {"runs": {}, "runs_file": folder / RUNS}
         shown["claims"], shown["controls"] = judge_all(evidence)
         tables = {n: self._view(evidence, table) for n, table in evidence.tables.items()}
         # The headline table is part of another, with more seeds.
         verdicts = [v for n, view in tables.items() if n != "headline" for v in view["verdicts"]]
         try:
-            shown["runs"] = read_runs(folder / RUNS)
+            shown["runs"] = with_own_settings(read_runs(folder / RUNS))
         except UserError as error:
             self.problems[folder / RUNS] = str(error)
         return shown | {"tables": tables, "verdicts": verdicts}
@@ -109,6 +111,21 @@ class Page:
     def link(self, path: Path) -> str:
         """Where a file is as seen from the page; the page holds no copies."""
         return quote(Path(os.path.relpath(path.resolve(), self.out.resolve())).as_posix())
+
+
+def with_own_settings(runs: dict[str, dict]) -> dict[str, dict]:
+    """Runs with `own`: the settings in which one differs from most of them, as text."""
+    lines = {
+        name: [
+            f"{part}.{key} = {value}"
+            for part, of in run["config"].items()
+            for key, value in of.items()
+        ]
+        for name, run in runs.items()
+    }
+    count = Counter(line for own in lines.values() for line in own)
+    usual = {line for line, times in count.items() if 2 * times > len(runs)}
+    return {n: run | {"own": [s for s in lines[n] if s not in usual]} for n, run in runs.items()}
 
 
 def source_hash(source: str) -> str:

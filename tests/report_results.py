@@ -89,6 +89,7 @@ def nano(found: Path) -> Path:
     losses(root, "relu-length", 0, {(AS_TRAINED, 128): None})
     runs = {f"{key}-s{seed}": run(seed) for key in CURVES for seed in range(3)}
     runs["exp-s0"] = run(0, status="unfinished", loss=None)
+    runs["exp-s0"]["config"]["attention"] = {"name": "exp"}
     write(root / "runs.json", {"kind": "runs", "scale": "nano", "runs": runs})
     write(found / "cpu/attention.json", {"kind": "attention", "rows": []})
     draw_figure(found / "cpu/attention.png")

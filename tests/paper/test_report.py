@@ -94,11 +94,14 @@ def test_the_far_parts_are_folded(shown):
     assert not any("open" in e for e in folded)
 
 
-def test_runs_show_config_commit_seed_tokens_and_time(shown):
+def test_runs_show_their_own_settings_commit_seed_tokens_and_time(shown):
     row = next(row for row in shown.rows() if row and row[0] == "lssar-p15-s2")
     assert row[1:8] == ["done", "2", "1,228,800", "71.2", "1.6831256803125143", "3d5c3b0a1b",
                         "2.13.0+cpu"]  # fmt: skip
-    assert "train.lr = 0.003" in row[-1]
+    assert row[-1] == ""  # no setting that most runs do not have
+    other = next(row for row in shown.rows() if row and row[0] == "exp-s0")
+    assert other[-1] == "attention.name = exp"
+    assert "nano/runs.json" in " ".join(hrefs(shown))
 
 
 def test_both_scales_stand_on_one_page_each_judged_by_its_rule(tmp_path):
