@@ -15,7 +15,7 @@ from torch import Tensor
 from lssar.backends import attend
 from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
 from lssar.reference import attention_weights
-from lssar.spans import attend_padded
+from lssar.spans import attend_padded, shifted_keys
 
 __all__ = ["MECHANISMS", "Attention", "KVCache", "attend", "attention_weights", "get_mechanism"]
 
@@ -103,11 +103,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     def __init__(
-        self, width: int, heads: int, mechanism: Mechanism, layer: int, positions: str | int
+        self,
+        width: int,
+        heads: int,
+        mechanism: Mechanism,
+        layer: int,
+        positions: str | int,
+        shift: bool = False,
     ):
         super().__init__()
         self.layer, self.heads, self.mechanism = layer, heads, mechanism
-        self.positions, self.backend = positions, "auto"
+        self.positions, self.shift, self.backend = positions, shift, "auto"
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         init = mechanism.parameter_init
@@ -120,18 +126,20 @@ class Attention(nn.Module):
         if cache is not None:
             # Padding may lie between the tokens of a window, and the current length counts all.
             whole = cache.mask is not None or m.length == "current" or m.sinks
-            window = None if whole else m.window
+            window = None if whole or m.window is None else m.window + self.shift
             k, v, *gates = cache.extend(self.layer, k, v, *gates, window=window)
             if first is not None:
                 first = first - (cache.length + x.shape[1] - k.shape[2])
-        decay = self.decay(k, *gates)
+        decay, padded = self.decay(k, *gates), cache is not None and cache.mask is not None
+        if self.shift and not padded:
+            k = shifted_keys(k, first)
         if m.sinks and self.positions == "rope":
             q, k = self.near_sinks(q, k, rope[2:])
         options = {"params": self.head_scale, "decay": decay, "backend": self.backend}
-        if cache is None or cache.mask is None:
-            out = attend(q, k, v, m, first=first, **options)  # (B, H, L, d)
+        if padded:
+            out = attend_padded(q, k, v, m, cache.mask, shift=self.shift, **options)
         else:
-            out = attend_padded(q, k, v, m, cache.mask, **options)
+            out = attend(q, k, v, m, first=first, **options)  # (B, H, L, d)
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 
     def queries_keys_values(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:

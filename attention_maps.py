@@ -42,6 +42,7 @@ from evaluating.protocol import open_results
 from evaluating.results import Record
 from lssar.errors import UserError
 from lssar.reference import UNSHIFTED_ROWS, attention_weights
+from lssar.spans import shifted_keys
 from model import GPT
 from support import plots
 from support.text import table
@@ -72,6 +73,7 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tenso
     q, k, _ = attention.queries_keys_values(x, rope)
     gates = () if attention.forget is None else (attention.gates(x),)
     decay = attention.decay(k, *gates)
+    k = shifted_keys(k, first) if attention.shift else k
     options = {"first": first, "params": attention.head_scale, "decay": decay}
     cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
     return attention_weights(q, k, attention.mechanism, **options)[0].cpu(), cosines[0].cpu()

@@ -5,7 +5,9 @@ is computed on demand, and the row count N of the mechanisms follows the absolut
 and without a KV cache.
 
 All layers see everything before them, unless a `pattern` such as ("local:32", "global") makes some
-of them local: these see the last 32 tokens, with a mechanism and positions of their own.
+of them local: these see the last 32 tokens, with a mechanism and positions of their own. With
+`shift`, a global layer keeps each value under the previous token's key, and so finds what followed
+similar tokens.
 
 Three settings adapt input and output to data other than text (physics/): `channels` tokens per
 position, a learned table of `positions`, a regression head with `outputs` numbers.
@@ -38,7 +40,7 @@ MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
 TEXT = {"channels": 1, "outputs": 0}  # a text model's values, and the least
 # What a description leaves out: the identity of a model has no key that is newer than the model.
 ABSENT = TEXT | {"positions": "rope", "scaling": "pi", "pattern": ("global",), "local": None}
-ABSENT |= {"documents": False}
+ABSENT |= {"shift": False, "documents": False}
 
 
 def require(holds: object, rule: str) -> None:
@@ -68,6 +70,7 @@ class ModelConfig:
     pattern: tuple[str, ...] = ("global",)  # repeated over the layers: "global", or "local:WINDOW"
     local: Layer | None = None  # of the local layers; None: `attention` and `positions`
     outputs: int = 0  # numbers per position from a regression head; 0: a token
+    shift: bool = False  # global layers keep a value under the previous token's key
     documents: bool = False  # a row sees its own document only, from its end-of-text token on
 
     @property
@@ -87,6 +90,10 @@ class ModelConfig:
         attention, positions = self.local or plain
         narrower = min(int(window), self.attention.window or int(window))
         return Layer(replace(attention, window=narrower, sinks=0), positions)
+
+    def shifts(self, number: int) -> bool:
+        """Whether a layer has shifted keys."""
+        return self.shift and self.pattern[number % len(self.pattern)] == "global"
 
     @property
     def all_layers(self) -> list[Layer]:
@@ -123,6 +130,9 @@ class ModelConfig:
         table = type(place) is int and place >= 1
         known = f"choose from {', '.join(POSITIONS)}, or the rows of a learned table"
         require(table or place in POSITIONS, f"positions = {place!r}; {known}")
+        require(type(self.shift) is bool, f"shift = {self.shift!r} must be true or false")
+        sinks = f"shifted keys and sinks = {self.attention.sinks} do not go together"
+        require(not (self.shift and self.attention.sinks), f"{sinks}; leave one out")
         if self.local is None:
             return
         local, own = self.local.positions, any(entry != "global" for entry in pattern)
@@ -194,8 +204,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
-        mechanism, positions = config.layer(layer)
-        self.attention = Attention(config.width, config.heads, mechanism, layer, positions)
+        sizes, kind = (config.width, config.heads), config.layer(layer)
+        self.attention = Attention(
+            *sizes, kind.attention, layer, kind.positions, config.shifts(layer)
+        )
         self.norm_mlp = nn.LayerNorm(config.width)
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)
@@ -334,8 +346,9 @@ class GPT(nn.Module):
                 lacks = f"lacks the parameters of {new.name!r}, positions {place!r}"
                 raise UserError(f"a model trained with {has} {lacks}")
         self.config = config
-        for block, layer in zip(self.blocks, config.all_layers, strict=True):
+        for number, (block, layer) in enumerate(zip(self.blocks, config.all_layers, strict=True)):
             block.attention.mechanism, block.attention.positions = layer
+            block.attention.shift = config.shifts(number)
         return self
 
     def use_backend(self, name: str) -> "GPT":

@@ -29,6 +29,7 @@ from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
 from lssar.reference import attention_weights
+from lssar.spans import shifted_keys
 from training.distributed import autocast
 
 PAPER = "paper"
@@ -313,8 +314,9 @@ def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Ten
         raise UserError(f"--text {path} is empty")
     tokens = torch.from_numpy(np.resize(tokens, (options.batch, length)).astype("int64"))
     model = checkpoint.load(torch.device("cpu"))
-    attention, x, rope, _ = layer_inputs(model, tokens, options.layer - 1)
-    return attention.queries_keys_values(x, rope)
+    attention, x, rope, first = layer_inputs(model, tokens, options.layer - 1)
+    q, k, v = attention.queries_keys_values(x, rope)
+    return q, shifted_keys(k, first) if attention.shift else k, v
 
 
 @torch.no_grad()

@@ -81,6 +81,7 @@ def mechanism_label(m: Mechanism) -> str:
 def model_label(config: ModelConfig) -> str:
     """The mechanism, and what else tells its layers from those of the paper."""
     place = {"none": ", NoPE", "alibi": ", ALiBi", "fox": ", FoX"}.get(config.positions, "")
+    place += ", shifted" if config.shift else ""
     windows = ", ".join(entry for entry in dict.fromkeys(config.pattern) if entry != "global")
     own = config.local is not None and config.local.attention != config.attention
     local = f" {mechanism_label(config.local.attention)}" if own else ""

@@ -13,7 +13,7 @@ from lssar.spans import Arrangement, arrange, bounded, can_look_at
 from model import GPT, MEANING, ModelConfig, preset
 
 MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
-MODEL |= {"positions": "rope", "pattern": ["global"], "local": None}
+MODEL |= {"positions": "rope", "pattern": ["global"], "local": None, "shift": False}
 
 
 class LssarConfig(PreTrainedConfig):

@@ -105,6 +105,22 @@ def without_unseen(v: Tensor, first: Tensor) -> Tensor:
     return v.masked_fill(unseen[:, None, :, None], 0)
 
 
+def shifted_keys(k: Tensor, first: Tensor | None = None) -> Tensor:
+    """k (B, H, Lk, d) with the previous token's key in each place.
+
+    A query then finds the value that followed what it looks for: an induction head in one layer.
+    The first token of a sequence keeps its own key; `first` (B, Lq) or (Lq,) says where sequences
+    start (documents or padding, not a window).
+    """
+    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
+    if first is None:
+        return before
+    first = torch.atleast_2d(first).long().clamp(0, k.shape[2])
+    starts = torch.zeros(len(first), k.shape[2] + 1, dtype=torch.bool, device=k.device)
+    starts = starts.scatter(1, first, True)[:, None, :-1, None]
+    return torch.where(starts, k, before)
+
+
 # --- padded batches ------------------------------------------------------------------------------
 
 
@@ -152,6 +168,8 @@ def attend_padded(
     v: Tensor,
     mechanism: str | Mechanism,
     mask: Tensor | Arrangement | None,
+    *,
+    shift: bool = False,
     **options: Any,
 ) -> Tensor:
     """`attend` over the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
@@ -159,12 +177,12 @@ def attend_padded(
     Keys from n on do not exist yet: a cache with room for more may be given whole. Padding may be
     to the left, to the right or, in a cache, between the two; a row gives what its sequence gives
     alone. The result is zero where a query is padding. `arrange` makes what several layers share
-    from a mask once.
+    from a mask once. With `shift`, the keys are shifted (`shifted_keys`).
     """
     from lssar.backends import attend
 
     if mask is None:
-        return attend(q, k, v, mechanism, **options)
+        return attend(q, shifted_keys(k) if shift else k, v, mechanism, **options)
     if options.pop("first", None) is not None:
         raise UserError("attend_padded makes first from its mask; give one of the two")
     end, first, keys, queries = mask if isinstance(mask, Arrangement) else arrange(mask, q.shape[2])
@@ -176,6 +194,8 @@ def attend_padded(
         if decay is not None:
             decay = decay.expand(len(q), -1, -1).unsqueeze(-1)
             options["decay"] = _moved(decay, keys).squeeze(-1)
+    if shift:
+        k = shifted_keys(k, first)
     out = attend(q, k, v, mechanism, first=first, **options)
     return out if queries is None else _moved(out, queries.argsort(dim=1))
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The main experiment on one GPU: `[HOURS=1] [DATA=corpora/mine] bash scripts/single_gpu.sh [--section.key=value ...]`.
-# Needs one GPU of 24 GB (RTX 4090, A100, ...), a network for 2.4 GB of data, 10 GB of disk, and three hours.
-# Downloads FineWeb as tokens, trains the 45M model with softmax and with LSSAR for an hour each, evaluates both at
-# 1x to 16x the training length, on passkeys too, and draws. Run again, it continues or shows what is there.
+# Needs one GPU of 24 GB (RTX 4090, A100, ...), a network for 2.4 GB of data, 10 GB of disk, and four hours.
+# Downloads FineWeb as tokens, trains the 45M model with softmax, with LSSAR, and with layers of two kinds (configs/
+# single-far.toml) for an hour each, evaluates them at 1x to 16x the training length, on passkeys too, and draws.
+# Run again, it continues or shows what is there.
 #
 # How many steps an hour has is measured, not guessed: 30 steps of each mechanism come first, and all of them then
 # train for as many steps as the slowest makes in HOURS, so that they see the same tokens.
@@ -29,8 +30,7 @@ source scripts/env.sh requirements.txt
 [ "$DEVICE" != cuda ] || python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
   stop "torch does not see the GPU; install the torch build for your driver into .venv (nvidia-smi names its CUDA)"
 
-mechanisms=(softmax lssar)
-[ -e configs/single-hybrid.toml ] && mechanisms+=(hybrid)
+mechanisms=(softmax lssar far)
 multiples=$((LENGTH)),$((2 * LENGTH)),$((4 * LENGTH)),$((8 * LENGTH)),$((16 * LENGTH))
 train() { # train NAME CONFIG OPTIONS...
   local name=$1 config=$2
@@ -91,7 +91,7 @@ $(python report.py "$results/extrapolation.json")
 A sliding window of the training length is the control: a flat curve alone does not show that far context is used,
 the context gain does (below zero, the far context helps).
   figures       $results/extrapolation.png, $results/passkey.png, $results/maps-*.png
-  loss curves   $runs/softmax/loss.png, $runs/lssar/loss.png
+  loss curves   $runs/{softmax,lssar,far}/loss.png
 Next:
   the paper's tables at this size   SCALE=single bash scripts/reproduce_all.sh --plan
   a night of them                   python reproduce.py headline --scale single --seeds 0 --plan

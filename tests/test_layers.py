@@ -30,6 +30,10 @@ KINDS = {
     "fox": {"positions": "fox"},
     "hybrid": HYBRID,
     "hybrid of fox": HYBRID | {"positions": "fox", "local": Layer(get_mechanism("lssar"), "alibi")},
+    "shifted": {"shift": True},
+    "shifted hybrid": HYBRID | {"shift": True},
+    "shifted hybrid of fox": HYBRID | {"shift": True, "positions": "fox"},
+    "shifted windows": {"layers": 2, "pattern": ("global", "local:5"), "shift": True},
     "three windows": {"layers": 3, "pattern": ("local:1", "local:5", "global")},
 }
 
@@ -79,6 +83,8 @@ def test_a_description_reads_back_and_a_plain_one_has_no_new_key(kind):
         ({"local": {"attention": {"name": "softmax"}}}, "mistyped"),
         ({"positions": "none", "interpolation": 2.0}, "interpolation = 2.0"),
         ({"scaling": "linear"}, "scaling = 'linear'"),
+        ({"shift": 1}, "shift = 1 must be true or false"),
+        ({"shift": True, "attention": {"name": "softmax", "window": 9, "sinks": 2}}, "sinks = 2"),
     ],
     ids=str,
 )
@@ -170,6 +176,32 @@ def test_alibi_and_fox_have_the_weights_of_the_loop_reference(name, tokens):
         torch.testing.assert_close(got, expected[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["lssar", "softmax", "cos-softmax"])
+def test_shifted_keys_have_the_weights_of_the_loop_reference_on_the_keys_before(name, tokens):
+    model = small_gpt(name, shift=True, positions="none").double()
+    attention, x, rope, _ = layer_inputs(model, tokens[:1], 1)
+    q, k, _ = attention.queries_keys_values(x, rope)
+    before = k.clone()
+    for place in range(1, 45):
+        before[:, :, place] = k[:, :, place - 1]
+    got, _ = layer_weights(model, tokens[0], 1)
+    expected = weights_of_batch(name, q, before)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(got, weights_of_batch(name, q, k)[0])
+
+
+@pytest.mark.parametrize("kind", ["shifted", "shifted hybrid", "shifted hybrid of fox"])
+def test_shifted_keys_show_nothing_of_later_tokens_and_decode_through_a_window(kind, tokens):
+    model, other = small_gpt("lssar", **KINDS[kind]), tokens.clone()
+    other[:, 20:] = (other[:, 20:] + 1) % 61
+    with torch.no_grad():
+        assert_alike(model(other)[:, :20], model(tokens)[:, :20])
+        model.configure(attention=get_mechanism("lssar", window=9))
+        seen, cache = model(tokens), KVCache(45)
+        parts = [model.logits(model.hidden(t, cache)) for t in tokens.split((7, 1, 13, 24), dim=1)]
+    assert_alike(torch.cat(parts, 1), seen)
+
+
 def test_without_positions_the_order_of_earlier_tokens_does_not_matter(tokens):
     model, shuffled = small_gpt("lssar", layers=1, positions="none"), tokens.clone()
     shuffled[:, :30] = shuffled[:, torch.randperm(30)]
@@ -211,7 +243,7 @@ def test_a_padded_batch_decodes_each_sequence_as_alone(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hybrid", "hybrid of fox"])
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid of fox", "shifted hybrid"])
 def test_compiled_equals_eager(kind, tokens):
     torch.compiler.reset()
     model = small_gpt("lssar", **KINDS[kind])

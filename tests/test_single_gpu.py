@@ -78,7 +78,7 @@ def test_what_cannot_be_done_is_one_line_and_starts_nothing(checkout, arguments,
 
 
 SMALL = (
-    *("--model.layers=1", "--model.heads=1", "--model.width=16", "--model.vocab_size=257"),
+    *("--model.layers=2", "--model.heads=1", "--model.width=16", "--model.vocab_size=257"),
     *("--model.vocab_rows=257", "--train.batch_tokens=896", "--train.micro_batch=2"),
     *("--train.compile=false", "--eval.tokens=896", "--eval.interval=20"),
 )
@@ -95,16 +95,16 @@ def test_every_step_runs_in_order_and_again_does_nothing_twice(checkout, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     scripts = [command.split()[0] for command in started(place)]
     evaluations = ["eval_extrapolation.py", "passkey.py", "attention_maps.py", "report.py"]
-    assert scripts == ["train.py", "train.py", "-", "train.py", "train.py", *evaluations]
+    assert scripts == [*["train.py"] * 3, "-", *["train.py"] * 3, *evaluations]
     steps = int((place / "runs/single_gpu/steps").read_text())
-    for name in ("softmax", "lssar"):
+    for name in ("softmax", "lssar", "far"):
         assert read_metrics(place / f"runs/single_gpu/{name}")[-1]["step"] == steps
     losses = json.loads((place / "results/single_gpu/extrapolation.json").read_text())["records"]
     lengths = {r["length"] for r in losses if r["quantity"] == "loss"}
     assert lengths == {448, 896, 1792, 3584, 7168}
     pictures = [path.name for path in (place / "results/single_gpu").glob("*.png")]
     assert {"extrapolation.png", "passkey.png"} < set(pictures)
-    assert sum(name.startswith("maps-") for name in pictures) == 2
+    assert sum(name.startswith("maps-") for name in pictures) == 3
     weights = sorted(place.glob("runs/single_gpu/*/checkpoints/*/*"))
     times = [path.stat().st_mtime_ns for path in weights]
     again = run(place, *SMALL, DATA=str(tmp_path / "mine"), **small)

@@ -50,6 +50,7 @@ class ModelSection:
     outputs: int | None = None
     positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
     pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers
+    shift: bool | None = None  # global layers keep a value under the previous token's key
 
 
 @dataclass(frozen=True)

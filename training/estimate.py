@@ -179,7 +179,8 @@ def described_layers(m: ModelConfig) -> str:
         p = f" (p = {attention.p:g})" if attention.sharpened else ""
         place = "" if m.positions == positions == "rope" else f", positions {positions}"
         window = f", window {attention.window}" if attention.window else ""
-        kinds.setdefault(f"{attention.name}{p}{place}{window}", []).append(str(number))
+        shift = ", shifted keys" if m.shifts(number - 1) else ""
+        kinds.setdefault(f"{attention.name}{p}{place}{window}{shift}", []).append(str(number))
     if len(kinds) == 1:
         return next(iter(kinds))
     return "; ".join(f"layers {', '.join(found)}: {kind}" for kind, found in kinds.items())

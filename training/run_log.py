@@ -172,10 +172,11 @@ def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
     from support import plots  # matplotlib takes a second, and only the end of a run needs it
 
     figure, axes = plots.figure(width=plots.PAGE / 1.5, height=3.0)
-    for i, (key, label) in enumerate((("loss", "training"), ("val_loss", "validation"))):
+    looks = {"loss": ("training", plots.GREY, ""), "val_loss": ("validation", plots.INK, "o")}
+    for key, (label, colour, marker) in looks.items():  # colours are for mechanisms
         points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), **plots.line(i, marker=i == 1), label=label)
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.legend()
     plots.save(figure, file)

@@ -102,6 +102,7 @@ def test_a_fresh_process_without_this_repository_writes_what_generate_writes(tmp
 HYBRID = {"pattern": ("local:3", "global"), "positions": "alibi"}
 CASES = [(name, {}) for name in MECHANISMS]
 CASES += [("lssar", HYBRID), ("softmax", HYBRID | {"positions": "fox"})]
+CASES += [("lssar", HYBRID | {"positions": "none", "shift": True})]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

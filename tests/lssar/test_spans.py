@@ -15,6 +15,7 @@ from lssar.spans import (
     document_starts,
     documents,
     padding,
+    shifted_keys,
     token_positions,
     window,
 )
@@ -189,3 +190,19 @@ def test_a_mask_and_a_span_together_are_refused():
     q, k, v = inputs(3, WIDTH)
     with pytest.raises(UserError, match="makes first from its mask; give one of the two"):
         attend_padded(q, k, v, "lssar", torch.tensor(LEFT, dtype=bool), first=window(4, WIDTH))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_shifted_keys_are_those_of_the_token_before_in_the_same_sequence(dtype):
+    k = torch.randn(2, 3, 9, 4)
+    assert torch.equal(shifted_keys(k)[:, :, 0], k[:, :, 0])
+    assert torch.equal(shifted_keys(k)[:, :, 1:], k[:, :, :-1])
+    packed = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 5, 8], [0] * 9], dtype=dtype)
+    cached = torch.tensor([[5, 9]] * 2, dtype=dtype)  # the last two queries; the end: sees nothing
+    for first in (packed, packed[0], cached):
+        rows = first if first.dim() == 2 else first.expand(2, -1)
+        got = shifted_keys(k, first)
+        for b in range(2):
+            for j in range(9):
+                own = j == 0 or j in rows[b]
+                assert torch.equal(got[b, :, j], k[b, :, j if own else j - 1])

@@ -74,6 +74,7 @@ def test_every_shipped_config_loads_as_its_name_says(path):
     assert config.model_config().attention.train_length == config.train.length
     if attention == "lssar":
         assert config.mechanism().p == 15
+    assert config.model_config().shift == ("far" in words)
     if size != "nano":
         assert ("edu" in path.stem) == ("edu" in config.data.directory)
     assert config.log.name == path.stem
@@ -81,7 +82,7 @@ def test_every_shipped_config_loads_as_its_name_says(path):
 
 
 MECHANISM_OF = {"softmax": "softmax", "lssa": "lssa", "lssar": "lssar"}
-MECHANISM_OF |= {"hybrid": "cos-softmax", "drope": "softmax", "pi": "lssar"}
+MECHANISM_OF |= {"hybrid": "cos-softmax", "far": "cos-softmax", "drope": "softmax", "pi": "lssar"}
 MECHANISM_OF |= dict.fromkeys(TASKS, "softmax")  # as a task's config is without an override
 
 
