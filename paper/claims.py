@@ -123,7 +123,8 @@ def of_checks(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
         rule = f"{kind} {limit}" + (f" of {centre}" if centre else "")
         label = f"{' / '.join(row.title for row in rows)}, {title}"
         shown = f"{mean}{unit} ({rule})".replace("-", "−")
-        points.append(Point(label, BETTER, found, shown=shown))
+        by_itself = float(limit) == 0 and not centre  # the difference is the quantity
+        points.append(Point(label, BETTER, found, shown="" if by_itself else shown))
     return points
 
 

@@ -91,7 +91,7 @@ def length_jobs(table: Table, space: Workspace) -> list[Job]:
 
 def measured_jobs(table: Table, space: Workspace) -> list[Job]:
     """The training of its runs, and the one command that measures them all."""
-    keys = [row.run for row in table.rows] if "{runs}" in table.measure else []
+    keys = dict.fromkeys(row.run for row in table.rows) if "{runs}" in table.measure else []
     trained = [(key, seed) for key in keys for seed in space.seeds_of(key)]
     directories = [str(space.run_directory(*run)) for run in trained]
     out = space.folder / table.name / f"{table.name}.json"

@@ -39,7 +39,9 @@ def by_length(built: Built, evidence: Evidence):
     shown = [c for c, _ in built.columns if c.quantity in ("loss", "accuracy")]  # the first ones
     lengths = [evidence.length(table, column.factor) for column in shown]
     panels, several = len(table.panels), len(table.panels) > 1
-    width = plots.PAGE if several or len(built.lines) > 9 else 1.15 * plots.COLUMN
+    longest = max(len(line.row.title) for line in built.lines)  # they stand beside the lines
+    wide = several or len(built.lines) > 9 or longest > 40
+    width = plots.PAGE if wide else 1.15 * plots.COLUMN
     height = max(2.5, 0.8 + 0.14 * len(built.lines) / panels)
     figure, grid = plots.figure(1, panels, width, height, squeeze=False, sharey=True)
     for axes, prefix in zip(grid[0], table.panels, strict=True):

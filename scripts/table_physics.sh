@@ -61,7 +61,7 @@ source scripts/env.sh requirements.txt requirements-physics.txt
 
 if [ "$plan" ]; then
   # shellcheck disable=SC2086
-  exec python physics/physics_plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" \
+  exec python paper/physics_plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" \
     --seeds $seeds --gpus "$gpus" ${gpu:+--gpu "$gpu"}
 fi
 

@@ -1,5 +1,6 @@
-"""Every command answers --help and a mistyped option without importing what takes seconds."""
+"""What is imported: by a command for --help and a mistyped option, and by one room of another."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ COMMANDS = {
     "physics/simulate.py": ["orbits", "--out", "x"],
     "physics/force.py": ["magnitude", "runs/x", "--config", "configs/physics-nano-magnitude.toml"],
     "physics/discover.py": ["--forces", "x", "--planets", "x", "--out", "x.json"],
-    "physics/physics_plan.py": ["nano", "--data=x", "--points=24", "--sequences=9"],
+    "paper/physics_plan.py": ["nano", "--data=x", "--points=24", "--sequences=9"],
 }
 
 
@@ -103,3 +104,25 @@ def test_an_unknown_table_is_one_line_without_slow_imports():
     assert (code, shown) == (2, "")
     assert line.startswith("error: unknown table 'headlin'; did you mean 'headline'")
     assert not imported & SLOW
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name.split(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.split(".")[0]
+
+
+def test_a_room_imports_what_contributing_says():
+    rows = re.findall(r"^\| (`.*/`) \|.*\| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    rooms = {room: may for names, may in rows for room in re.findall(r"`(\w+)/`", names)}
+    modules = {*rooms, *(path.stem for path in ROOT.glob("*.py"))}
+    assert len(rooms) == 10
+    for room, may in rooms.items():
+        allowed = set(re.findall(r"`(\w+)", may))
+        if may.startswith("everything but"):
+            allowed = modules - allowed
+        for path in (ROOT / room).rglob("*.py"):
+            others = {name for name in imports_of(path) if name in modules} - {room}
+            assert others <= allowed, f"{path.relative_to(ROOT)} imports {others - allowed}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from train_helpers import arguments, make_corpus
 
-import physics.physics_plan
+import paper.physics_plan
 import reproduce
 from lssar.errors import UserError
 from paper.experiments import SCALES
@@ -271,7 +271,7 @@ def planners(script, scale, *arguments):
     name = "parts half_weight" if script == "table_parts" else name
     size = "109m" if scale == "paper" else scale
     data = "physics" if scale == "paper" else f"physics-{scale}"
-    physics = f"python physics/physics_plan.py {size} --data corpora/{data} --points"
+    physics = f"python paper/physics_plan.py {size} --data corpora/{data} --points"
     tables = f"python reproduce.py {name} --scale {scale} {' '.join(arguments)}"
     return {"table_physics": [physics], "reproduce_all": [tables, physics]}.get(script, [tables])
 
@@ -327,13 +327,13 @@ def test_physics_is_told_what_concerns_it_and_left_out_of_tables_alone(started):
 def test_the_plan_of_physics_adds_up(monkeypatch, tmp_path, capsys, size, tokens):
     monkeypatch.chdir(ROOT)
     arguments = ["--data", str(tmp_path), "--points", "1000", "--sequences", str(2**28)]
-    physics.physics_plan.main([size, *arguments])
+    paper.physics_plan.main([size, *arguments])
     printed = capsys.readouterr().out
     assert f"tokens      {tokens:,}, " in printed
     assert "1,000.00 GiB of data" in printed
     assert "too little: make room" in printed or shutil.disk_usage(".").free > 1000 * 2**30
     assert "orbits, forces, planets to be made" in printed
-    physics.physics_plan.main([size, *arguments, "--seeds", "0", "1", "2"])
+    paper.physics_plan.main([size, *arguments, "--seeds", "0", "1", "2"])
     assert f"tokens      {3 * tokens:,}, " in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 

@@ -281,7 +281,7 @@ def test_the_seconds_in_the_comments_of_the_configs_are_the_recorded_ones():
         run = recorded.get(f"{key}-s0")
         seconds = [f"{round(run['seconds']):,}"] if run else []
         assert said == seconds, config
-    assert len(keys) == 13
+    assert len(keys) == 16
 
 
 # --- jobs ----------------------------------------------------------------------------------------

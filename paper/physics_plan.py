@@ -1,4 +1,4 @@
-"""python physics/physics_plan.py nano|single|109m --data DIR --points 1000 --sequences 10000000
+"""python paper/physics_plan.py nano|single|109m --data DIR --points 1000 --sequences 10000000
 
 What scripts/table_physics.sh will do: orbits, runs, tokens, hours, memory and disk; `--gpus 8` of
 the kind `--gpu a100`. Starts nothing.
