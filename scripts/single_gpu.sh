@@ -12,7 +12,7 @@
 # goes to train.py; LENGTH and TOKENS are the training length and the number of tokens to evaluate on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-HOURS=${HOURS:-1} DATA=${DATA:-corpora/fineweb1B} DEVICE=${DEVICE:-cuda} LENGTH=${LENGTH:-1024} TOKENS=${TOKENS:-10485760}
+HOURS=${HOURS:-1} own=${DATA:-} DATA=${DATA:-corpora/fineweb1B} DEVICE=${DEVICE:-cuda} LENGTH=${LENGTH:-1024} TOKENS=${TOKENS:-10485760}
 runs=runs/single_gpu results=results/single_gpu
 stop() {
   echo "error: $*" >&2
@@ -22,6 +22,12 @@ stop() {
 for argument in "$@"; do
   [[ $argument == --*.*=* ]] || stop "single_gpu.sh takes --section.key=value of train.py, not '$argument'"
 done
+[ -z "$own" ] || [ -e "$DATA/manifest.json" ] ||
+  stop "DATA=$DATA is not a prepared set; python data/prepare.py text FOLDER --tokeniser gpt2 --out $DATA makes it"
+if [ -s "$runs/steps" ]; then # the schedule of what is there
+  read -r began _ <"$runs/steps"
+  [ "$began" = "$HOURS" ] || stop "$runs was begun with HOURS=$began; use that, or move it and $results away"
+fi
 # Before anything is installed; a container may have a GPU without nvidia-smi.
 if [ "$DEVICE" = cuda ] && ! nvidia-smi -L 2>/dev/null && [ ! -e /dev/nvidia0 ]; then
   stop "no GPU was found: check nvidia-smi; without one, bash scripts/quickstart.sh runs on a CPU"
@@ -62,10 +68,10 @@ for run in (Path(runs, name) for name in names):
     batch = parse_config((run / "config.toml").read_text(), str(run)).train.batch_tokens
     steps.append(int(0.95 * 3600 * float(hours) * rate / batch))  # a twentieth for validation and saving
     print(f"{run.name}: {rate:,.0f} tokens/s, {steps[-1]:,} steps")
-Path(runs, "steps").write_text(f"{max(10, min(steps))}\n")
+Path(runs, "steps").write_text(f"{hours} {max(10, min(steps))}\n")
 PY
 fi
-steps=$(<"$runs/steps")
+read -r _ steps <"$runs/steps"
 
 echo "== 3/5 training: $steps steps each"
 for mechanism in "${mechanisms[@]}"; do

@@ -15,7 +15,8 @@
 # So does a run that was preempted; one that failed does not.
 # The run directory and the data must be on a file system that all nodes share.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
+[ "${SLURM_SUBMIT_DIR:-}" ] || { echo "error: start this with sbatch: sbatch scripts/slurm.sh CONFIG" >&2; exit 2; }
+cd "$SLURM_SUBMIT_DIR"
 source .venv/bin/activate
 
 read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

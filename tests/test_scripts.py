@@ -403,6 +403,14 @@ def test_slurm_asks_the_run_and_not_torchruns_exit_code(
     assert (tmp_path / "started").exists() == (code != 2)
 
 
+def test_slurms_script_started_by_hand_is_one_line():
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    script = ["bash", ROOT / "scripts/slurm.sh", "c.toml"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    said = "error: start this with sbatch: sbatch scripts/slurm.sh CONFIG\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_a_slurm_job_that_is_signalled_saves_and_goes_back_into_the_queue(cluster, tmp_path):
     """With two real torchrun, which meet over loopback, and train.py; only SLURM's are stubs."""
     interpreter = f"exec {shlex.quote(sys.executable)}"

@@ -65,6 +65,7 @@ def started(place: Path) -> list[str]:
     [
         ([], {"DEVICE": "cuda"}, "no GPU was found"),
         ([], {"HOURS": "0"}, "HOURS=0 is not a number of hours"),
+        ([], {"DATA": "corpora/mistyped"}, "DATA=corpora/mistyped is not a prepared set"),
         (["--plan"], {}, "takes --section.key=value of train.py, not '--plan'"),
     ],
 )
@@ -75,6 +76,15 @@ def test_what_cannot_be_done_is_one_line_and_starts_nothing(checkout, arguments,
     done = run(place, *arguments, **environment)
     assert (done.returncode, started(place), done.stdout) == (2, [], "")
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_another_number_of_hours_than_it_was_begun_with_is_refused(checkout):
+    place = checkout(STUB)
+    (place / "runs/single_gpu").mkdir(parents=True)
+    (place / "runs/single_gpu/steps").write_text("1 1200\n")
+    done = run(place, HOURS="5")
+    assert (done.returncode, started(place), done.stdout) == (2, [], "")
+    assert "runs/single_gpu was begun with HOURS=1" in done.stderr
 
 
 SMALL = (
@@ -96,9 +106,10 @@ def test_every_step_runs_in_order_and_again_does_nothing_twice(checkout, tmp_pat
     scripts = [command.split()[0] for command in started(place)]
     evaluations = ["eval_extrapolation.py", "passkey.py", "attention_maps.py", "report.py"]
     assert scripts == [*["train.py"] * 3, "-", *["train.py"] * 3, *evaluations]
-    steps = int((place / "runs/single_gpu/steps").read_text())
+    hours, steps = (place / "runs/single_gpu/steps").read_text().split()
+    assert hours == "0.0002"
     for name in ("softmax", "lssar", "far"):
-        assert read_metrics(place / f"runs/single_gpu/{name}")[-1]["step"] == steps
+        assert read_metrics(place / f"runs/single_gpu/{name}")[-1]["step"] == int(steps)
     losses = json.loads((place / "results/single_gpu/extrapolation.json").read_text())["records"]
     lengths = {r["length"] for r in losses if r["quantity"] == "loss"}
     assert lengths == {448, 896, 1792, 3584, 7168}
