@@ -12,6 +12,13 @@ is the same command. An exported checkpoint brings its own code: `--model hf` ta
 token; `add_bos_token=False` gives contexts as they are, and the scores of downstream.py.
 """
 
+import signal
+
+if (
+    __name__ == "__main__"
+):  # what follows takes seconds to import: Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -32,5 +39,6 @@ class LssarLM(HFLM):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     register_model("lssar")(LssarLM)
     cli_evaluate()

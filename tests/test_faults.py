@@ -338,6 +338,20 @@ def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, com
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
 
 
+def test_an_interrupt_during_the_harness_imports_has_no_traceback(tmp_path):
+    (tmp_path / "lm_eval.py").write_text(INTERRUPTED)
+    result = subprocess.run(
+        [sys.executable, "-m", "lssar.lm_eval"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
+
+
 def test_an_ignored_interrupt_stays_ignored():
     code = (
         "import os, signal; from support.command import answer_early, run;"
