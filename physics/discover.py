@@ -185,6 +185,7 @@ class Magnitudes:
     def oracle(self) -> np.ndarray:
         """Mean force of the two nearest labelled states, every coordinate standardised."""
         mean, spread = self.labelled.mean(axis=0), self.labelled.std(axis=0)
+        spread[spread == 0] = 1  # stars of heavy planets all have one mass
         _, near = cKDTree((self.labelled - mean) / spread).query((self.states - mean) / spread, k=2)
         return magnitude(self.labelled)[near].mean(axis=1)
 
@@ -215,13 +216,17 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def fitted_exponents(inputs: np.ndarray, predicted: np.ndarray) -> dict[str, float | None]:
-    """Least squares of log F = c + sum e_i log x_i over the forces that have a logarithm."""
+    """Least squares of log F = c + sum e_i log x_i over the forces that have a logarithm.
+
+    Of the inputs that vary; None where there are too few such forces.
+    """
     inputs, predicted = inputs[predicted > 0], predicted[predicted > 0]
     if len(predicted) < 10:
         return dict.fromkeys(EXPONENTS)
-    columns = np.column_stack((np.ones(len(inputs)), np.log(inputs)))
+    varies = np.ptp(inputs, axis=0) > 0
+    columns = np.column_stack((np.ones(len(inputs)), np.log(inputs[:, varies])))
     solution = np.linalg.lstsq(columns, np.log(predicted), rcond=None)[0]
-    return dict(zip(EXPONENTS, solution[1:].tolist(), strict=True))
+    return dict(zip(np.array(EXPONENTS)[varies].tolist(), solution[1:].tolist(), strict=True))
 
 
 class Vectors:

@@ -244,6 +244,16 @@ def test_without_the_planets_mass_a_model_explains_what_does_not_vary_with_it(tm
     assert magnitudes.blind(rows) == pytest.approx(1)
 
 
+def test_stars_of_one_mass_leave_an_oracle_and_the_other_exponents(tmp_path):
+    sizes = ["--labelled", "60", "--probed", "9", "--held-out", "5", "--points", "24"]
+    simulate(["forces", "--heavy", *sizes, "--out", str(tmp_path / "forces")])
+    magnitudes = discover.Magnitudes(tmp_path / "forces", 50)
+    assert np.ptp(magnitudes.inputs[:, 2]) == 0
+    assert np.isfinite(magnitudes.oracle()).all()
+    found = discover.fitted_exponents(magnitudes.inputs, magnitudes.truth)
+    assert found == pytest.approx({"exponent_r": -2, "exponent_m1": 1})
+
+
 def test_the_oracle_averages_the_two_nearest_labelled_states(world):
     magnitudes = discover.Magnitudes(world / "forces", 50)
     labelled = magnitudes.labelled
