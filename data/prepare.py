@@ -35,8 +35,7 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from data.download import READY_MADE, begun_revision, download, latest_revision
-from data.far_tasks import TASKS, TaskSource
-from data.passkey_text import PasskeySource
+from data.far_tasks import TASKS, PasskeySource, TaskSource
 from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
 from data.sources import HUB, HubSource, Sample, StdlibSource, TextSource, find_files

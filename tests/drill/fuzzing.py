@@ -21,7 +21,7 @@ import eval_extrapolation
 import generate
 import passkey
 import train
-from data.passkey_text import ANSWER_TOKENS, make_prompt
+from data.far_tasks import ANSWER_TOKENS, make_prompt
 from data.pipeline import ChunkEncoder, Piece
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
