@@ -64,13 +64,10 @@ def chunks(source, state: object) -> Iterator[Chunk]:
     yield Chunk(pieces, None, dict(skipped))
 
 
-def cut_safely(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
+def cut_safely(text: str, *, limit: int) -> Iterator[str]:
     """Cut a long text into parts of about `limit` characters that encode to the same tokens."""
     start = 0
-    while len(text) - start > limit:
-        cut = SAFE_CUT.search(text, start + limit - 1)
-        if cut is None:
-            break
+    while len(text) - start > limit and (cut := SAFE_CUT.search(text, start + limit - 1)):
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]

@@ -141,8 +141,7 @@ def open_split(
         tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
         limit = ids if vocab_size is None else vocab_size
         if not 0 <= limit - ids < MAX_PADDING:
-            kinds = TOKENISERS.items()
-            fits = [n for n, kind in kinds if 0 <= limit - kind.vocab_size < MAX_PADDING]
+            fits = [n for n, k in TOKENISERS.items() if 0 <= limit - k.vocab_size < MAX_PADDING]
             made = f"{directory} was tokenised with {tokeniser!r} ({ids} ids)"
             other = f"prepare the text with --tokeniser {fits[0]}" if fits else "choose other data"
             remedy = f"train the model with --model.tokeniser={tokeniser}, or {other}"

@@ -46,7 +46,6 @@ class ParquetStream:
 
     def __init__(self, path: str, field: str, **arguments):
         self._path, self._field, self._arguments = path, field, arguments
-        self._dataset = None
 
     def texts(self, state: dict | None) -> Iterator[tuple[str, bool]]:
         ensure_hub_cache()

@@ -155,8 +155,7 @@ def _load_tiktoken():
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    ranks = _ranks_from_package()
-    if ranks is not None:
+    if (ranks := _ranks_from_package()) is not None:
         tables = {"mergeable_ranks": ranks, "special_tokens": {EOT_TEXT: GPT2_EOT}}
         return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, **tables)
     try:

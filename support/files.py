@@ -161,12 +161,8 @@ class Claim:
                 if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
                     break
                 os.close(handle)  # its owner removed it between the two calls
-        weakref.finalize(self, _release, lock, handle)
-
-
-def _release(lock: Path, handle: int) -> None:
-    lock.unlink(missing_ok=True)
-    os.close(handle)
+        weakref.finalize(self, os.close, handle)
+        weakref.finalize(self, lock.unlink, missing_ok=True)  # runs first, as the last made
 
 
 @contextlib.contextmanager
