@@ -49,7 +49,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.passkey_text import ANSWER_TOKENS, FORMS, Prompt, make_prompt
+from data.far_tasks import ANSWER_TOKENS, FORMS, Prompt, make_prompt
 from evaluating import extrapolation_report as report
 from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
 from evaluating.protocol import BATCH_TOKENS, measuring, progress

@@ -26,7 +26,7 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
         raise UserError(f"no ready-made shards of {name!r}; {did_you_mean(name, READY_MADE)}")
     repository, shards = READY_MADE[name], []
     with locked(out):
-        revision = begun_revision(out) or latest_revision(repository, RERUN)
+        revision = pinned_revision(out, repository, RERUN)
         where = {"repo_type": "dataset", "revision": revision, "local_dir": out}
         listing = _list_shards(repository, revision)
         training = [n for n in listing if SHARD_NAME.fullmatch(n)["split"] == "train"]
@@ -61,12 +61,10 @@ def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
         raise UserError(f"cannot fetch {what} from the hub ({why}); {advice}") from None
 
 
-def begun_revision(out: Path) -> str | None:
-    """The commit that a set, finished or not, was begun with."""
-    return (recorded_settings(out) or {}).get("source", {}).get("revision")
-
-
-def latest_revision(repository: str, advice: str) -> str:
+def pinned_revision(out: Path, repository: str, advice: str) -> str:
+    """The commit that a set, finished or not, was begun with; of a new one, the newest."""
+    if begun := (recorded_settings(out) or {}).get("source", {}).get("revision"):
+        return begun
     with _asking_hub(repository, advice) as hub:
         return hub.HfApi().dataset_info(repository).sha
 

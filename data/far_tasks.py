@@ -3,24 +3,24 @@
     mqar      keys with their values, asked for again and again:         0a2n1h0a....1h3t..2n0a3t1h
     flipflop  write a bit, ignore others, read it (Liu et al., 2023):    Ioio?Ii?IOii?Oo?O
     copy      a string, again and again:                                 xkcd|xkcd|xkcd|xkcd|xk
+    passkey   a key in a long text (Mohtashami and Jaggi, 2023), for bytes in a short form
 
 What lies between is log-uniform up to the length of the sequence, so that a sequence of any length
 is of the same kind: trained at L, a model can be asked at 16 L. The budgets are reduced ones: few
 keys, one bit, small alphabets; the letter of a value tells its key, and a bit that was written
 differs from one to be ignored, so that one lookup finds the answer. Two thirds of a corpus keep to
-shorter distances, where answers are frequent: retrieval is learned there first. Passkey prompts
-are those of `passkey.py`, for bytes in their short form.
+shorter distances, where answers are frequent: retrieval is learned there first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from string import ascii_letters
 from typing import NamedTuple
 
 import numpy as np
 
-from data.passkey_text import PAPER, SHORT, make_prompt
 from data.sources import NumberedSource
-from data.tokeniser import Tokeniser
+from data.tokeniser import Tokeniser, get_tokeniser
 from lssar.errors import UserError
 
 # Of MQAR: keys, letters that can be the value of one key and of no other, and questions in a row.
@@ -75,6 +75,78 @@ TASKS = {"mqar": mqar, "flipflop": flipflop, "copy": copy}
 PASSKEY = "passkey"
 
 
+class Form(NamedTuple):
+    """Of a passkey prompt."""
+
+    task: str
+    key_line: str
+    question: str
+    keys: Sequence[int | str]  # to draw from
+
+
+PAPER = Form(
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there.\n",
+    "The pass key is {key}. Remember it. {key} is the pass key.",
+    "What is the pass key? The pass key is",
+    range(1, 50001),
+)
+# The paper's prompt has 265 bytes without filler, and a number of several bytes takes a small model
+# thousands of steps to copy in order. A key here is one letter, of those that are nowhere else.
+SHORT = Form("", "The key is {key}. Remember {key}.", "Key? The key is", "ABCDEFGIJLMNOPQSUVWXYZ")
+FORMS = {"paper": PAPER, "short": SHORT}
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+LONGEST_PROMPT = 2**24  # tokens: what can be built in a moment
+ANSWER_TOKENS = 10
+
+
+class Prompt(NamedTuple):
+    tokens: np.ndarray  # (length - ANSWER_TOKENS,)
+    key: str
+    depth: float  # share of the filler that stands before the key
+    distance: int  # tokens from the last mention of the key to the answer
+
+
+def draw_key(random: np.random.Generator, form: Form) -> str:
+    return str(form.keys[random.integers(len(form.keys))])
+
+
+def make_prompt(tokeniser: Tokeniser, length: int, trial: int, seed: int, form=PAPER) -> Prompt:
+    if not 0 < length <= LONGEST_PROMPT:
+        raise UserError(f"length {length} is not in 1..{LONGEST_PROMPT}, what a prompt can be")
+    if seed < 0:
+        raise UserError(f"--seed {seed} must be 0 or more")
+    random = np.random.default_rng([seed, length, trial])
+    key, place = draw_key(random, form), random.random()
+    line = form.key_line.format(key=key)
+    head, middle, tail = map(tokeniser.encode, (form.task, f"\n{line}\n", f"\n{form.question}"))
+    room = length - ANSWER_TOKENS - len(head) - len(middle) - len(tail)
+    if room < 2:  # a token of filler on each side, or two newlines would meet and merge in BPE
+        few = f"length {length} is no larger than the passkey prompt"
+        least = f"use at least {shortest_length(tokeniser, form)} tokens of {tokeniser.name!r}"
+        raise UserError(f"{few} with key {key}, which takes {length - room}; {least}")
+    before = 1 + int(place * (room - 1))
+    filler = _filler(tokeniser.name, room)
+    parts = (head, filler[:before], middle, filler[: room - before], tail)
+    until_key = tokeniser.encode(f"\n{line[: line.rindex(key)].rstrip()}")
+    distance = len(middle) - len(until_key) + room - before + len(tail)
+    return Prompt(np.concatenate(parts), key, before / room, distance)
+
+
+@cache
+def _filler(tokeniser: str, tokens: int) -> np.ndarray:
+    encode = get_tokeniser(tokeniser).encode
+    return encode(" ".join([FILLER] * (tokens // len(encode(FILLER)) + 1)))[:tokens]
+
+
+@cache
+def shortest_length(tokeniser: Tokeniser, form: Form = PAPER) -> int:
+    """The shortest length that holds a prompt with any key."""
+    fixed = f"{form.task}\n{form.key_line.format(key=form.keys[-1])}\n\n{form.question}"
+    longest_key = max(len(tokeniser.encode(f" {key}")) for key in form.keys)
+    return len(tokeniser.encode(fixed)) + 2 * longest_key + ANSWER_TOKENS + 2
+
+
 class Asked(NamedTuple):
     tokens: np.ndarray  # (length + 1,): the inputs, and the last one's successor
     answers: Answers
@@ -83,7 +155,7 @@ class Asked(NamedTuple):
 def ask(task: str, tokeniser: Tokeniser, length: int, number: int, seed: int) -> Asked:
     """A sequence of the task for an evaluation, the same for every model of one tokeniser."""
     if task == PASSKEY:
-        return _passkey(tokeniser, length, number, seed)
+        return _ask_passkey(tokeniser, length, number, seed)
     if tokeniser.name != "bytes":
         raise UserError(f"the task {task!r} is one of bytes, the model reads {tokeniser.name!r}")
     _refuse_short(task, length)
@@ -97,17 +169,16 @@ def _refuse_short(task: str, length: int) -> None:
         raise UserError(f"length {length} is too short for {task!r}; use at least {SHORTEST}")
 
 
-def _passkey(tokeniser: Tokeniser, length: int, number: int, seed: int) -> Asked:
-    form = SHORT if tokeniser.name == "bytes" else PAPER  # what such models are trained on
+def _ask_passkey(tokeniser: Tokeniser, length: int, number: int, seed: int) -> Asked:
+    in_bytes = tokeniser.name == "bytes"
+    form = SHORT if in_bytes else PAPER  # what such models are trained on
     prompt = make_prompt(tokeniser, length, number, seed, form)
-    answer = tokeniser.encode(f" {prompt.key}")
-    seen = np.lib.stride_tricks.sliding_window_view(prompt.tokens, len(answer)) == answer
-    begin, said = len(prompt.tokens), int(np.flatnonzero(seen.all(1))[-1])
+    begin, answer = len(prompt.tokens), tokeniser.encode(f" {prompt.key}")
     rest = np.resize(tokeniser.encode("\n"), length + 1 - begin - len(answer))
     # In bytes the blank before the letter is no part of the key.
-    places = range(begin + (tokeniser.name == "bytes"), begin + len(answer))
+    places = range(begin + in_bytes, begin + len(answer))
     tokens = np.concatenate((prompt.tokens, answer, rest))
-    return Asked(tokens, [(place, begin - said) for place in places])
+    return Asked(tokens, [(place, prompt.distance) for place in places])
 
 
 class TaskSource(NumberedSource):
@@ -125,3 +196,37 @@ class TaskSource(NumberedSource):
         random, length = np.random.default_rng([self.SEED, number]), self._length - 1
         longest = 4 * log_uniform(random, length // 4) if number % 3 else length
         return self._make(random, length, longest)[0]
+
+
+class PasskeySource(NumberedSource):
+    """Documents that can only be predicted by retrieval.
+
+    Half name their key ten times in a row; a quarter ask for it four times, a few words of filler
+    apart; a quarter are whole prompts of the short form, of at most `longest` bytes. On whole
+    prompts alone, where few bytes are digits, a small model never learns more than to guess them.
+    """
+
+    DOCUMENTS, VALIDATION = 120_000, 2_400
+
+    def __init__(self, longest: int = 128):
+        self.tokeniser, self.longest = get_tokeniser("bytes"), longest
+        self.shortest = shortest_length(self.tokeniser, SHORT)
+        if longest <= self.shortest:
+            raise UserError(f"--longest {longest}: give more than {self.shortest} bytes")
+        known = {"documents": self.DOCUMENTS, "seed": self.SEED, "longest": longest}
+        about = {"kind": PASSKEY, "keys": SHORT.keys, **known}
+        super().__init__(about, self.DOCUMENTS, self.VALIDATION)
+
+    def document(self, number: int) -> str:
+        random = np.random.default_rng([self.SEED, number])
+        kind, key = number % 4, draw_key(random, SHORT)
+        line = SHORT.key_line.format(key=key)
+        if kind < 2:
+            return f"{line}{f' {key}.' * 8}\n"
+        if kind == 2:
+            fillers = [FILLER[:n] for n in random.integers(self.longest // 6, size=4)]
+            asked = [f"\n{filler}\n{SHORT.question} {key}." for filler in fillers]
+            return f"{line}{''.join(asked)}\n"
+        length = int(random.integers(self.shortest, self.longest))
+        prompt = make_prompt(self.tokeniser, length, number, self.SEED, SHORT)
+        return f"{self.tokeniser.decode(prompt.tokens.tolist())} {prompt.key}.\n"

@@ -10,6 +10,7 @@ In a set of records the windows are the records. `shuffle=False` takes windows i
 does, whatever the seed.
 """
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
@@ -183,7 +184,7 @@ class TrainLoader:
         self.device = torch.device(self.device)
         ahead = self.device.type == "cuda" if self.prefetch is None else self.prefetch
         self._thread = ThreadPoolExecutor(1) if ahead else None
-        self._ahead: tuple[tuple[int, int], Future] | None = None
+        self._ahead: dict[tuple[int, int], Future] = {}  # by step and part
 
     def _refuse_too_little(self, at_once: int) -> None:
         """Naming the largest step of whole micro-batches that the data allow, if any."""
@@ -228,11 +229,10 @@ class TrainLoader:
         """The micro-batch, read ahead if it was the next; the thread starts on the one after."""
         if self._thread is None:
             return self._read(step, part)
-        is_ahead = self._ahead is not None and self._ahead[0] == (step, part)
-        batch = self._ahead[1].result() if is_ahead else self._read(step, part)
+        batch = self._ahead.get((step, part)) or self._thread.submit(self._read, step, part)
         following = (step, part + 1) if part + 1 < self.accumulation else (step + 1, 0)
-        self._ahead = following, self._thread.submit(self._read, *following)
-        return batch
+        self._ahead = {following: self._thread.submit(self._read, *following)}
+        return batch.result()
 
     def _read(self, step: int, part: int) -> Tensor:
         first = (part * self.world_size + self.rank) * self.micro_batch
@@ -271,16 +271,12 @@ class Batches:
     def __init__(self, config, plan, rank: int = 0, device="cpu"):
         """Refuses sets that are too small for one step or one validation."""
         t, directory, ends = config.train, config.data.directory, config.data_ends()
-        self.train_set = open_data(directory, "train", **ends)
-        self.val_set = open_data(directory, "val", **ends)
+        self.train_set, self.val_set = (open_data(directory, s, **ends) for s in ("train", "val"))
         share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
         sizes = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch}
         order = {"seed": t.seed, "shuffle": config.data.shuffle}
         self.loader = TrainLoader(self.train_set, **sizes, **order, **share, device=device)
-        tokens, batch = config.eval.tokens, config.eval.batch or plan.micro_batch
-        self._validation = {"total_tokens": tokens, "batch": batch, **share}
+        # This rank's share of the first eval.tokens of the validation set.
+        first = {"total_tokens": config.eval.tokens, "batch": config.eval.batch or plan.micro_batch}
+        self.validation = functools.partial(validation_windows, self.val_set, **first, **share)
         self.validation()
-
-    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of the first eval.tokens of the validation set."""
-        return validation_windows(self.val_set, **self._validation)

@@ -17,13 +17,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data.tokeniser import Encoder, get_tokeniser
+from data.tokeniser import Tokeniser, get_tokeniser
 from lssar.errors import UserError
 
 # Its monitor's thread could take a Ctrl-C that the main thread holds back (`deaf_children`).
@@ -45,9 +44,8 @@ class Piece(NamedTuple):
     validation: bool = False
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """About a megabyte of pieces, those of validation first."""
+class Chunk(NamedTuple):
+    """About a megabyte of pieces."""
 
     pieces: list[Piece]
     state: object = None  # of the source after them; None: it has ended
@@ -57,26 +55,19 @@ class Chunk:
 def chunks(source, state: object) -> Iterator[Chunk]:
     """Group the source's pieces from `state` on; the last chunk may be empty."""
     pieces, size, skipped = [], 0, getattr(source, "skipped", {})
-
-    def chunk(state: object = None) -> Chunk:
-        return Chunk(sorted(pieces, key=lambda p: not p.validation), state, dict(skipped))
-
     for group in source.pieces(state):
         pieces += group
         size += sum(len(piece.text) for piece in group)
         if size >= CHUNK_CHARS:
-            yield chunk(source.state())
+            yield Chunk(pieces, source.state(), dict(skipped))
             pieces, size = [], 0
-    yield chunk()
+    yield Chunk(pieces, None, dict(skipped))
 
 
-def cut_safely(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
+def cut_safely(text: str, *, limit: int) -> Iterator[str]:
     """Cut a long text into parts of about `limit` characters that encode to the same tokens."""
     start = 0
-    while len(text) - start > limit:
-        cut = SAFE_CUT.search(text, start + limit - 1)
-        if cut is None:
-            break
+    while len(text) - start > limit and (cut := SAFE_CUT.search(text, start + limit - 1)):
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]
@@ -89,68 +80,53 @@ class Encoded(NamedTuple):
     dropped: bool  # the fast encoder, because it differed
 
 
-class ChunkEncoder:
-    """Pieces -> one uint16 array, EOT before each document; and the name of what encoded it.
+def encode_pieces(tokeniser: str, fast: bool, pieces: list[Piece]) -> Encoded:
+    """One uint16 array of the pieces, those of validation first, with EOT before each document.
 
     What the fast encoder returns is used when all of it decodes to the text, to the byte, and one
     part in sixteen has tiktoken's ids; otherwise tiktoken encodes the chunk. Decoding shows that
     no text was lost or changed; that the merges are the same rests on the parts compared.
     """
-
-    def __init__(self, tokeniser: str, fast: bool = True):
-        self._tokeniser = get_tokeniser(tokeniser)
-        self._exact = Encoder(self._tokeniser.encoder_name, self._tokeniser.encode)
-        self._fast = self._tokeniser.fast_encoder() if fast else None
-
-    def __call__(self, pieces: list[Piece]) -> Encoded:
-        parts = [
-            Piece(text, starts=piece.starts and number == 0, validation=piece.validation)
-            for piece in pieces
-            for number, text in enumerate(cut_safely(piece.text, limit=PART_CHARS))
-        ]
-        texts = [part.text for part in parts]
-        fast = self._fast_ids(texts) if self._fast is not None else None
-        encoder = self._exact if fast is None else self._fast
-        eot, validation = np.array([self._tokeniser.eot], dtype=np.uint16), 0
-        arrays = [eot[:0]]
-        for part, ids in zip(parts, fast or map(encoder.encode, texts), strict=True):
-            arrays += [eot, ids] if part.starts else [ids]
-            validation += (part.starts + len(ids)) * part.validation
-        tokens = np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
-        dropped = self._fast is not None and fast is None
-        return Encoded(tokens, validation, encoder.name, dropped)
-
-    def _fast_ids(self, texts: list[str]) -> list[np.ndarray] | None:
-        """The ids of every part; None when they are not tiktoken's."""
-        ids = [self._fast.encode(text) for text in texts]
-        if not all(map(self._tokeniser.spells, ids, texts)):
-            return None
-        # Where to begin depends on nothing but the text, and is not the same place in every chunk.
-        seed = zlib.crc32("".join(texts[:1]).encode(errors="replace"))
-        compared = range(seed % max(1, min(ONE_IN, len(texts))), len(texts), ONE_IN)
-        same = (np.array_equal(ids[i], self._exact.encode(texts[i])) for i in compared)
-        return ids if all(same) else None
+    exact = get_tokeniser(tokeniser)
+    quick = exact.fast_encoder if fast else None
+    parts = [
+        piece._replace(text=text, starts=piece.starts and number == 0)
+        for piece in sorted(pieces, key=lambda piece: not piece.validation)
+        for number, text in enumerate(cut_safely(piece.text, limit=PART_CHARS))
+    ]
+    texts = [part.text for part in parts]
+    found = quick and _fast_ids(quick.encode, exact, texts)
+    dropped = quick is not None and found is None
+    eot, validation = np.array([exact.eot], dtype=np.uint16), 0
+    arrays = [eot[:0]]
+    for part, ids in zip(parts, found or map(exact.encode, texts), strict=True):
+        arrays += [eot, ids] if part.starts else [ids]
+        validation += (part.starts + len(ids)) * part.validation
+    tokens = np.concatenate(arrays, dtype=np.uint16, casting="unsafe")
+    used = exact.encoder_name if found is None else quick.name
+    return Encoded(tokens, validation, used, dropped)
 
 
-_encoder_of_worker = functools.cache(ChunkEncoder)
-
-
-def _encode_in_worker(tokeniser: str, fast: bool, pieces: list[Piece]) -> Encoded:
-    return _encoder_of_worker(tokeniser, fast)(pieces)
+def _fast_ids(encode: Callable, exact: Tokeniser, texts: list[str]) -> list[np.ndarray] | None:
+    """The ids of every part; None when they are not tiktoken's."""
+    ids = [encode(text) for text in texts]
+    if not all(map(exact.spells, ids, texts)):
+        return None
+    # Where to begin depends on nothing but the text, and is not the same place in every chunk.
+    seed = zlib.crc32("".join(texts[:1]).encode(errors="replace"))
+    compared = range(seed % max(1, min(ONE_IN, len(texts))), len(texts), ONE_IN)
+    same = (np.array_equal(ids[i], exact.encode(texts[i])) for i in compared)
+    return ids if all(same) else None
 
 
 def encoded(
     stream: Iterable[Chunk], tokeniser: str, workers: int, *, fast: bool = True
 ) -> Iterator[tuple[Chunk, Encoded]]:
     """The chunks and what they encode to, in order, by `workers` processes; 0: in this one."""
-    get_tokeniser(tokeniser)  # a missing vocabulary is reported here, once, not by every worker
     kept, given = itertools.tee(stream)
     pieces, told = (chunk.pieces for chunk in given), False
-    if workers == 0:
-        answers = map(ChunkEncoder(tokeniser, fast), pieces)
-    else:
-        encode = functools.partial(_encode_in_worker, tokeniser, fast)
-        answers = in_processes(encode, pieces, workers)
+    encode = functools.partial(encode_pieces, tokeniser, fast)
+    answers = in_processes(encode, pieces, workers) if workers else map(encode, pieces)
     for chunk, answer in zip(kept, answers, strict=True):
         if answer.dropped and not told:
             told = True

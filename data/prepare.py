@@ -34,9 +34,8 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from data.download import READY_MADE, begun_revision, download, latest_revision
-from data.far_tasks import TASKS, TaskSource
-from data.passkey_text import PasskeySource
+from data.download import READY_MADE, download, pinned_revision
+from data.far_tasks import TASKS, PasskeySource, TaskSource
 from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
 from data.sources import HUB, HubSource, Sample, StdlibSource, TextSource, find_files
@@ -192,7 +191,7 @@ def make_source(arguments: argparse.Namespace):
     if files := find_files(arguments.from_files, (".parquet",)):
         return TextSource(files, "text", {"kind": arguments.command}, prefix)
     advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
-    revision = begun_revision(arguments.out) or latest_revision(repository, advice)
+    revision = pinned_revision(arguments.out, repository, advice)
     return HubSource(arguments.command, name, revision)
 
 

@@ -141,8 +141,7 @@ def open_split(
         tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
         limit = ids if vocab_size is None else vocab_size
         if not 0 <= limit - ids < MAX_PADDING:
-            kinds = TOKENISERS.items()
-            fits = [n for n, kind in kinds if 0 <= limit - kind.vocab_size < MAX_PADDING]
+            fits = [n for n, k in TOKENISERS.items() if 0 <= limit - k.vocab_size < MAX_PADDING]
             made = f"{directory} was tokenised with {tokeniser!r} ({ids} ids)"
             other = f"prepare the text with --tokeniser {fits[0]}" if fits else "choose other data"
             remedy = f"train the model with --model.tokeniser={tokeniser}, or {other}"
@@ -272,9 +271,7 @@ def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
 
 def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int:
     """EOTs in the shard, after checking that every id is in the vocabulary."""
-    tokens, documents = TokenSet(directory, [shard]), 0
-    for start in range(0, shard.tokens, 2**22):
-        ids = tokens.slice(start, min(2**22, shard.tokens - start))
-        check_ids(ids, kind.vocab_size, directory / shard.name)
-        documents += int(np.count_nonzero(ids == kind.eot))
-    return documents
+    tokens = TokenSet(directory, [shard]).slice(0, shard.tokens)
+    check_ids(tokens, kind.vocab_size, directory / shard.name)
+    blocks = np.array_split(tokens, 1 + len(tokens) // 2**22)  # what is compared is in memory
+    return sum(int(np.count_nonzero(block == kind.eot)) for block in blocks)

@@ -46,7 +46,6 @@ class ParquetStream:
 
     def __init__(self, path: str, field: str, **arguments):
         self._path, self._field, self._arguments = path, field, arguments
-        self._dataset = None
 
     def texts(self, state: dict | None) -> Iterator[tuple[str, bool]]:
         ensure_hub_cache()
@@ -54,31 +53,27 @@ class ParquetStream:
             import datasets
 
             datasets.utils.logging.set_verbosity_error()
-            options = {"streaming": True, "columns": [self._field], "batch_size": 1024}
-            options |= self._arguments
-            self._dataset = datasets.load_dataset(self._path, split="train", **options)
+            options = self._arguments | {"columns": [self._field], "batch_size": 1024}
+            options |= {"split": "train", "streaming": True}
+            self._dataset = datasets.load_dataset(self._path, **options)
             if state is not None:
                 self._dataset.load_state_dict(state)
-            rows = iter(self._dataset)
-            try:
+            with contextlib.closing(iter(self._dataset)) as rows:
                 for row in rows:
                     text = row[self._field]
                     if not isinstance(text, str | None):
                         raise Unusable(f"has no text in {self._field!r} but {text!r:.40}")
                     if text:
                         yield text, True
-            finally:
-                # A half-read parquet stream can crash the interpreter at exit.
-                rows.close()
-                del rows
-                self._dataset = None
-                gc.collect()
         except Unusable:
             raise
         except Exception as error:  # readers and network clients below share no base class
             what = f"{self._arguments.get('data_files') or self._path}: {first_line(error)}"
             again = "rerun the same command to continue, or pass local copies with --from-files"
             raise UserError(f"cannot read {what}; {again}") from None
+        finally:
+            self._dataset = rows = None
+            gc.collect()  # a half-read parquet stream can crash the interpreter at exit
 
     def state(self) -> dict:
         return self._dataset.state_dict()
@@ -152,7 +147,8 @@ class TextSource:
             if path.suffix == ".parquet" and not skip_bad:
                 with self._usable():
                     check_parquet(path, field)
-        self._index, self._at, self._parquet, self._drawn = 0, None, None, 0
+        # Where in the files we are: bytes, or a stream that knows.
+        self._index, self._at, self._drawn = 0, None, 0
 
     def pieces(self, state: dict | None) -> Iterator[list[Piece]]:
         if state:
@@ -198,14 +194,14 @@ class TextSource:
 
     def _read(self, path: Path) -> Iterator[tuple[str, bool]]:
         """(text, whether it starts a document) from the current position on."""
+        at = self._at
         if path.suffix == ".parquet":
-            self._parquet = ParquetStream("parquet", self._field, data_files=[str(path)])
-            yield from self._parquet.texts(self._at)
-            self._parquet = None
-            return
-        with opened(path) as file:
-            file.seek(self._at or 0)
-            yield from self._document(file) if is_document(path) else self._lines(file)
+            self._at = ParquetStream("parquet", self._field, data_files=[str(path)])
+            yield from self._at.texts(at)
+        else:
+            with opened(path) as file:
+                file.seek(at or 0)
+                yield from self._document(file) if is_document(path) else self._lines(file)
 
     def _document(self, file: BinaryIO) -> Iterator[tuple[str, bool]]:
         """The whole file, in parts that fit in memory and depend on nothing but where they are."""
@@ -254,12 +250,13 @@ class TextSource:
         return text
 
     def state(self) -> dict:
-        found = {"file": self._index, "drawn": self._drawn, "skipped": dict(self.skipped)}
-        return found | {"at": self._parquet.state() if self._parquet else self._at}
+        at = self._at.state() if isinstance(self._at, ParquetStream) else self._at
+        skipped = dict(self.skipped)
+        return {"file": self._index, "drawn": self._drawn, "skipped": skipped, "at": at}
 
     def expected_tokens(self, written: int) -> int | None:
         done, sizes = sum(self._sizes[: self._index]), self._sizes[self._index :]
-        done += min(self._at, sizes[0]) if sizes and isinstance(self._at, int) else 0
+        done += min(self._at, sizes[0]) if isinstance(self._at, int) else 0
         return written * sum(self._sizes) // done if done else None
 
 

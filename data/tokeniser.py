@@ -19,7 +19,6 @@ import numpy as np
 from lssar.errors import UserError, did_you_mean
 
 EOT_TEXT = "<|endoftext|>"
-REPLACEMENT = "\ufffd"
 GPT2_EOT = 50256
 # sha256 of the two files, as tiktoken demands them.
 BPE_FILES = {
@@ -30,8 +29,6 @@ BPE_FILES = {
 # White_Space, spelled out: Python's own \s also matches U+001C..1F, which the BPE pattern does not.
 BLANK = r"[ \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 LONG_BLANKS = re.compile(rf"{BLANK}{{1000,}}(?={BLANK}[^ \t-\r])")
-
-
 # How GPT-2's files spell bytes: printable ones as themselves, the others as 256, 257, ...
 PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
@@ -51,6 +48,7 @@ class Tokeniser:
     eot: int
     merges_sha256: str | None = None
     encoder_name = "utf-8"  # and version, for the manifest
+    fast_encoder: Encoder | None = None  # to be checked against `encode`
     spellings: np.ndarray  # the bytes of every token, by its id
 
     @functools.cached_property
@@ -62,16 +60,10 @@ class Tokeniser:
         return lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self.spell, ids)).decode(errors="replace")
-
-    def spell(self, token: int) -> bytes:
-        """U+FFFD for an id outside the vocabulary, which a padded model can emit."""
-        known = 0 <= token < self.vocab_size
-        return self.spellings[int(token)] if known else REPLACEMENT.encode()
-
-    def fast_encoder(self) -> Encoder | None:
-        """A faster one to be checked against `encode`, where there is one."""
-        return None
+        """With U+FFFD for ids outside the vocabulary, which a padded model can emit."""
+        known, unknown = range(self.vocab_size), "\ufffd".encode()
+        spelled = (self.spellings[i] if i in known else unknown for i in map(int, ids))
+        return b"".join(spelled).decode(errors="replace")
 
 
 class BytesTokeniser(Tokeniser):
@@ -107,8 +99,9 @@ class Gpt2Tokeniser(Tokeniser):
             ids = np.concatenate([self._encode(text[start:end]) for start, end in spans])
         return ids.astype(np.uint16)
 
+    @functools.cached_property
     def fast_encoder(self) -> Encoder | None:
-        """splintr's, over the same merges, if installed; `pipeline.ChunkEncoder` checks it."""
+        """splintr's, over the same merges, if installed; `pipeline.encode_pieces` checks it."""
         if importlib.util.find_spec("splintr") is None:
             return None
         import splintr
@@ -162,8 +155,7 @@ def _load_tiktoken():
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    ranks = _ranks_from_package()
-    if ranks is not None:
+    if (ranks := _ranks_from_package()) is not None:
         tables = {"mergeable_ranks": ranks, "special_tokens": {EOT_TEXT: GPT2_EOT}}
         return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, **tables)
     try:

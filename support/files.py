@@ -7,7 +7,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import operator
 import os
 import re
@@ -120,7 +119,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
                 yield file
             sync(temporary)
             temporary.replace(path)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
@@ -133,9 +132,8 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    data = text.encode()
     with whole_file(path) as file:
-        file.write(data)
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -163,12 +161,8 @@ class Claim:
                 if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
                     break
                 os.close(handle)  # its owner removed it between the two calls
-        weakref.finalize(self, _release, lock, handle)
-
-
-def _release(lock: Path, handle: int) -> None:
-    lock.unlink(missing_ok=True)
-    os.close(handle)
+        weakref.finalize(self, os.close, handle)
+        weakref.finalize(self, lock.unlink, missing_ok=True)  # runs first, as the last made
 
 
 @contextlib.contextmanager
@@ -268,11 +262,5 @@ def read_line(line: str, checked: bool = False) -> dict:
 
 
 def finite(value):
-    """The value with every float that JSON cannot hold replaced by None."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    """The value as JSON holds it, with None for floats that are not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

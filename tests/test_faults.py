@@ -25,7 +25,7 @@ import benchmark
 import eval_extrapolation
 import generate
 import passkey
-from data.passkey_text import make_prompt
+from data.far_tasks import make_prompt
 from data.pipeline import deaf_children
 from data.shards import describe, open_split
 from data.tokeniser import get_tokeniser

@@ -231,6 +231,16 @@ def test_a_bad_file_is_refused_or_left_out_whole_and_listed(tmp_path, name, caps
     assert [(entry["file"], entry["lines"]) for entry in manifest["skipped"]] == [(name, 0)]
 
 
+def test_what_follows_a_bad_parquet_file_is_read_and_can_be_continued(tmp_path, monkeypatch):
+    """The next chunk asked the stream that was left out where it had got to."""
+    monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 500)
+    folder = in_good_company(tmp_path, "a.parquet", parquet(text=[7, 8]))
+    manifest = prepare(folder, tmp_path / "out", "--skip-bad")
+    found = documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train")
+    assert sorted(found) == sorted(GOOD)
+    assert [(entry["file"], entry["lines"]) for entry in manifest["skipped"]] == [("a.parquet", 0)]
+
+
 def test_bad_lines_are_left_out_one_by_one_and_counted(tmp_path, capsys):
     lines = [line for bad in LINES.values() for line in (bad, b'{"text": "a good line"}', b"")]
     folder = in_good_company(tmp_path, "bad.jsonl", b"\n".join(lines))

@@ -14,7 +14,7 @@ import pytest
 from data_sets import REPOSITORY, contents, run_prepare, text_corpus
 
 from data.prepare import main
-from data.tokeniser import BPE_FILES, Gpt2Tokeniser, get_tokeniser
+from data.tokeniser import BPE_FILES, get_tokeniser
 from data.writer import ShardWriter, read_progress
 from lssar.errors import UserError
 from support.files import digest, write_json
@@ -200,9 +200,9 @@ def stopped_in_the_middle(out, uninterrupted, monkeypatch):
 
 def test_the_manifest_names_every_encoder_that_wrote_the_set(out, uninterrupted, monkeypatch):
     """Begun with the fast encoder, if there is one, and finished with tiktoken."""
-    fast = get_tokeniser("gpt2").fast_encoder()
+    fast = get_tokeniser("gpt2").fast_encoder
     command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
-    monkeypatch.setattr(Gpt2Tokeniser, "fast_encoder", lambda self: None)
+    monkeypatch.setattr(get_tokeniser("gpt2"), "fast_encoder", None)
     main(command)
     manifest = json.loads((out / "manifest.json").read_text())
     tiktoken = f"tiktoken {importlib.metadata.version('tiktoken')}"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 from data import tokeniser as module
-from data.pipeline import ChunkEncoder, Piece, cut_safely
+from data.pipeline import Piece, cut_safely, encode_pieces
 from data.tokeniser import Encoder, get_tokeniser
 from lssar.errors import UserError
 
@@ -138,7 +138,7 @@ def test_the_fast_encoder_equals_tiktoken(text):
 
 @functools.cache
 def fast():
-    return GPT2.fast_encoder()
+    return GPT2.fast_encoder
 
 
 PIECES = [Piece("Zürich " * 50), Piece("tail", starts=False), Piece("don't")]
@@ -160,20 +160,18 @@ BYTE_IDS = [GPT2._bpe.encode_single_token(bytes([byte])) for byte in range(256)]
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_wrong_fast_encoder_is_noticed_and_replaced(wrong):
-    encoder = ChunkEncoder("gpt2")
-    encoder._fast = Encoder("wrong", wrong)
-    tokens, _, name, dropped = encoder(PIECES)
+def test_a_wrong_fast_encoder_is_noticed_and_replaced(wrong, monkeypatch):
+    monkeypatch.setattr(GPT2, "fast_encoder", Encoder("wrong", wrong))
+    tokens, _, name, dropped = encode_pieces("gpt2", True, PIECES)
     assert dropped
     assert name == f"tiktoken {importlib.metadata.version('tiktoken')}"
     assert tokens.tolist() == expected_tokens()
 
 
-def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared():
+def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared(monkeypatch):
     """Whichever document the fast encoder loses a byte of, and about a sixteenth of other ids."""
     texts = [f"document {i}: the end" for i in range(64)]
     pieces, noticed = [Piece(text) for text in texts], {"byte": 0, "merge": 0}
-    encoder = ChunkEncoder("gpt2")
     for victim in texts:
         for kind, spoilt in (("byte", victim[:-1]), ("merge", None)):
 
@@ -182,13 +180,13 @@ def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared():
                     return GPT2.encode(text)
                 return GPT2.encode(spoilt) if spoilt else WRONG["no merge at all"](text)
 
-            encoder._fast = Encoder("wrong", wrong)
-            noticed[kind] += encoder(pieces).dropped
+            monkeypatch.setattr(GPT2, "fast_encoder", Encoder("wrong", wrong))
+            noticed[kind] += encode_pieces("gpt2", True, pieces).dropped
     assert noticed == {"byte": 64, "merge": 4}
 
 
 def test_without_a_fast_encoder_nothing_is_dropped():
-    tokens, _, name, dropped = ChunkEncoder("gpt2", fast=False)(PIECES)
+    tokens, _, name, dropped = encode_pieces("gpt2", False, PIECES)
     assert not dropped
     assert name.startswith("tiktoken ")
     assert tokens.tolist() == expected_tokens()

@@ -21,8 +21,8 @@ import eval_extrapolation
 import generate
 import passkey
 import train
-from data.passkey_text import ANSWER_TOKENS, make_prompt
-from data.pipeline import ChunkEncoder, Piece
+from data.far_tasks import ANSWER_TOKENS, make_prompt
+from data.pipeline import Piece, encode_pieces
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
 from lssar.errors import UserError
@@ -337,18 +337,17 @@ def passkey_builder(times: int, folder: Path) -> Told:
 def tokeniser_round_trip(times: int, folder: Path) -> Told:
     letters = st.characters() | st.sampled_from("\ud800\udfff\ufeff\u2028\0é中😀 \n\t\x1c")
     pieces = st.text(letters, max_size=60) | st.sampled_from(["<|endoftext|>", " " * 3000 + "x"])
-    encoders = {name: ChunkEncoder(name) for name in TOKENISERS}
 
     def feed(text: str) -> None:
         expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        for name, chunk_encoder in encoders.items():
+        for name in TOKENISERS:
             tokeniser = get_tokeniser(name)
             ids = tokeniser.encode(text)
             assert tokeniser.decode(ids) == expected, f"{name}: {text!r}"
             assert tokeniser.eot not in ids
             streamed = "".join(generate.text_pieces(tokeniser, ids.tolist()))
             assert streamed == expected, f"{name}, streamed: {text!r}"
-            tokens = chunk_encoder([Piece(text)]).tokens
+            tokens = encode_pieces(name, True, [Piece(text)]).tokens
             assert tokens[0] == tokeniser.eot and np.array_equal(tokens[1:], ids), name
 
     return fuzz(times, st.lists(pieces, max_size=4).map("".join), feed)

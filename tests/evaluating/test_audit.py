@@ -11,8 +11,7 @@ from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
 
 import audit
-from data.far_tasks import TASKS, ask
-from data.passkey_text import PAPER, SHORT
+from data.far_tasks import PAPER, SHORT, TASKS, ask
 from data.prepare import main as prepare
 from data.shards import header_bytes, open_split
 from data.tokeniser import get_tokeniser

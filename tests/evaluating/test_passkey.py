@@ -13,12 +13,11 @@ from retriever import retriever
 from train_helpers import on_two_nodes
 
 import passkey
-from data.passkey_text import (
+from data.far_tasks import (
     ANSWER_TOKENS,
     FILLER,
     PAPER,
     SHORT,
-    TASK,
     PasskeySource,
     make_prompt,
     shortest_length,
@@ -54,7 +53,7 @@ def test_prompt_is_the_five_parts_joined_by_newlines(tokeniser, length):
         prompt = make_prompt(tokeniser, length, trial, seed=0)
         text = tokeniser.decode(prompt.tokens)
         task, before, key_line, after, question = text.split("\n")
-        assert (task, question) == (TASK, PAPER.question)
+        assert (task, question) == (PAPER.task.removesuffix("\n"), PAPER.question)
         assert filler.startswith(before)
         assert filler.startswith(after)
         assert before
