@@ -109,7 +109,12 @@ def encode_pieces(tokeniser: str, fast: bool, pieces: list[Piece]) -> Encoded:
 
 def _fast_ids(encode: Callable, exact: Tokeniser, texts: list[str]) -> list[np.ndarray] | None:
     """The ids of every part; None when they are not tiktoken's."""
-    ids = [encode(text) for text in texts]
+    try:
+        ids = [encode(text) for text in texts]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of Rust is no Exception
+        return None
     if not all(map(exact.spells, ids, texts)):
         return None
     # Where to begin depends on nothing but the text, and is not the same place in every chunk.
@@ -130,7 +135,7 @@ def encoded(
     for chunk, answer in zip(kept, answers, strict=True):
         if answer.dropped and not told:
             told = True
-            print("note: splintr differs from tiktoken on this text; tiktoken is used instead")
+            print("note: splintr fails or differs from tiktoken here; tiktoken is used instead")
         yield chunk, answer
 
 

@@ -7,7 +7,6 @@ import base64
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import re
 import sys
@@ -102,14 +101,15 @@ class Gpt2Tokeniser(Tokeniser):
     @functools.cached_property
     def fast_encoder(self) -> Encoder | None:
         """splintr's, over the same merges, if installed; `pipeline.encode_pieces` checks it."""
-        if importlib.util.find_spec("splintr") is None:
-            return None
-        import splintr
+        try:
+            import splintr
 
+            version = importlib.metadata.version("splintr-rs")
+        except ImportError:  # not installed, or not for this machine
+            return None
         ranks = sorted(self._bpe._mergeable_ranks.items(), key=lambda item: item[1])
         lines = (base64.b64encode(token) + b" %d" % rank for token, rank in ranks)
         fast = splintr.Tokenizer.from_bytes(b"\n".join(lines), splintr.GPT2_PATTERN)
-        version = importlib.metadata.version("splintr-rs")
 
         def encode(text: str) -> np.ndarray:
             return np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4")

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import sys
 
 import numpy as np
 import pytest
@@ -150,11 +151,21 @@ def expected_tokens():
     return [token for part in parts for token in part]
 
 
+class Panic(BaseException):
+    """As Rust's reach Python."""
+
+
+def panics(text):
+    raise Panic
+
+
 WRONG = {
     "another text in one document": lambda text: GPT2.encode(text.replace("ü", "u")),
     "a token less at the end": lambda text: GPT2.encode(text)[: -1 if "book" in text else None],
     "an id outside the vocabulary": lambda text: GPT2.encode(text).astype("<u4") + 2**16,
     "no merge at all": lambda text: np.array([BYTE_IDS[byte] for byte in text.encode()]),
+    "an error": lambda text: {}[text],
+    "a panic": panics,
 }
 BYTE_IDS = [GPT2._bpe.encode_single_token(bytes([byte])) for byte in range(256)]
 
@@ -183,6 +194,13 @@ def test_every_document_of_a_chunk_is_decoded_and_one_in_sixteen_compared(monkey
             monkeypatch.setattr(GPT2, "fast_encoder", Encoder("wrong", wrong))
             noticed[kind] += encode_pieces("gpt2", True, pieces).dropped
     assert noticed == {"byte": 64, "merge": 4}
+
+
+def test_a_fast_encoder_that_cannot_be_imported_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / "splintr.py").write_text("raise ImportError('libfoo.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "splintr", raising=False)
+    assert type(GPT2)().fast_encoder is None
 
 
 def test_without_a_fast_encoder_nothing_is_dropped():
