@@ -1,7 +1,8 @@
 """Which data a run reads, recorded in its checkpoints so that `--resume` notices other data.
 
 A shard in the manifest is known by its sha256 there, and read again only where its time stamp has
-changed, as in a copied or edited set. Other files are known by a sample of their bytes.
+changed, as in a copied or edited set: bytes changed under an unchanged time stamp are found by
+`data/prepare.py verify` alone. Other files are known by a sample of their bytes.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
         listed = "; ".join(other if len(other) < 4 else [*other[:3], f"and {len(other) - 3} more"])
         if accept:
             return f"training continues on other data (--accept-data): {listed}"
-        remedy = "set data.directory to that data, or add --accept-data to train on these"
+        remedy = "set data.directory to the original data, or add --accept-data to train on these"
         contradicts = "--resume contradicts the data of the checkpoint (saved -> now)"
         raise UserError(f"{contradicts}: {listed}; {remedy}")
     if not sampled:
@@ -75,4 +76,5 @@ def _differences(saved: dict, now: dict) -> Iterator[str]:
         elif old["bytes"] != new["bytes"]:
             yield f"{name}: {old['bytes']} -> {new['bytes']} bytes"
         elif old["content"] != new["content"]:
-            yield f"{name}: other contents"
+            same_kind = old["content"].startswith(SAMPLED) == new["content"].startswith(SAMPLED)
+            yield f"{name}: {'other contents' if same_kind else 'contents cannot be compared'}"

@@ -218,7 +218,10 @@ def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if arguments.command == "verify":
         found = "{train:,} training tokens, {val:,} validation tokens"
-        print(f"{arguments.directory} is sound:", found.format(**verify(arguments.directory)))
+        tokens = found.format(**verify(arguments.directory))
+        known = (arguments.directory / MANIFEST).exists()
+        limits = "" if known else f"; no {MANIFEST}: headers and sizes are right, contents unknown"
+        print(f"{arguments.directory} is sound: {tokens}{limits}")
         return
     if arguments.command == "download":
         download(arguments.name, arguments.out, arguments.shards)

@@ -260,7 +260,11 @@ def test_verify_finds_any_flipped_bit(prepared):
 def test_verify_is_a_command(prepared, capsys):
     main(["verify", str(prepared)])
     found = "is sound: {train:,} training tokens, {val:,} validation tokens"
-    assert found.format(**read_manifest(prepared)["tokens"]) in capsys.readouterr().out
+    found = found.format(**read_manifest(prepared)["tokens"])
+    assert capsys.readouterr().out.endswith(f"{found}\n")
+    (prepared / "manifest.json").unlink()  # with it goes what the contents should be
+    main(["verify", str(prepared)])
+    assert f"{found}; no manifest.json" in capsys.readouterr().out
 
 
 def test_an_unfinished_set_is_not_trained_on(prepared):
