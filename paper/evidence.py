@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from evaluating.results import Measured, collect
-from paper.experiments import PASSKEY, SCALES, Column, Row, Table, all_tables
+from paper.experiments import SCALES, Column, Row, Table, all_tables
 from paper.statistic import BySeed, Comparison, compare, margin_of
 from support.files import finite, json_record, refuse_wrong_types
 
@@ -71,14 +71,11 @@ class Evidence:
         if (longest.get(one.seed, one).record.length or 0) <= (record.length or 0):
             longest[one.seed] = one
 
-    def length(self, table: Table, factor: float | None) -> int | None:
-        return None if factor is None else self.scale.length(factor, table.folder == PASSKEY)
-
     def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""
-        variant = re.sub("^window", f"window={self.length(table, 1)}", row.variant)
+        variant = re.sub("^window", f"window={self.scale.train_length}", row.variant)
         place = (table.folder, column.quantity, column.run(row.run), variant, column.task)
-        return self._found.get((*place, self.length(table, column.factor)), {})
+        return self._found.get((*place, self.scale.length(column.factor)), {})
 
     def _cell(self, table: Table, row: Row, column: Column) -> Cell:
         found, values, mechanism = self.measured(table, row, column), {}, ""
@@ -103,12 +100,9 @@ class Evidence:
 
     def printed(self, table: Table, row: Row, column: Column) -> float | None:
         """The paper's own number."""
-        paper = self.paper[table.label]
-        rows, columns = paper["rows"], paper["columns"]
+        rows, columns = (self.paper[table.label][part] for part in ("rows", "columns"))
         known = row.key in rows and column.paper in columns
-        if not known or row.variant.startswith("window"):
-            return None
-        return rows[row.key][columns.index(column.paper)]
+        return rows[row.key][columns.index(column.paper)] if known else None
 
     def printed_gap(self, table: Table, row: Row, other: Row, column: Column) -> float | None:
         ours, theirs = (self.printed(table, r, column) for r in (row, other))
@@ -123,8 +117,8 @@ def mechanism_of(run: dict) -> str:
     return name if isinstance(name, str) else ""
 
 
-_FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}
-_FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), (int, float, type(None)))
+_FIELDS = {"config": dict} | dict.fromkeys(("commit", "torch", "device", "status"), str)
+_FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), int | float | None)
 
 
 def read_runs(path: Path) -> dict[str, dict]:

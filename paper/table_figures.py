@@ -37,7 +37,7 @@ def by_length(built: Built, evidence: Evidence):
     """
     table, gaps, label = built.table, built.table.figure == "gaps", quantity(built)
     shown = [c for c, _ in built.columns if c.quantity in ("loss", "accuracy")]  # the first ones
-    lengths = [evidence.length(table, column.factor) for column in shown]
+    lengths = [evidence.scale.length(column.factor) for column in shown]
     panels, several = len(table.panels), len(table.panels) > 1
     longest = max(len(line.row.title) for line in built.lines)  # they stand beside the lines
     wide = several or len(built.lines) > 9 or longest > 40
@@ -53,7 +53,7 @@ def by_length(built: Built, evidence: Evidence):
         if None not in reach:
             axes.plot(lengths, reach, color=plots.GREY, linestyle=":", label="keys in reach")
             ends.append(("keys in reach", reach[-1], plots.GREY))
-        plots.length_axis(axes, lengths, evidence.length(table, 1))
+        plots.length_axis(axes, lengths, evidence.scale.train_length)
         axes.set(xlabel="evaluation length (tokens)")
         if several:
             axes.set_title(lines[0].row.title.partition(",")[0], pad=12)
@@ -133,7 +133,7 @@ def by_exponent(built: Built, evidence: Evidence):
             if points:
                 style = plots.style(mechanism, order=i)
                 axes.plot(*zip(*points, strict=True), **style)
-                length = short_number(evidence.length(built.table, column.factor))
+                length = short_number(evidence.scale.length(column.factor))
                 ends.append((f"length {length}", points[-1][1], style["color"]))
         title = lines[min(lines)].row.title.partition(" p=")[0]
         axes.set(xlabel="exponent p", title=title, xticks=list(lines))

@@ -127,7 +127,7 @@ def fixed(value: float, decimals: int) -> str:
 def heading(evidence: Evidence, table: Table, column: Column) -> str:
     if column.title:
         return column.title
-    length = f"{short_number(evidence.length(table, column.factor))} ({column.factor:g}x)"
+    length = f"{short_number(evidence.scale.length(column.factor))} ({column.factor:g}x)"
     named = {"context_gain": f"context gain at {length}", "far_accuracy": f"far keys at {length}"}
     if column.quantity != "accuracy":
         return named.get(column.quantity, length)

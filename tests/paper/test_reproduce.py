@@ -25,7 +25,7 @@ from paper.costs import Cost, Speed, room_lines
 from paper.evidence import Evidence, paper_numbers, read_runs
 from paper.experiments import (
     DATA,
-    PASSKEY_FACTORS,
+    FACTORS,
     SCALES,
     Column,
     Row,
@@ -99,7 +99,7 @@ def test_every_row_names_a_run_that_exists(scale):
             for column in table.columns:
                 run = runs[column.run(row.run)]
                 passkey = table.folder == "passkey"
-                assert column.factor in (PASSKEY_FACTORS if passkey else run.factors)
+                assert column.factor in (FACTORS["passkey"] if passkey else run.factors)
                 assert passkey or row.variant != "window" or run.windows
                 alpha = row.variant.removeprefix("alpha=")
                 assert alpha == row.variant or float(alpha) in run.alphas
