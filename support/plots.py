@@ -13,7 +13,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import FixedLocator, NullLocator
 
 from support.files import writing
 from support.text import short_number
@@ -100,9 +99,8 @@ def line(number: int, *, marker: bool = True) -> dict:
 def length_axis(axes, lengths: list[int], train_length: int | None = None) -> None:
     """A logarithmic axis with one tick per length, and a mark where training ended."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
-    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(lengths, [short_number(n) for n in lengths])
+    axes.set_xticks([], minor=True)
     if train_length is not None:
         axes.axvline(train_length, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
         place = {"xycoords": ("data", "axes fraction"), "xytext": (-3, 2)}
