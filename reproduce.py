@@ -73,7 +73,6 @@ from paper.evidence import Evidence
 from paper.jobs import run_all
 from paper.plan import Workspace, jobs_of, write_runs
 from paper.table_figures import draw
-from paper.tables import build, show
 from support import plots
 from support.files import make_folder
 
@@ -116,10 +115,10 @@ def show_all(tables: list[Table], space: Workspace) -> None:
     make_folder(space.folder)
     write_runs(space)
     evidence = Evidence(space.scale.name, space.folder)
-    for built in (build(evidence, table) for table in tables):
-        print(show(built))
-        if figure := draw(built, evidence):
-            written = plots.save(figure, space.folder / f"{built.table.name}.png")
+    for sheet in map(evidence.sheet, tables):
+        print(sheet)
+        if figure := draw(sheet):
+            written = plots.save(figure, space.folder / f"{sheet.table.name}.png")
             print(f"figure: {written[0]}")
     print(show_claims(evidence))
     for path, why in evidence.problems.items():

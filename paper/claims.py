@@ -14,7 +14,7 @@ from typing import NamedTuple
 from paper.evidence import Evidence
 from paper.experiments import Column, Table, load_toml, of_scale
 from paper.statistic import BETTER, OPEN, BySeed, Comparison, apply, compare, judge, settles, signed
-from paper.tables import decimals_of, heading
+from paper.tables import Sheet
 
 COMPARISON = re.compile(r"(.+) (better|worse|as good) (?:than|as) (.+) at (.+)")
 CHECK = re.compile(r"(\S+) (\w+)(?:@(\S+))? (within|below|above) (\S+)(?: of (\S+))?")
@@ -82,48 +82,48 @@ class Judged(NamedTuple):
 
 
 def judged(claim: Claim, evidence: Evidence) -> Judged:
-    table, caveat = evidence.tables[claim.table], of_scale(claim.open, evidence.scale)
-    points = of_pairs(claim, evidence, table) + of_checks(claim, evidence, table)
-    points += RULES[claim.rule](evidence, table) if claim.rule else []
+    sheet = evidence.sheet(evidence.tables[claim.table])
+    points = of_pairs(claim, sheet) + of_checks(claim, sheet)
+    points += RULES[claim.rule](sheet) if claim.rule else []
+    caveat = of_scale(claim.open, evidence.scale)
     if claim.caveat and any(point.found.n for point in points):
-        caveat = CAVEATS[claim.caveat](evidence, table)
+        caveat = CAVEATS[claim.caveat](sheet)
     found = [(point.found, point.wanted) for point in points]
     verdict = OPEN if caveat else judge(found)
     return Judged(claim, verdict, points, (caveat or settles(found)) if verdict == OPEN else "")
 
 
-def of_pairs(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
-    points = []
+def of_pairs(claim: Claim, sheet: Sheet) -> list[Point]:
+    points, table = [], sheet.table
     for key, wanted, other_key, at in claim.pairs:
         row, other = table.row(key), table.row(other_key)
         for column in table.columns if row and other else ():
-            measured = not column.task or evidence.cell(table, table.rows[0], column).n
+            measured = not column.task or sheet.cell(table.rows[0], column).n
             if places(column) & set(at) and (measured or column.task in at):
-                paper = evidence.printed_gap(table, row, other, column)
-                label = f"{row.title} − {other.title}, {heading(evidence, table, column)}"
-                found = evidence.compare(table, row, other, column)
-                decimals = decimals_of(evidence, table, column)
-                points.append(Point(label, wanted, found, decimals, paper))
+                label = f"{row.title} − {other.title}, {sheet.heading(column)}"
+                which = (row, other, column)
+                found, paper = sheet.compare(*which), sheet.printed_gap(*which)
+                points.append(Point(label, wanted, found, sheet.decimals(column), paper))
     return points
 
 
-def of_checks(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
+def of_checks(claim: Claim, sheet: Sheet) -> list[Point]:
     """A quantity of one row, or the ratio of two, against a number."""
     points = []
-    for sentence in of_scale(claim.check, evidence.scale):
+    for sentence in of_scale(claim.check, sheet.scale):
         keys, quantity, place, kind, limit, centre = CHECK.fullmatch(sentence).groups()
-        rows = [table.row(key) for key in keys.split("/")]
+        rows = [sheet.table.row(key) for key in keys.split("/")]
         if None in rows:
             continue
-        column = column_of(table, place, quantity)
-        values = [evidence.cell(table, row, column).values for row in rows]
+        column = column_of(sheet.table, place, quantity)
+        values = [sheet.cell(row, column).values for row in rows]
         values = apply(lambda value, base=1.0: value / base, *values)
         off = {s: abs(v - float(centre)) if centre else v for s, v in values.items()}
         found = compare(off, dict.fromkeys(off, float(limit)), lower_is_better=kind != "above")
         mean = f"{statistics.fmean(values.values()):.4g}" if values else ""
         unit = " %" if column.percent and len(rows) == 1 else ""
         rule = f"{kind} {limit}" + (f" of {centre}" if centre else "")
-        label = f"{' / '.join(row.title for row in rows)}, {heading(evidence, table, column)}"
+        label = f"{' / '.join(row.title for row in rows)}, {sheet.heading(column)}"
         shown = f"{mean}{unit} ({rule})".replace("-", "−")
         by_itself = float(limit) == 0 and not centre  # the difference is the quantity
         points.append(Point(label, BETTER, found, shown="" if by_itself else shown))
@@ -139,42 +139,42 @@ def column_of(table: Table, place, quantity: str) -> Column:
     raise KeyError(f"{table.name} has no column of {quantity} at {place}")
 
 
-def values_of(evidence: Evidence, table: Table, key: str, place, quantity="loss") -> BySeed:
-    return evidence.cell(table, table.row(key), column_of(table, place, quantity)).values
+def values_of(sheet: Sheet, key: str, place, quantity: str = "loss") -> BySeed:
+    return sheet.cell(sheet.table.row(key), column_of(sheet.table, place, quantity)).values
 
 
-def nearly_constant(evidence: Evidence, table: Table) -> list[Point]:
-    near, far = (values_of(evidence, table, "lssar-p15", factor) for factor in (1, 16))
+def nearly_constant(sheet: Sheet) -> list[Point]:
+    near, far = (values_of(sheet, "lssar-p15", factor) for factor in (1, 16))
     allowed = apply(lambda loss: NEARLY * loss, near)
     label = f"loss at 16x − {NEARLY:.2f} times the loss at 1x (the paper's own rise)"
     return [Point(label, BETTER, compare(far, allowed))]
 
 
-def most_of_the_effect(evidence: Evidence, table: Table) -> list[Point]:
+def most_of_the_effect(sheet: Sheet) -> list[Point]:
     """What softmax of cosines gains over softmax at 16x, and half of what LSSAR gains."""
     keys = ("softmax", "cos-softmax", "lssar-p15")
-    softmax, cosines, lssar = (values_of(evidence, table, key, 16) for key in keys)
+    softmax, cosines, lssar = (values_of(sheet, key, 16) for key in keys)
     gains = apply(operator.sub, softmax, cosines)
     half = apply(lambda loss, best: (loss - best) / 2, softmax, lssar)
     label = "gain of softmax of cosines over softmax at 16x − half of LSSAR's"
     return [Point(label, BETTER, compare(gains, half, lower_is_better=False))]
 
 
-def best_exponent_grows(evidence: Evidence, table: Table) -> list[Point]:
+def best_exponent_grows(sheet: Sheet) -> list[Point]:
     """The best p of each seed at one and two own training lengths, long minus short training."""
     points = []
     for times, short, stem in ((1, 128, "lssar-p"), (2, 64, "lssar-L64-p")):
         places = {"lssar-L512-p": 4 * times, stem: 1}  # in training lengths of the scale, 128
-        best = [best_exponents(swept(evidence, table, *place)) for place in places.items()]
+        best = [best_exponents(swept(sheet, *place)) for place in places.items()]
         label = f"best p trained at 512 − trained at {short}, at {times}x"
         points.append(Point(label, BETTER, compare(*best, lower_is_better=False), 0))
     return points
 
 
-def swept(evidence: Evidence, table: Table, stem: str, place: int) -> dict[int, BySeed]:
+def swept(sheet: Sheet, stem: str, place: int) -> dict[int, BySeed]:
     """Losses by exponent, of the rows whose keys are the stem with an exponent."""
-    keys = [row.key for row in table.rows if row.key.startswith(stem)]
-    return {int(k.removeprefix(stem)): values_of(evidence, table, k, place) for k in keys}
+    keys = [row.key for row in sheet.table.rows if row.key.startswith(stem)]
+    return {int(k.removeprefix(stem)): values_of(sheet, k, place) for k in keys}
 
 
 def best_exponents(losses: dict[int, BySeed]) -> BySeed:
@@ -185,17 +185,17 @@ def best_exponents(losses: dict[int, BySeed]) -> BySeed:
     return {seed: min(at, key=at.get) for seed, at in found.items() if len(at) > 2}
 
 
-def constant_found(evidence: Evidence, table: Table) -> list[Point]:
+def constant_found(sheet: Sheet) -> list[Point]:
     """1 where symbolic regression found a law of Newton's form, else 0."""
-    both = (values_of(evidence, table, key, None, "constant") for key in ("lssar", "softmax"))
+    both = (values_of(sheet, key, None, "constant") for key in ("lssar", "softmax"))
     found = [{seed: float(k is not None) for seed, k in constants.items()} for constants in both]
     label = "law of the form m1 / r^2 found (1) or not (0), LSSAR − Softmax"
     return [Point(label, BETTER, compare(*found, lower_is_better=False))]
 
 
-def edge_of_the_sweep(evidence: Evidence, table: Table) -> str:
+def edge_of_the_sweep(sheet: Sheet) -> str:
     """Whether the best exponent, over the seeds that all have, is the first or last."""
-    found = swept(evidence, table, "lssar-p", 16).items()
+    found = swept(sheet, "lssar-p", 16).items()
     losses = {p: values for p, values in found if values and None not in values.values()}
     shared = set.intersection(*map(set, losses.values())) if losses else set()
     sums = {p: sum(values[seed] for seed in shared) for p, values in losses.items()}
@@ -205,16 +205,16 @@ def edge_of_the_sweep(evidence: Evidence, table: Table) -> str:
     return f"the best exponent here, p = {best}, is the edge of the sweep: others were not tried"
 
 
-def no_sink(evidence: Evidence, table: Table) -> str:
-    sink = evidence.cell(table, table.row("softmax"), table.columns[0]).mean
+def no_sink(sheet: Sheet) -> str:
+    sink = sheet.cell(sheet.table.row("softmax"), sheet.table.columns[0]).mean
     if sink is None or sink >= 0.1:
         return ""
     here = f"softmax has no sink here (mean weight on token 1 {sink:.3f})"
     return f"{here}: a larger scale would settle it"
 
 
-def no_force(evidence: Evidence, table: Table) -> str:
-    found = [values_of(evidence, table, key, None, "R2") for key in ("softmax", "lssar")]
+def no_force(sheet: Sheet) -> str:
+    found = [values_of(sheet, key, None, "R2") for key in ("softmax", "lssar")]
     best = max((v for values in found for v in values.values() if v is not None), default=None)
     if best is None or best >= PREDICTS:
         return ""

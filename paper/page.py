@@ -23,7 +23,6 @@ from paper.evidence import RUNS, Evidence, read_runs
 from paper.experiments import SCALES, Table
 from paper.statistic import EXPLANATION, signed
 from paper.table_figures import draw
-from paper.tables import build
 from support import plots
 from support.files import read_text, unseal
 
@@ -60,19 +59,19 @@ class Page:
 
     def _view(self, evidence: Evidence, table: Table) -> dict:
         """A table as the page shows it, with its figure and the evaluations' pictures."""
-        built = build(evidence, table)
-        figure, svg, size = draw(built, evidence), None, None
+        sheet = evidence.sheet(table)
+        figure, svg, size = draw(sheet), None, None
         if figure is not None:
             svg = f"{self.folder}/{evidence.scale.name}-{table.name}.svg"
             size = tuple(round(PIXELS * inches) for inches in figure.get_size_inches())
             (self.out / self.folder).mkdir(parents=True, exist_ok=True)
             plots.save(figure, self.out / svg, (".svg",))
             self.figures.add(svg)
-        entries = (entry for line in built.lines for entry in line.entries)
+        entries = (entry for line in sheet.lines for entry in line.entries)
         verdicts = [entry.agreement.verdict for entry in entries if entry.agreement]
         found = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
         drawn = {"svg": svg, "size": size, "pictures": self._pictures(found)}
-        return {"built": built, "verdicts": verdicts} | drawn
+        return {"sheet": sheet, "verdicts": verdicts} | drawn
 
     def _others(self, folders: Collection[Path]) -> dict[Path, list]:
         """Results in no table, such as benchmarks, with the pictures beside them."""

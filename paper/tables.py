@@ -1,17 +1,47 @@
-"""A table of the paper built from what was measured, for the terminal, the figures and the page."""
+"""A table of the paper filled with what was measured, for claims, figures, page and terminal.
+
+All that ask for the same comparison get the same object, so they cannot disagree.
+"""
 
 import itertools
+import re
+import statistics
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from paper.evidence import Cell, Evidence
-from paper.experiments import Column, Row, Table
-from paper.statistic import Agreement, Comparison, agreement, direction
+from evaluating.results import Measured
+from paper.experiments import Column, Row, Scale, Table
+from paper.statistic import Agreement, BySeed, Comparison, agreement, compare, direction, margin_of
 from support.text import short_number
 from support.text import table as text_table
 
+LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
 # What a value that is None means; elsewhere it overflowed.
 NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
+
+
+class Cell(NamedTuple):
+    values: BySeed
+    sources: dict[int | None, Path]
+    mechanism: str  # decides the colour; empty where the file does not say
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def finite(self) -> bool:
+        return self.n > 0 and None not in self.values.values()
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values.values()) if self.finite else None
+
+    @property
+    def sd(self) -> float | None:
+        return statistics.stdev(self.values.values()) if self.finite and self.n > 1 else None
 
 
 class Entry(NamedTuple):
@@ -50,58 +80,143 @@ class Line(NamedTuple):
         return next((entry.cell.mechanism for entry in self.entries if entry.cell.n), "")
 
 
-class Built(NamedTuple):
-    table: Table
-    title: str
-    unit: str
-    tolerance: str  # of the paper's numbers, and why that much; empty: none
-    columns: list[tuple[Column, str]]  # with their headings
-    lines: list[Line]
-    notes: list[str]
-
-    @property
-    def measured(self) -> bool:
-        return any(line.seeds for line in self.lines)
-
-
-def build(evidence: Evidence, table: Table) -> Built:
+class Sheet:
     """All rows of the paper; titled columns and controls only where they have a number."""
 
-    def measured(rows, columns) -> bool:
-        return any(evidence.cell(table, row, column).n for row in rows for column in columns)
+    def __init__(self, table: Table, scale: Scale, paper: dict, found: dict[tuple, dict]):
+        """`paper`: what it prints; `found`: the records of a place by seed, see `measured`."""
+        self.table, self.scale, self.paper, self.found = table, scale, paper, found
+        self.cell, self.compare = cache(self._cell), cache(self._compare)
+        self.title = table.title or paper["title"]
+        self.unit = scale.unit if paper["unit"] == "nats per token" else paper["unit"]
+        given = paper["tolerance"]  # of the paper's numbers
+        given = ", ".join(map(str, given)) if isinstance(given, list) else given
+        self.tolerance = "" if given is None else f"{given} ({paper['reason']})"
+        columns = [c for c in table.columns if not c.title or self.has_number(table.rows, [c])]
+        self.columns = [(c, self.heading(c)) for c in columns]
+        rows = [r for r in table.rows if not r.control or self.has_number([r], table.columns)]
+        self.lines = [self._line(row, columns) for row in rows]
+        self.notes = [*table.notes, *self._equations()]
 
-    columns = [c for c in table.columns if not c.title or measured(table.rows, [c])]
-    lines = []
-    for row in table.rows:
-        if not row.control or measured([row], table.columns):
-            entries = [entry(evidence, table, row, column) for column in columns]
-            missing = [evidence.is_missing(table, row, column) for column in columns]
-            # What was computed once need not fill every column.
-            lines.append(Line(row, entries, any(missing) if table.runs else all(missing)))
-    paper = evidence.paper[table.label]
-    unit = evidence.scale.unit if paper["unit"] == "nats per token" else paper["unit"]
-    headings = [(c, heading(evidence, table, c)) for c in columns]
-    notes = [*table.notes, *equations(evidence, table)]
-    given = paper["tolerance"] if isinstance(paper["tolerance"], list) else [paper["tolerance"]]
-    tolerance = "" if given == [None] else f"{', '.join(map(str, given))} ({paper['reason']})"
-    title = table.title or paper["title"]
-    return Built(table, title, unit, tolerance, headings, lines, notes)
+    @property
+    def is_measured(self) -> bool:
+        return any(line.seeds for line in self.lines)
+
+    def has_number(self, rows, columns) -> bool:
+        return any(self.cell(row, column).n for row in rows for column in columns)
+
+    def measured(self, row: Row, column: Column) -> dict[int | None, Measured]:
+        """The records of a cell by seed."""
+        variant = re.sub("^window", f"window={self.scale.train_length}", row.variant)
+        place = (self.table.folder, column.quantity, column.run(row.run), variant, column.task)
+        return self.found.get((*place, self.scale.length(column.factor)), {})
+
+    def _cell(self, row: Row, column: Column) -> Cell:
+        found, values, mechanism = self.measured(row, column), {}, ""
+        for seed, one in found.items():
+            value = one.record.value
+            sound = value is not None and abs(value) < LARGEST
+            values[seed] = value * (100 if column.percent else 1) if sound else None
+            mechanism = mechanism or mechanism_of(one.run)
+        return Cell(values, {seed: one.source for seed, one in found.items()}, mechanism)
+
+    def _compare(self, row: Row, other: Row, column: Column) -> Comparison:
+        options = {"lower_is_better": column.lower_is_better}
+        options["margin"] = margin_of(column.quantity, column.factor)
+        return compare(*(self.cell(r, column).values for r in (row, other)), **options)
+
+    def printed(self, row: Row, column: Column) -> float | None:
+        """The paper's own number."""
+        rows, columns = self.paper["rows"], self.paper["columns"]
+        known = row.key in rows and column.paper in columns
+        return rows[row.key][columns.index(column.paper)] if known else None
+
+    def printed_gap(self, row: Row, other: Row, column: Column) -> float | None:
+        ours, theirs = (self.printed(r, column) for r in (row, other))
+        return None if None in (ours, theirs) else ours - theirs
+
+    def _line(self, row: Row, columns: list[Column]) -> Line:
+        missing = [self._is_missing(row, column) for column in columns]
+        # What was computed once need not fill every column.
+        some = any(missing) if self.table.runs else all(missing)
+        return Line(row, [self._entry(row, column) for column in columns], some)
+
+    def _is_missing(self, row: Row, column: Column) -> bool:
+        """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
+        if column.quantity == "bits_per_byte":  # of older results only the loss is known
+            return False
+        wanted = len(self.scale.seeds_of(column.run(row.run))) if self.table.runs else 1
+        return self.cell(row, column).n < wanted
+
+    def _entry(self, row: Row, column: Column) -> Entry:
+        cell, paper, base = self.cell(row, column), self.printed(row, column), self.table.base
+        comparison = gap = agrees = None
+        if base not in (None, row):
+            comparison = self.compare(row, base, column)
+            gap = self.printed_gap(row, base, column)
+        if None not in (paper, cell.mean):
+            tolerance = tolerance_of(self.paper, column, paper)
+            if self.scale.name == "paper":
+                agrees = agreement(cell.mean, paper, tolerance)
+            elif gap is not None:
+                agrees = direction(comparison, gap, tolerance)
+        return Entry(cell, column, self.decimals(column), paper, comparison, gap, agrees)
+
+    def decimals(self, column: Column) -> int:
+        cells = (self.cell(row, column) for row in self.table.rows)
+        values = [abs(v) for cell in cells for v in cell.values.values() if v]
+        if column.percent:
+            return 0 if all(v == int(v) for v in values) else 1
+        return 3 if max(values, default=0) < 20 else 1
+
+    def heading(self, column: Column) -> str:
+        if column.title:
+            return column.title
+        at = f"{short_number(self.scale.length(column.factor))} ({column.factor:g}x)"
+        names = {"context_gain": f"context gain at {at}", "far_accuracy": f"far keys at {at}"}
+        reach = self.reach(column) if column.quantity == "accuracy" else None
+        shown = names.get(column.quantity, at)
+        return shown if reach is None else f"{shown}, {reach:.0f} % in reach"
+
+    def reach(self, column: Column) -> float | None:
+        """The share of the passkeys within a training length, which is the same for every run."""
+        cells = (self.cell(row, replace(column, quantity="reach")) for row in self.table.rows)
+        return next((cell.mean for cell in cells if cell.n), None)
+
+    def _equations(self) -> list[str]:
+        """The laws that symbolic regression found, in words."""
+        columns, found = [c for c in self.table.columns if c.quantity == "constant"], []
+        for row, column in itertools.product(self.table.rows, columns):
+            for one in self.measured(row, column).values():
+                listed = one.record.details.get("equations")
+                laws = (
+                    [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
+                )
+                texts = [str(law["equation"]) for law in laws if "equation" in law]
+                found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
+        return found
+
+    def __str__(self) -> str:
+        """For the terminal; the paper's values on a line below each row that has any."""
+        body = []
+        for line in self.lines:
+            cells = [f"{e.text} {e.spread}".strip() for e in line.entries]
+            mark = " *" if line.row.control else ""
+            body.append([line.row.title + mark, *cells, str(line.seeds or "missing")])
+            if any(e.paper is not None for e in line.entries):
+                paper = ["" if e.paper is None else f"{e.paper:g}" for e in line.entries]
+                body.append(["  the paper, at its own scale", *paper, ""])
+        unit = f"{self.unit}; mean ±sd over seeds; * not in the paper"
+        shown = text_table(["", *(title for _, title in self.columns), "seeds"], body)
+        return f"\n{self.table.label}: {self.title} ({unit})\n{shown}"
 
 
-def entry(evidence: Evidence, table: Table, row: Row, column: Column) -> Entry:
-    cell, paper = evidence.cell(table, row, column), evidence.printed(table, row, column)
-    comparison = gap = agrees = None
-    if table.base not in (None, row):
-        comparison = evidence.compare(table, row, table.base, column)
-        gap = evidence.printed_gap(table, row, table.base, column)
-    if None not in (paper, cell.mean):
-        tolerance = tolerance_of(evidence.paper[table.label], column, paper)
-        if evidence.scale.name == "paper":
-            agrees = agreement(cell.mean, paper, tolerance)
-        elif gap is not None:
-            agrees = direction(comparison, gap, tolerance)
-    decimals = decimals_of(evidence, table, column)
-    return Entry(cell, column, decimals, paper, comparison, gap, agrees)
+def mechanism_of(run: dict) -> str:
+    try:
+        name = run["model"]["attention"]["name"]
+    except (KeyError, TypeError):
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 def tolerance_of(printed: dict, column: Column, value: float) -> float | None:
@@ -111,58 +226,6 @@ def tolerance_of(printed: dict, column: Column, value: float) -> float | None:
     return float(found[:-1]) / 100 * value if isinstance(found, str) else found
 
 
-def decimals_of(evidence: Evidence, table: Table, column: Column) -> int:
-    cells = (evidence.cell(table, row, column) for row in table.rows)
-    values = [abs(v) for cell in cells for v in cell.values.values() if v]
-    if column.percent:
-        return 0 if all(v == int(v) for v in values) else 1
-    return 3 if max(values, default=0) < 20 else 1
-
-
 def fixed(value: float, decimals: int) -> str:
     tiny = 0 < abs(value) < 0.5 * 10**-decimals
     return f"{value:.2g}" if tiny or abs(value) >= 1e9 else f"{value:,.{decimals}f}"
-
-
-def heading(evidence: Evidence, table: Table, column: Column) -> str:
-    if column.title:
-        return column.title
-    length = f"{short_number(evidence.scale.length(column.factor))} ({column.factor:g}x)"
-    named = {"context_gain": f"context gain at {length}", "far_accuracy": f"far keys at {length}"}
-    if column.quantity != "accuracy":
-        return named.get(column.quantity, length)
-    reach = reach_of(evidence, table, column)
-    return length if reach is None else f"{length}, {reach:.0f} % in reach"
-
-
-def reach_of(evidence: Evidence, table: Table, column: Column) -> float | None:
-    """The share of the passkeys within a training length, which is the same for every run."""
-    cells = (evidence.cell(table, row, replace(column, quantity="reach")) for row in table.rows)
-    return next((cell.mean for cell in cells if cell.n), None)
-
-
-def equations(evidence: Evidence, table: Table) -> list[str]:
-    """The laws that symbolic regression found, in words."""
-    columns, found = [c for c in table.columns if c.quantity == "constant"], []
-    for row, column in itertools.product(table.rows, columns):
-        for one in evidence.measured(table, row, column).values():
-            listed = one.record.details.get("equations")
-            laws = [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
-            texts = [str(law["equation"]) for law in laws if "equation" in law]
-            found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
-    return found
-
-
-def show(built: Built) -> str:
-    """The table for the terminal; the paper's values on a line below each row that has any."""
-    header = ["", *(title for _, title in built.columns), "seeds"]
-    body = []
-    for line in built.lines:
-        cells = [f"{e.text} {e.spread}".strip() for e in line.entries]
-        mark = " *" if line.row.control else ""
-        body.append([line.row.title + mark, *cells, str(line.seeds or "missing")])
-        if any(e.paper is not None for e in line.entries):
-            paper = ["" if e.paper is None else f"{e.paper:g}" for e in line.entries]
-            body.append(["  the paper, at its own scale", *paper, ""])
-    unit = f"{built.unit}; mean ±sd over seeds; * not in the paper"
-    return f"\n{built.table.label}: {built.title} ({unit})\n{text_table(header, body)}"
