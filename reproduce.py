@@ -41,16 +41,15 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--allow-dirty", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.gpu and not SCALES[arguments.scale].gpus:
-        wrong = f"--gpu {arguments.gpu}: --scale {arguments.scale} is for a CPU"
-        raise UserError(f"{wrong}; leave it out")
+        place = f"--scale {arguments.scale} is for a CPU"
+        raise UserError(f"--gpu {arguments.gpu}: {place}; leave it out")
     names, tables = arguments.tables, all_tables(arguments.scale)
-    known = ["all", *tables]
-    if unknown := [name for name in names if name not in known]:
-        elsewhere = [scale for scale in SCALES if unknown[0] in all_tables(scale)]
-        guess = f"it is one of --scale {', '.join(elsewhere)}" if elsewhere else None
-        guess = guess or did_you_mean(unknown[0], known)
-        where = f" at --scale {arguments.scale}" if elsewhere else ""
-        raise UserError(f"unknown table {unknown[0]!r}{where}; {guess}")
+    for name in (name for name in names if name not in ("all", *tables)):
+        wrong, guess = f"unknown table {name!r}", did_you_mean(name, ["all", *tables])
+        if elsewhere := [scale for scale in SCALES if name in all_tables(scale)]:
+            wrong += f" at --scale {arguments.scale}"
+            guess = f"it is one of --scale {', '.join(elsewhere)}"
+        raise UserError(f"{wrong}; {guess}")
     # A table comes with those of the same script, such as its passkeys.
     scripts = {tables[name].script for name in names if name != "all"}
     arguments.tables = [t for t in tables.values() if "all" in names or t.script in scripts]

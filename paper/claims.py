@@ -11,10 +11,9 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paper.evidence import Evidence
+from paper.evidence import Evidence, Sheet
 from paper.experiments import Column, Table, load_toml, of_scale
 from paper.statistic import BETTER, OPEN, BySeed, Comparison, apply, compare, judge, settles, signed
-from paper.tables import Sheet
 
 COMPARISON = re.compile(r"(.+) (better|worse|as good) (?:than|as) (.+) at (.+)")
 CHECK = re.compile(r"(\S+) (\w+)(?:@(\S+))? (within|below|above) (\S+)(?: of (\S+))?")
@@ -51,10 +50,9 @@ class Claim:
 
 def places(column: Column) -> set[str]:
     """What a claim may call a column: its length, quantity or task."""
-    if column.quantity == "far_accuracy":
-        return {f"far {column.factor:g}"}
-    at_length = column.quantity in ("loss", "accuracy")
-    return {f"{column.factor:g}" if at_length else column.quantity, column.task} - {""}
+    at_length = {"loss": "", "accuracy": "", "far_accuracy": "far "}.get(column.quantity)
+    name = column.quantity if at_length is None else f"{at_length}{column.factor:g}"
+    return {name, column.task} - {""}
 
 
 class Point(NamedTuple):

@@ -69,10 +69,6 @@ def all_runs(scale: str) -> dict[str, Run]:
     return runs
 
 
-def run_name(key: str, seed: int) -> str:
-    return f"{key}-s{seed}"
-
-
 @dataclass(frozen=True)
 class Column:
     factor: float | None = None  # length, in training lengths

@@ -1,6 +1,6 @@
 """All results as one HTML page: findings, claims as cards, every table folded, runs, the rest.
 
-Nothing is judged here: verdicts come from `claims.py` and `tables.py`.
+Nothing is judged here: verdicts come from `claims.py` and `evidence.py`.
 """
 
 import base64
@@ -114,14 +114,10 @@ class Page:
 
 def with_own_settings(runs: dict[str, dict]) -> dict[str, dict]:
     """Runs with `own`: the settings in which one differs from most of them, as text."""
-    lines = {
-        name: [
-            f"{part}.{key} = {value}"
-            for part, of in run["config"].items()
-            for key, value in of.items()
-        ]
-        for name, run in runs.items()
-    }
+    lines = {}
+    for name, run in runs.items():
+        sections = run["config"].items()
+        lines[name] = [f"{part}.{key} = {v}" for part, of in sections for key, v in of.items()]
     count = Counter(line for own in lines.values() for line in own)
     usual = {line for line, times in count.items() if 2 * times > len(runs)}
     return {n: run | {"own": [s for s in lines[n] if s not in usual]} for n, run in runs.items()}

@@ -13,7 +13,7 @@ from data.shards import MANIFEST, describe_set
 from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED, read_results
 from paper.evidence import RUNS, read_runs
-from paper.experiments import FACTORS, PASSKEY, Run, Scale, Table, all_runs, run_name
+from paper.experiments import FACTORS, PASSKEY, Run, Scale, Table, all_runs
 from paper.jobs import Job
 from support.files import lookup, read_text, write_json
 from training.checkpoint import find, read_description
@@ -40,7 +40,7 @@ class Workspace:
         return self.results / self.scale.name
 
     def run_directory(self, key: str, seed: int) -> Path:
-        return self.runs / self.scale.name / run_name(key, seed)
+        return self.runs / self.scale.name / f"{key}-s{seed}"
 
     def seeds_of(self, key: str) -> Sequence[int]:
         return self.scale.seeds_of(key) if self.seeds is None else self.seeds
@@ -167,8 +167,9 @@ def write_runs(space: Workspace) -> None:
     runs, corpora = read_runs(path), lookup(path, "corpora") or {}
     for key in all_runs(space.scale.name):
         for seed in space.seeds_of(key):
-            if record := run_record(space.run_directory(key, seed), seed):
-                runs[run_name(key, seed)] = record
+            directory = space.run_directory(key, seed)
+            if record := run_record(directory, seed):
+                runs[directory.name] = record
     for directory in space.scale.corpora:
         if (Path(directory) / MANIFEST).exists():
             corpora[directory] = describe_set(directory)

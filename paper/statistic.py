@@ -114,8 +114,8 @@ class Comparison:
     def seeds_needed(self) -> int:
         """To confirm the difference that was seen, or that it is inside the margin."""
         spread, size = statistics.stdev(self.differences), abs(self.mean)
-        targets = [size, *([self.margin - size] if self.margin and size < self.margin else [])]
-        needed = (POWER * spread / max(targets)) ** 2 + 2 if max(targets) > 0 else math.inf
+        target = max(size, (self.margin or 0) - size)
+        needed = (POWER * spread / target) ** 2 + 2 if target else math.inf
         return max(self.n + 1, math.ceil(min(needed, MANY_SEEDS + 1)))
 
 

@@ -4,11 +4,12 @@ Every mechanism has its own colour. A busy chart shows four lines in colour; all
 ends.
 """
 
+import math
 import re
 from collections import Counter
 
+from paper.evidence import Line, Sheet
 from paper.experiments import PASSKEY
-from paper.tables import Line, Sheet
 from support import plots
 from support.text import short_number
 
@@ -34,7 +35,7 @@ def by_length(sheet: Sheet):
 
     "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
-    table, gaps, label = sheet.table, sheet.table.figure == "gaps", quantity(sheet)
+    table, gaps = sheet.table, sheet.table.figure == "gaps"
     shown = [c for c, _ in sheet.columns if c.quantity in ("loss", "accuracy")]  # the first ones
     lengths = [sheet.scale.length(column.factor) for column in shown]
     reach = [sheet.reach(column) for column in shown]
@@ -53,16 +54,15 @@ def by_length(sheet: Sheet):
             axes.plot(lengths, reach, color=plots.GREY, linestyle=":", label="keys in reach")
             ends.append(("keys in reach", reach[-1], plots.GREY))
         plots.length_axis(axes, lengths, sheet.scale.train_length)
-        axes.set(xlabel="evaluation length (tokens)")
+        axes.set_xlabel("evaluation length (tokens)")
         if several:
             axes.set_title(lines[0].row.title.partition(",")[0], pad=12)
         else:
             plots.label_ends(axes, ends)
     if several:
         plots.legend_below(figure, grid[0, 0], columns=3)
-    if gaps:
-        label = f"difference from {table.base.title}\n({sheet.unit}; 95 % interval)"
-    grid[0, 0].set_ylabel(label)
+    gap = gaps and f"difference from {table.base.title}\n({sheet.unit}; 95 % interval)"
+    grid[0, 0].set_ylabel(gap or quantity(sheet))
     return figure
 
 
@@ -83,15 +83,13 @@ def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
         styles.append(plots.style(line.mechanism, line.row.variant, seen[kind]))
         seen[kind] += 1
     for line, style in zip(lines, plots.coloured(styles), strict=True):
-        points = []
-        for length, entry in zip(lengths, line.entries, strict=False):
-            cell, found = entry.cell, entry.comparison
-            y, spread = (found.mean, found.half_width) if gaps else (cell.mean, cell.sd)
-            if y is not None:
-                points.append((length, y, spread or 0))
+        title, points = line.row.title, []
+        for length, e in zip(lengths, line.entries, strict=False):
+            y = e.comparison.mean if gaps else e.cell.mean
+            spread = e.comparison.half_width if gaps else e.cell.sd
+            points += [(length, y, spread or 0)] if y is not None else []
         if points:
             x, y, spread = zip(*points, strict=True)
-            title = line.row.title
             label = title.partition(", ")[2] or title
             axes.errorbar(x, y, yerr=spread, elinewidth=0.7, label=label, **style)
             ends.append((title, y[-1], style["color"]))
@@ -100,9 +98,8 @@ def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
 
 def by_ends(sheet: Sheet):
     """For a table of many rows: the loss at its first and last length, the lowest at the top."""
-    losses = [i for i, (column, _) in enumerate(sheet.columns) if column.quantity == "loss"]
-    ends, titles = (losses[0], losses[-1]), [sheet.columns[i][1] for i in (losses[0], losses[-1])]
-    found = [(line, [line.entries[i].cell for i in ends]) for line in sheet.lines]
+    first, *_, last = (i for i, (c, _) in enumerate(sheet.columns) if c.quantity == "loss")
+    found = [(n, [n.entries[i].cell for i in (first, last)]) for n in sheet.lines]
     found = [(line, cells) for line, cells in found if all(cell.finite for cell in cells)]
     found.sort(key=lambda one: one[1][1].mean)
     figure, axes = plots.figure(width=plots.PAGE, height=0.7 + 0.18 * len(found))
@@ -113,14 +110,15 @@ def by_ends(sheet: Sheet):
             spread = {"xerr": cell.sd or 0, "elinewidth": 0.7, "markerfacecolor": fill}
             axes.errorbar(cell.mean, place, **look, **spread, markersize=4)
     axes.set_yticks(range(len(found)), [line.row.title for line, _ in found])
-    axes.set_xlabel(f"{quantity(sheet)}: hollow at {titles[0]}, filled at {titles[1]}")
+    ends = f"hollow at {sheet.columns[first][1]}, filled at {sheet.columns[last][1]}"
+    axes.set_xlabel(f"{quantity(sheet)}: {ends}")
     axes.invert_yaxis()
     return figure
 
 
 def by_exponent(sheet: Sheet):
     """One panel per start of the rows' keys, one line per length."""
-    stems, label = sheet.table.panels, quantity(sheet)
+    stems = sheet.table.panels
     figure, panels = plots.figure(1, len(stems), width=plots.PAGE, height=2.6, sharey=True)
     for axes, stem in zip(panels, stems, strict=True):
         ends, found = [], [(re.fullmatch(rf"{stem}(\d+)", n.row.key), n) for n in sheet.lines]
@@ -128,8 +126,7 @@ def by_exponent(sheet: Sheet):
         mechanism = next((line.mechanism for line in lines.values() if line.mechanism), "")
         for i, (column, _) in enumerate(sheet.columns):
             cells = [(p, line.entries[i].cell) for p, line in lines.items()]
-            points = [(p, cell.mean) for p, cell in cells if cell.finite]
-            if points:
+            if points := [(p, cell.mean) for p, cell in cells if cell.finite]:
                 style = plots.style(mechanism, order=i)
                 axes.plot(*zip(*points, strict=True), **style)
                 length = short_number(sheet.scale.length(column.factor))
@@ -137,7 +134,7 @@ def by_exponent(sheet: Sheet):
         title = lines[min(lines)].row.title.partition(" p=")[0]
         axes.set(xlabel="exponent p", title=title, xticks=list(lines))
         plots.label_ends(axes, ends)
-    panels[0].set_ylabel(label)
+    panels[0].set_ylabel(quantity(sheet))
     return figure
 
 
@@ -165,8 +162,7 @@ def by_column(sheet: Sheet):
     """One panel of bars per column, for tables whose columns have different units."""
     lines = [n for n in sheet.lines if any(e.cell.finite for e in n.entries)]
     count = len(sheet.columns)
-    across = min(4, count)
-    down = -(-count // across)
+    across, down = min(4, count), math.ceil(count / 4)
     height = 0.5 + down * (0.4 + 0.17 * len(lines))
     figure, grid = plots.figure(down, across, plots.PAGE, height, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:

@@ -22,7 +22,7 @@ from data.shards import describe_set
 from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
 from paper.costs import Cost, Speed, room_lines
-from paper.evidence import Evidence, paper_numbers, read_runs
+from paper.evidence import Evidence, paper_numbers, read_runs, tolerance_of
 from paper.experiments import (
     DATA,
     FACTORS,
@@ -36,7 +36,6 @@ from paper.experiments import (
 )
 from paper.jobs import Job, Pool, run_all
 from paper.plan import Workspace, jobs_of, write_runs
-from paper.tables import tolerance_of
 from support import command
 from training.config import load_config
 from training.hours import DEVICES
