@@ -258,7 +258,7 @@ def fixed(value: float, decimals: int) -> str:
     return f"{value:.2g}" if tiny or abs(value) >= 1e9 else f"{value:,.{decimals}f}"
 
 
-_FIELDS = {"config": dict} | dict.fromkeys(("commit", "torch", "device", "status"), str)
+_FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}
 _FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), int | float | None)
 
 
