@@ -111,7 +111,7 @@ class Line(NamedTuple):
 
 
 class Sheet:
-    """All rows of the paper; titled columns and controls only where they have a number."""
+    """A table with what was measured: titled columns and controls only where they have a number."""
 
     def __init__(self, table: Table, scale: Scale, paper: dict, found: dict[tuple, dict]):
         """`paper`: what it prints; `found`: the records of a place by seed, see `measured`."""
@@ -122,15 +122,12 @@ class Sheet:
         given = paper["tolerance"]  # of the paper's numbers
         given = ", ".join(map(str, given)) if isinstance(given, list) else given
         self.tolerance = "" if given is None else f"{given} ({paper['reason']})"
+        self.is_measured = self.has_number(table.rows, table.columns)
         columns = [c for c in table.columns if not c.title or self.has_number(table.rows, [c])]
         self.columns = [(c, self.heading(c)) for c in columns]
         rows = [r for r in table.rows if not r.control or self.has_number([r], table.columns)]
         self.lines = [self._line(row, columns) for row in rows]
         self.notes = [*table.notes, *self._equations()]
-
-    @property
-    def is_measured(self) -> bool:
-        return any(line.seeds for line in self.lines)
 
     def has_number(self, rows, columns) -> bool:
         return any(self.cell(row, column).n for row in rows for column in columns)
