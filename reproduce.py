@@ -41,16 +41,15 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--allow-dirty", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.gpu and not SCALES[arguments.scale].gpus:
-        wrong = f"--gpu {arguments.gpu}: --scale {arguments.scale} is for a CPU"
-        raise UserError(f"{wrong}; leave it out")
+        place = f"--scale {arguments.scale} is for a CPU"
+        raise UserError(f"--gpu {arguments.gpu}: {place}; leave it out")
     names, tables = arguments.tables, all_tables(arguments.scale)
-    known = ["all", *tables]
-    if unknown := [name for name in names if name not in known]:
-        elsewhere = [scale for scale in SCALES if unknown[0] in all_tables(scale)]
-        guess = f"it is one of --scale {', '.join(elsewhere)}" if elsewhere else None
-        guess = guess or did_you_mean(unknown[0], known)
-        where = f" at --scale {arguments.scale}" if elsewhere else ""
-        raise UserError(f"unknown table {unknown[0]!r}{where}; {guess}")
+    for name in (name for name in names if name not in ("all", *tables)):
+        wrong, guess = f"unknown table {name!r}", did_you_mean(name, ["all", *tables])
+        if elsewhere := [scale for scale in SCALES if name in all_tables(scale)]:
+            wrong += f" at --scale {arguments.scale}"
+            guess = f"it is one of --scale {', '.join(elsewhere)}"
+        raise UserError(f"{wrong}; {guess}")
     # A table comes with those of the same script, such as its passkeys.
     scripts = {tables[name].script for name in names if name != "all"}
     arguments.tables = [t for t in tables.values() if "all" in names or t.script in scripts]
@@ -73,7 +72,6 @@ from paper.evidence import Evidence
 from paper.jobs import run_all
 from paper.plan import Workspace, jobs_of, write_runs
 from paper.table_figures import draw
-from paper.tables import build, show
 from support import plots
 from support.files import make_folder
 
@@ -116,10 +114,10 @@ def show_all(tables: list[Table], space: Workspace) -> None:
     make_folder(space.folder)
     write_runs(space)
     evidence = Evidence(space.scale.name, space.folder)
-    for built in (build(evidence, table) for table in tables):
-        print(show(built))
-        if figure := draw(built, evidence):
-            written = plots.save(figure, space.folder / f"{built.table.name}.png")
+    for sheet in map(evidence.sheet, tables):
+        print(sheet)
+        if figure := draw(sheet):
+            written = plots.save(figure, space.folder / f"{sheet.table.name}.png")
             print(f"figure: {written[0]}")
     print(show_claims(evidence))
     for path, why in evidence.problems.items():

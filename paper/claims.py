@@ -4,16 +4,16 @@ The claims are in claims.toml. Comparisons come from `evidence.py`, as those of 
 page do, and are judged by `statistic.py` alone.
 """
 
+import operator
 import re
 import statistics
 import textwrap
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paper.evidence import Evidence
+from paper.evidence import Evidence, Sheet
 from paper.experiments import Column, Table, load_toml, of_scale
-from paper.statistic import BETTER, OPEN, WORSE, BySeed, Comparison, compare, judge, settles, signed
-from paper.tables import decimals_of, heading
+from paper.statistic import BETTER, OPEN, BySeed, Comparison, apply, compare, judge, settles, signed
 
 COMPARISON = re.compile(r"(.+) (better|worse|as good) (?:than|as) (.+) at (.+)")
 CHECK = re.compile(r"(\S+) (\w+)(?:@(\S+))? (within|below|above) (\S+)(?: of (\S+))?")
@@ -50,10 +50,9 @@ class Claim:
 
 def places(column: Column) -> set[str]:
     """What a claim may call a column: its length, quantity or task."""
-    if column.quantity == "far_accuracy":
-        return {f"far {column.factor:g}"}
-    at_length = column.quantity in ("loss", "accuracy")
-    return {f"{column.factor:g}" if at_length else column.quantity, column.task} - {""}
+    at_length = {"loss": "", "accuracy": "", "far_accuracy": "far "}.get(column.quantity)
+    name = column.quantity if at_length is None else f"{at_length}{column.factor:g}"
+    return {name, column.task} - {""}
 
 
 class Point(NamedTuple):
@@ -81,158 +80,139 @@ class Judged(NamedTuple):
 
 
 def judged(claim: Claim, evidence: Evidence) -> Judged:
-    table, caveat = evidence.tables[claim.table], of_scale(claim.open, evidence.scale)
-    points = of_pairs(claim, evidence, table) + of_checks(claim, evidence, table)
-    points += RULES[claim.rule](evidence, table) if claim.rule else []
+    sheet = evidence.sheet(evidence.tables[claim.table])
+    points = of_pairs(claim, sheet) + of_checks(claim, sheet)
+    points += RULES[claim.rule](sheet) if claim.rule else []
+    caveat = of_scale(claim.open, evidence.scale)
     if claim.caveat and any(point.found.n for point in points):
-        caveat = CAVEATS[claim.caveat](evidence, table)
+        caveat = CAVEATS[claim.caveat](sheet)
     found = [(point.found, point.wanted) for point in points]
     verdict = OPEN if caveat else judge(found)
     return Judged(claim, verdict, points, (caveat or settles(found)) if verdict == OPEN else "")
 
 
-def of_pairs(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
-    points = []
+def of_pairs(claim: Claim, sheet: Sheet) -> list[Point]:
+    points, table = [], sheet.table
     for key, wanted, other_key, at in claim.pairs:
         row, other = table.row(key), table.row(other_key)
         for column in table.columns if row and other else ():
-            measured = not column.task or evidence.cell(table, table.rows[0], column).n
+            measured = not column.task or sheet.cell(table.rows[0], column).n
             if places(column) & set(at) and (measured or column.task in at):
-                paper = evidence.printed_gap(table, row, other, column)
-                label = f"{row.title} − {other.title}, {heading(evidence, table, column)}"
-                found = evidence.compare(table, row, other, column)
-                decimals = decimals_of(evidence, table, column)
-                points.append(Point(label, wanted, found, decimals, paper))
+                label = f"{row.title} − {other.title}, {sheet.heading(column)}"
+                which = (row, other, column)
+                found, paper = sheet.compare(*which), sheet.printed_gap(*which)
+                points.append(Point(label, wanted, found, sheet.decimals(column), paper))
     return points
 
 
-def of_checks(claim: Claim, evidence: Evidence, table: Table) -> list[Point]:
+def of_checks(claim: Claim, sheet: Sheet) -> list[Point]:
     """A quantity of one row, or the ratio of two, against a number."""
     points = []
-    for sentence in of_scale(claim.check, evidence.scale):
+    for sentence in of_scale(claim.check, sheet.scale):
         keys, quantity, place, kind, limit, centre = CHECK.fullmatch(sentence).groups()
-        rows = [table.row(key) for key in keys.split("/")]
+        rows = [sheet.table.row(key) for key in keys.split("/")]
         if None in rows:
             continue
-        column, title = column_of(evidence, table, place, quantity)
-        values = ratio(*(evidence.cell(table, row, column).values for row in rows))
+        column = column_of(sheet.table, place, quantity)
+        values = [sheet.cell(row, column).values for row in rows]
+        values = apply(lambda value, base=1.0: value / base, *values)
         off = {s: abs(v - float(centre)) if centre else v for s, v in values.items()}
         found = compare(off, dict.fromkeys(off, float(limit)), lower_is_better=kind != "above")
         mean = f"{statistics.fmean(values.values()):.4g}" if values else ""
         unit = " %" if column.percent and len(rows) == 1 else ""
         rule = f"{kind} {limit}" + (f" of {centre}" if centre else "")
-        label = f"{' / '.join(row.title for row in rows)}, {title}"
+        label = f"{' / '.join(row.title for row in rows)}, {sheet.heading(column)}"
         shown = f"{mean}{unit} ({rule})".replace("-", "−")
         by_itself = float(limit) == 0 and not centre  # the difference is the quantity
         points.append(Point(label, BETTER, found, shown="" if by_itself else shown))
     return points
 
 
-def ratio(values: BySeed, base: BySeed | None = None) -> BySeed:
-    """The values over those of the base, if there is one, where both are known."""
-    base = dict.fromkeys(values, 1.0) if base is None else base
-    known = [seed for seed, value in values.items() if None not in (value, base.get(seed))]
-    return {seed: values[seed] / base[seed] for seed in known}
-
-
-def column_of(evidence: Evidence, table: Table, place, quantity="loss") -> tuple[Column, str]:
-    """The column of a quantity at a length or on a task, with its heading."""
+def column_of(table: Table, place, quantity: str) -> Column:
+    """That of a quantity at a length or on a task."""
     for column in table.columns:
         at = column.task or (f"{column.factor:g}" if column.factor is not None else "")
         if column.quantity == quantity and (place is None or at == f"{place}"):
-            return column, heading(evidence, table, column)
+            return column
     raise KeyError(f"{table.name} has no column of {quantity} at {place}")
 
 
-def values_of(evidence: Evidence, table: Table, key: str, place, quantity="loss") -> BySeed:
-    column, _ = column_of(evidence, table, place, quantity)
-    return evidence.cell(table, table.row(key), column).values
+def values_of(sheet: Sheet, key: str, place, quantity: str = "loss") -> BySeed:
+    return sheet.cell(sheet.table.row(key), column_of(sheet.table, place, quantity)).values
 
 
-def nearly_constant(evidence: Evidence, table: Table) -> list[Point]:
-    near, far = (values_of(evidence, table, "lssar-p15", factor) for factor in (1, 16))
-    allowed = {seed: v and NEARLY * v for seed, v in near.items()}
+def nearly_constant(sheet: Sheet) -> list[Point]:
+    near, far = (values_of(sheet, "lssar-p15", factor) for factor in (1, 16))
+    allowed = apply(lambda loss: NEARLY * loss, near)
     label = f"loss at 16x − {NEARLY:.2f} times the loss at 1x (the paper's own rise)"
     return [Point(label, BETTER, compare(far, allowed))]
 
 
-def far_context_harms(evidence: Evidence, table: Table) -> list[Point]:
-    points = []
-    for row in (row for row in table.rows if not row.control):
-        gains = values_of(evidence, table, row.key, 16, "context_gain")
-        found = compare(gains, dict.fromkeys(gains, 0.0))
-        points.append(Point(f"{row.title}, context gain at 16x", WORSE, found))
-    return points
-
-
-def most_of_the_effect(evidence: Evidence, table: Table) -> list[Point]:
+def most_of_the_effect(sheet: Sheet) -> list[Point]:
     """What softmax of cosines gains over softmax at 16x, and half of what LSSAR gains."""
     keys = ("softmax", "cos-softmax", "lssar-p15")
-    softmax, cosines, lssar = (values_of(evidence, table, key, 16) for key in keys)
-    seeds = [s for s in softmax if None not in (softmax[s], cosines.get(s), lssar.get(s))]
-    gains = {s: softmax[s] - cosines[s] for s in seeds}
-    half = {s: (softmax[s] - lssar[s]) / 2 for s in seeds}
+    softmax, cosines, lssar = (values_of(sheet, key, 16) for key in keys)
+    gains = apply(operator.sub, softmax, cosines)
+    half = apply(lambda loss, best: (loss - best) / 2, softmax, lssar)
     label = "gain of softmax of cosines over softmax at 16x − half of LSSAR's"
     return [Point(label, BETTER, compare(gains, half, lower_is_better=False))]
 
 
-def best_exponent_grows(evidence: Evidence, table: Table) -> list[Point]:
+def best_exponent_grows(sheet: Sheet) -> list[Point]:
     """The best p of each seed at one and two own training lengths, long minus short training."""
     points = []
-    for times, short in ((1, "128"), (2, "64")):
-        best = [best_exponents(evidence, table, length, times) for length in ("512", short)]
+    for times, short, stem in ((1, 128, "lssar-p"), (2, 64, "lssar-L64-p")):
+        places = {"lssar-L512-p": 4 * times, stem: 1}  # in training lengths of the scale, 128
+        best = [best_exponents(swept(sheet, *place)) for place in places.items()]
         label = f"best p trained at 512 − trained at {short}, at {times}x"
         points.append(Point(label, BETTER, compare(*best, lower_is_better=False), 0))
     return points
 
 
-# Keys of the rows trained at a length, and the length in the scale's training lengths.
-TRAINED = {"64": ("lssar-L64-p", 0.5), "128": ("lssar-p", 1), "512": ("lssar-L512-p", 4)}
+def swept(sheet: Sheet, stem: str, place: int) -> dict[int, BySeed]:
+    """Losses by exponent, of the rows whose keys are the stem with an exponent."""
+    keys = [row.key for row in sheet.table.rows if row.key.startswith(stem)]
+    return {int(k.removeprefix(stem)): values_of(sheet, k, place) for k in keys}
 
 
-def best_exponents(evidence: Evidence, table: Table, length: str, times: int) -> BySeed:
-    found, (stem, factor) = {}, TRAINED[length]
-    for row in (row for row in table.rows if row.key.startswith(stem)):
-        losses = values_of(evidence, table, row.key, f"{times * factor:g}")
-        for seed, loss in losses.items():
-            if loss is not None:
-                found.setdefault(seed, {})[float(row.key.removeprefix(stem))] = loss
-    return {seed: min(losses, key=losses.get) for seed, losses in found.items() if len(losses) > 2}
+def best_exponents(losses: dict[int, BySeed]) -> BySeed:
+    found: dict[int | None, dict[int, float]] = {}
+    for p, values in losses.items():
+        for seed, loss in apply(float, values).items():
+            found.setdefault(seed, {})[p] = loss
+    return {seed: min(at, key=at.get) for seed, at in found.items() if len(at) > 2}
 
 
-def constant_found(evidence: Evidence, table: Table) -> list[Point]:
+def constant_found(sheet: Sheet) -> list[Point]:
     """1 where symbolic regression found a law of Newton's form, else 0."""
-    found = []
-    for key in ("lssar", "softmax"):
-        constants = values_of(evidence, table, key, None, "constant")
-        found.append({seed: float(value is not None) for seed, value in constants.items()})
+    both = (values_of(sheet, key, None, "constant") for key in ("lssar", "softmax"))
+    found = [{seed: float(k is not None) for seed, k in constants.items()} for constants in both]
     label = "law of the form m1 / r^2 found (1) or not (0), LSSAR − Softmax"
     return [Point(label, BETTER, compare(*found, lower_is_better=False))]
 
 
-def edge_of_the_sweep(evidence: Evidence, table: Table) -> str:
+def edge_of_the_sweep(sheet: Sheet) -> str:
     """Whether the best exponent, over the seeds that all have, is the first or last."""
-    keys = [row.key for row in table.rows if re.fullmatch(r"lssar-p\d+", row.key)]
-    cells = {int(key.removeprefix("lssar-p")): values_of(evidence, table, key, 16) for key in keys}
-    cells = {p: v for p, v in sorted(cells.items()) if v and None not in v.values()}
-    shared = set.intersection(*(set(values) for values in cells.values())) if cells else set()
-    sums = {p: sum(values[s] for s in shared) for p, values in cells.items()}
+    found = swept(sheet, "lssar-p", 16).items()
+    losses = {p: values for p, values in found if values and None not in values.values()}
+    shared = set.intersection(*map(set, losses.values())) if losses else set()
+    sums = {p: sum(values[seed] for seed in shared) for p, values in losses.items()}
     best = min(sums, key=sums.get) if shared else None
     if best is None or best not in (min(sums), max(sums)):
         return ""
     return f"the best exponent here, p = {best}, is the edge of the sweep: others were not tried"
 
 
-def no_sink(evidence: Evidence, table: Table) -> str:
-    sink = evidence.cell(table, table.row("softmax"), table.columns[0]).mean
+def no_sink(sheet: Sheet) -> str:
+    sink = sheet.cell(sheet.table.row("softmax"), sheet.table.columns[0]).mean
     if sink is None or sink >= 0.1:
         return ""
     here = f"softmax has no sink here (mean weight on token 1 {sink:.3f})"
     return f"{here}: a larger scale would settle it"
 
 
-def no_force(evidence: Evidence, table: Table) -> str:
-    found = [values_of(evidence, table, key, None, "R2") for key in ("softmax", "lssar")]
+def no_force(sheet: Sheet) -> str:
+    found = [values_of(sheet, key, None, "R2") for key in ("softmax", "lssar")]
     best = max((v for values in found for v in values.values() if v is not None), default=None)
     if best is None or best >= PREDICTS:
         return ""
@@ -240,7 +220,7 @@ def no_force(evidence: Evidence, table: Table) -> str:
     return f"{here}: a setting in which one does would settle it"
 
 
-RULES = nearly_constant, far_context_harms, most_of_the_effect, best_exponent_grows, constant_found
+RULES = nearly_constant, most_of_the_effect, best_exponent_grows, constant_found
 RULES = {f.__name__: f for f in RULES}
 CAVEATS = {f.__name__: f for f in (edge_of_the_sweep, no_sink, no_force)}
 DATA = load_toml("claims.toml")
@@ -249,9 +229,8 @@ PAPER_CLAIMS, OUR_CONTROLS = ([Claim(**c) for c in DATA[key]] for key in ("paper
 
 def judge_all(evidence: Evidence) -> tuple[list[Judged], list[Judged]]:
     """The paper's claims and our controls, but for those of a table that the scale has not."""
-    known = evidence.tables
-    groups = ([c for c in group if c.table in known] for group in (PAPER_CLAIMS, OUR_CONTROLS))
-    return tuple([judged(claim, evidence) for claim in group] for group in groups)
+    groups, known = (PAPER_CLAIMS, OUR_CONTROLS), evidence.tables
+    return tuple([judged(c, evidence) for c in group if c.table in known] for group in groups)
 
 
 def findings(evidence: Evidence) -> list[str]:

@@ -91,8 +91,7 @@ def kind_of(name: str, config: dict) -> tuple:
 def describe(names: list[str], jobs: list[Job], space: Workspace, device: Device | None) -> str:
     """Runs, tokens, hours, memory and disk of what is still to be done."""
     speed = Speed(device, space.scale.tokens_per_second, read_runs(space.folder / RUNS))
-    left = {job.name for job in jobs if not is_done(job)}
-    costs = {}
+    left, costs = {job.name for job in jobs if not is_done(job)}, {}
     for job in (job for job in jobs if job.trains):
         cost = speed.cost(job.trains, space.processes) if job.name in left else None
         costs[job.trains.log.name] = cost
@@ -100,39 +99,38 @@ def describe(names: list[str], jobs: list[Job], space: Workspace, device: Device
     tokens = sum(size for name, size in sizes.items() if name in left)
     others = [job for job in jobs if not job.trains and job.name not in sizes]
     todo = [job for job in others if job.name in left]
-    taken = [(cost.hours, cost.processes) for cost in costs.values() if cost]
-    read = [(speed.reading(*job.reads[:2]), job.reads[2]) for job in todo if job.reads]
-    hours, elapsed = sum(h for h, _ in taken + read), sum(h / n for h, n in taken + read)
+    reading = [(speed.reading(*job.reads[:2]), job.reads[2]) for job in todo if job.reads]
+    taken = reading + [(cost.hours, cost.processes) for cost in costs.values() if cost]
     cores = os.cpu_count() or 1
     preparing = tokens / TOKENISED / cores / 3600
     count, unit = (space.processes, "GPU") if device else (space.parallel, "core")
-    elapsed = preparing + (elapsed if device else elapsed / space.parallel)
-    made = f"{len(others)}, of which {len(todo)} are still to be made"
-    return "\n".join(
-        [
-            f"tables      {', '.join(names)}",
-            *training_lines(costs),
-            f"evaluations {made}: {sum(h for h, _ in read):,.1f} hours",
-            f"data        {tokens:,.0f} tokens to prepare: {preparing:,.1f} hours on {cores} cores",
-            speed.total(hours, elapsed, f"{count} {unit}{'s' if count > 1 else ''}"),
-            *room_lines(costs, 2 * tokens, device),
-        ]
-    )
+    elapsed = preparing + sum(h / n for h, n in taken) / (1 if device else space.parallel)
+    where = f"{count} {unit}{'s' if count > 1 else ''}"
+    lines = [
+        f"tables      {', '.join(names)}",
+        *training_lines(costs),
+        f"evaluations {len(others)}, of which {len(todo)} are still to be made: "
+        f"{sum(h for h, _ in reading):,.1f} hours",
+        f"data        {tokens:,.0f} tokens to prepare: {preparing:,.1f} hours on {cores} cores",
+        speed.total(sum(h for h, _ in taken), elapsed, where),
+        *room_lines(costs, 2 * tokens, device),
+    ]
+    return "\n".join(lines)
 
 
 def training_lines(costs: dict[str, Cost | None]) -> list[str]:
     """What the runs take; None is a finished run."""
     left = [cost for cost in costs.values() if cost]
-    lines, wide = [], max(map(len, costs), default=0)
+    wide = max(map(len, costs), default=0)
+    lines = [f"runs        {len(costs)}, of which {len(left)} are still to be trained"]
     for name, cost in costs.items():
         shown = "done"
         if cost:
             backends = ", ".join(dict.fromkeys(cost.backends))
             shown = f"{cost.tokens:>15,} tokens  {backends:8s} {cost.hours:8.2f} h"
         lines.append(f"  {name:{wide}s} {shown}")
-    trained = f"runs        {len(costs)}, of which {len(left)} are still to be trained"
     total = f"{sum(c.tokens for c in left):,}, {sum(c.hours for c in left):,.1f} hours of training"
-    return [trained, *lines, f"tokens      {total}"]
+    return [*lines, f"tokens      {total}"]
 
 
 def room_lines(costs: dict[str, Cost | None], data: float, device: Device | None) -> list[str]:

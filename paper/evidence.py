@@ -1,36 +1,61 @@
-"""What was measured at one scale, looked up and compared by table, row and column.
+"""What was measured at one scale, and the paper's tables filled with it.
 
 A table, a claim, a figure and the page that ask for the same comparison get the same object, so
 they cannot disagree.
 """
 
+import itertools
 import json
 import math
 import re
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from evaluating.results import Measured, collect
-from paper.experiments import PASSKEY, SCALES, Column, Row, Table, all_tables
-from paper.statistic import BySeed, Comparison, compare, margin_of
+from paper.experiments import SCALES, Column, Row, Scale, Table, all_tables
+from paper.statistic import Agreement, BySeed, Comparison, agreement, compare, direction, margin_of
 from support.files import finite, json_record, refuse_wrong_types
+from support.text import short_number
+from support.text import table as text_table
 
 RUNS = "runs.json"  # beside the results of a scale: what every training run was
 LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
+# What a value that is None means; elsewhere it overflowed.
+NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
 
 
 def paper_numbers() -> dict:
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Cell:
-    values: BySeed = field(default_factory=dict)
-    sources: dict[int | None, Path] = field(default_factory=dict)
-    mechanism: str = ""  # decides the colour; empty where the file does not say
+class Evidence:
+    def __init__(self, scale: str, folder: str | Path):
+        """Read everything that was measured below results/SCALE."""
+        self.scale, self.folder = SCALES[scale], Path(folder)
+        self.tables, paper = all_tables(scale), paper_numbers()
+        measured, self.problems = collect(self.folder)
+        self.problems.pop(self.folder / RUNS, None)
+        found: dict[tuple, dict[int | None, Measured]] = defaultdict(dict)
+        for one in sorted(measured, key=lambda m: math.inf if m.seed is None else m.seed):
+            r, folder = one.record, one.source.relative_to(self.folder).parts[0]
+            run = re.sub(r"-s\d+$", "", one.name)  # without the seed
+            place = (folder.removesuffix(".json"), r.quantity, run, r.variant, r.task)
+            found[*place, r.length][one.seed] = one
+            # Asked for without a length, a quantity is the one at the longest.
+            longest = found[*place, None]
+            if (longest.get(one.seed, one).record.length or 0) <= (r.length or 0):
+                longest[one.seed] = one
+        self.sheet = cache(lambda table: Sheet(table, self.scale, paper[table.label], found))
+
+
+class Cell(NamedTuple):
+    values: BySeed
+    sources: dict[int | None, Path]
+    mechanism: str  # decides the colour; empty where the file does not say
 
     @property
     def n(self) -> int:
@@ -49,39 +74,72 @@ class Cell:
         return statistics.stdev(self.values.values()) if self.finite and self.n > 1 else None
 
 
-class Evidence:
-    def __init__(self, scale: str, folder: str | Path):
-        """Read everything that was measured below results/SCALE."""
-        self.scale, self.folder = SCALES[scale], Path(folder)
-        self.tables, self.paper = all_tables(scale), paper_numbers()
-        measured, self.problems = collect(self.folder)
-        self.problems.pop(self.folder / RUNS, None)
-        self._found: dict[tuple, dict[int | None, Measured]] = defaultdict(dict)
-        for one in sorted(measured, key=lambda m: math.inf if m.seed is None else m.seed):
-            self._add(one)
+class Entry(NamedTuple):
+    """One cell: what was measured, what the paper prints, and how both compare to the baseline."""
+
+    cell: Cell
+    column: Column
+    decimals: int
+    paper: float | None
+    comparison: Comparison | None = None  # with the table's baseline; None for the baseline itself
+    paper_gap: float | None = None  # from the baseline, in the paper
+    agreement: Agreement | None = None  # with the paper; None where one of them has no number
+
+    @property
+    def text(self) -> str:
+        if self.cell.n and self.cell.mean is None:
+            return NO_VALUE.get(self.column.quantity, "overflow")
+        return fixed(self.cell.mean, self.decimals) if self.cell.n else ""
+
+    @property
+    def spread(self) -> str:
+        return "" if self.cell.sd is None else f"±{self.cell.sd:,.{self.decimals}f}"
+
+
+class Line(NamedTuple):
+    row: Row
+    entries: list[Entry]
+    missing: bool  # some of the seeds that `reproduce.py` trains, or all
+
+    @property
+    def seeds(self) -> int:
+        return max((entry.cell.n for entry in self.entries), default=0)
+
+    @property
+    def mechanism(self) -> str:
+        return next((entry.cell.mechanism for entry in self.entries if entry.cell.n), "")
+
+
+class Sheet:
+    """A table with what was measured: titled columns and controls only where they have a number."""
+
+    def __init__(self, table: Table, scale: Scale, paper: dict, found: dict[tuple, dict]):
+        """`paper`: what it prints; `found`: the records of a place by seed, see `measured`."""
+        self.table, self.scale, self.paper, self.found = table, scale, paper, found
         self.cell, self.compare = cache(self._cell), cache(self._compare)
+        self.title = table.title or paper["title"]
+        self.unit = scale.unit if paper["unit"] == "nats per token" else paper["unit"]
+        given = paper["tolerance"]  # of the paper's numbers
+        given = ", ".join(map(str, given)) if isinstance(given, list) else given
+        self.tolerance = "" if given is None else f"{given} ({paper['reason']})"
+        self.is_measured = self.has_number(table.rows, table.columns)
+        columns = [c for c in table.columns if not c.title or self.has_number(table.rows, [c])]
+        self.columns = [(c, self.heading(c)) for c in columns]
+        rows = [r for r in table.rows if not r.control or self.has_number([r], table.columns)]
+        self.lines = [self._line(row, columns) for row in rows]
+        self.notes = [*table.notes, *self._equations()]
 
-    def _add(self, one: Measured) -> None:
-        record, folder = one.record, one.source.relative_to(self.folder).parts[0]
-        run = re.sub(r"-s\d+$", "", one.name)  # `run_name` without the seed
-        place = (folder.removesuffix(".json"), record.quantity, run, record.variant, record.task)
-        self._found[*place, record.length][one.seed] = one
-        # Asked for without a length, a quantity is the one at the longest.
-        longest = self._found[*place, None]
-        if (longest.get(one.seed, one).record.length or 0) <= (record.length or 0):
-            longest[one.seed] = one
+    def has_number(self, rows, columns) -> bool:
+        return any(self.cell(row, column).n for row in rows for column in columns)
 
-    def length(self, table: Table, factor: float | None) -> int | None:
-        return None if factor is None else self.scale.length(factor, table.folder == PASSKEY)
-
-    def measured(self, table: Table, row: Row, column: Column) -> dict[int | None, Measured]:
+    def measured(self, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""
-        variant = re.sub("^window", f"window={self.length(table, 1)}", row.variant)
-        place = (table.folder, column.quantity, column.run(row.run), variant, column.task)
-        return self._found.get((*place, self.length(table, column.factor)), {})
+        variant = re.sub("^window", f"window={self.scale.train_length}", row.variant)
+        place = (self.table.folder, column.quantity, column.run(row.run), variant, column.task)
+        return self.found.get((*place, self.scale.length(column.factor)), {})
 
-    def _cell(self, table: Table, row: Row, column: Column) -> Cell:
-        found, values, mechanism = self.measured(table, row, column), {}, ""
+    def _cell(self, row: Row, column: Column) -> Cell:
+        found, values, mechanism = self.measured(row, column), {}, ""
         for seed, one in found.items():
             value = one.record.value
             sound = value is not None and abs(value) < LARGEST
@@ -89,30 +147,92 @@ class Evidence:
             mechanism = mechanism or mechanism_of(one.run)
         return Cell(values, {seed: one.source for seed, one in found.items()}, mechanism)
 
-    def is_missing(self, table: Table, row: Row, column: Column) -> bool:
-        """Whether there are fewer seeds than `reproduce.py` trains for this cell."""
-        if column.quantity == "bits_per_byte":  # of older results only the loss is known
-            return False
-        wanted = len(self.scale.seeds_of(column.run(row.run))) if table.runs else 1
-        return self.cell(table, row, column).n < wanted
+    def _compare(self, row: Row, other: Row, column: Column) -> Comparison:
+        options = {"lower_is_better": column.lower_is_better}
+        options["margin"] = margin_of(column.quantity, column.factor)
+        return compare(*(self.cell(r, column).values for r in (row, other)), **options)
 
-    def _compare(self, table: Table, row: Row, other: Row, column: Column) -> Comparison:
-        margin = margin_of(column.quantity, column.factor)
-        mine, theirs = (self.cell(table, r, column).values for r in (row, other))
-        return compare(mine, theirs, lower_is_better=column.lower_is_better, margin=margin)
-
-    def printed(self, table: Table, row: Row, column: Column) -> float | None:
+    def printed(self, row: Row, column: Column) -> float | None:
         """The paper's own number."""
-        paper = self.paper[table.label]
-        rows, columns = paper["rows"], paper["columns"]
+        rows, columns = self.paper["rows"], self.paper["columns"]
         known = row.key in rows and column.paper in columns
-        if not known or row.variant.startswith("window"):
-            return None
-        return rows[row.key][columns.index(column.paper)]
+        return rows[row.key][columns.index(column.paper)] if known else None
 
-    def printed_gap(self, table: Table, row: Row, other: Row, column: Column) -> float | None:
-        ours, theirs = (self.printed(table, r, column) for r in (row, other))
+    def printed_gap(self, row: Row, other: Row, column: Column) -> float | None:
+        ours, theirs = (self.printed(r, column) for r in (row, other))
         return None if None in (ours, theirs) else ours - theirs
+
+    def _line(self, row: Row, columns: list[Column]) -> Line:
+        missing, runs = [], self.table.runs
+        for column in columns:
+            wanted = len(self.scale.seeds_of(column.run(row.run))) if runs else 1
+            older = column.quantity == "bits_per_byte"  # of older results only the loss is known
+            missing.append(self.cell(row, column).n < wanted and not older)
+        # What was computed once need not fill every column.
+        some = any(missing) if runs else all(missing)
+        return Line(row, [self._entry(row, column) for column in columns], some)
+
+    def _entry(self, row: Row, column: Column) -> Entry:
+        cell, paper, base = self.cell(row, column), self.printed(row, column), self.table.base
+        comparison = gap = agrees = None
+        if base not in (None, row):
+            comparison = self.compare(row, base, column)
+            gap = self.printed_gap(row, base, column)
+        if None not in (paper, cell.mean):
+            tolerance = tolerance_of(self.paper, column, paper)
+            if self.scale.name == "paper":
+                agrees = agreement(cell.mean, paper, tolerance)
+            elif gap is not None:
+                agrees = direction(comparison, gap, tolerance)
+        return Entry(cell, column, self.decimals(column), paper, comparison, gap, agrees)
+
+    def decimals(self, column: Column) -> int:
+        cells = (self.cell(row, column) for row in self.table.rows)
+        values = [abs(v) for cell in cells for v in cell.values.values() if v]
+        if column.percent:
+            return 0 if all(v == int(v) for v in values) else 1
+        return 3 if max(values, default=0) < 20 else 1
+
+    def heading(self, column: Column) -> str:
+        if column.title:
+            return column.title
+        at = f"{short_number(self.scale.length(column.factor))} ({column.factor:g}x)"
+        names = {"context_gain": f"context gain at {at}", "far_accuracy": f"far keys at {at}"}
+        reach = self.reach(column) if column.quantity == "accuracy" else None
+        shown = names.get(column.quantity, at)
+        return shown if reach is None else f"{shown}, {reach:.0f} % in reach"
+
+    def reach(self, column: Column) -> float | None:
+        """The share of the passkeys within a training length, which is the same for every run."""
+        cells = (self.cell(row, replace(column, quantity="reach")) for row in self.table.rows)
+        return next((cell.mean for cell in cells if cell.n), None)
+
+    def _equations(self) -> list[str]:
+        """The laws that symbolic regression found, in words."""
+        columns, found = [c for c in self.table.columns if c.quantity == "constant"], []
+        for row, column in itertools.product(self.table.rows, columns):
+            for one in self.measured(row, column).values():
+                listed = one.record.details.get("equations")
+                laws = (
+                    [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
+                )
+                texts = [str(law["equation"]) for law in laws if "equation" in law]
+                found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
+        return found
+
+    def __str__(self) -> str:
+        """For the terminal; the paper's values on a line below each row that has any."""
+        body = []
+        for line in self.lines:
+            cells = [f"{e.text} {e.spread}".strip() for e in line.entries]
+            mark = " *" if line.row.control else ""
+            body.append([line.row.title + mark, *cells, str(line.seeds or "missing")])
+            if any(e.paper is not None for e in line.entries):
+                paper = ["" if e.paper is None else f"{e.paper:g}" for e in line.entries]
+                body.append(["  the paper, at its own scale", *paper, ""])
+        unit = f"{self.unit}; mean ±sd over seeds; * not in the paper"
+        shown = text_table(["", *(title for _, title in self.columns), "seeds"], body)
+        return f"\n{self.table.label}: {self.title} ({unit})\n{shown}"
 
 
 def mechanism_of(run: dict) -> str:
@@ -123,8 +243,20 @@ def mechanism_of(run: dict) -> str:
     return name if isinstance(name, str) else ""
 
 
+def tolerance_of(printed: dict, column: Column, value: float) -> float | None:
+    """Of a number of the paper: the table's or the column's; "10 %" is a share of the number."""
+    found = printed["tolerance"]
+    found = found[printed["columns"].index(column.paper)] if isinstance(found, list) else found
+    return float(found[:-1]) / 100 * value if isinstance(found, str) else found
+
+
+def fixed(value: float, decimals: int) -> str:
+    tiny = 0 < abs(value) < 0.5 * 10**-decimals
+    return f"{value:.2g}" if tiny or abs(value) >= 1e9 else f"{value:,.{decimals}f}"
+
+
 _FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}
-_FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), (int, float, type(None)))
+_FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), int | float | None)
 
 
 def read_runs(path: Path) -> dict[str, dict]:

@@ -13,8 +13,8 @@ from evaluating.results import AS_TRAINED
 from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
 
 EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
-ALL_FACTORS = (1, 2, 4, 8, 16)
-PASSKEY_FACTORS = (1, 1.5, 2, 4, 8)
+# Lengths to evaluate at, in training lengths.
+FACTORS = {EXTRAPOLATION: (1, 2, 4, 8, 16), PASSKEY: (1, 1.5, 2, 4, 8)}
 
 
 def load_toml(name: str) -> dict:
@@ -26,7 +26,6 @@ class Scale:
     name: str
     config: str  # of the runs that all scales have
     train_length: int
-    passkey_train_length: int
     eval_tokens: int  # targets of the loss at every length
     spread: bool  # targets from all over the validation set, or only its beginning
     unit: str
@@ -37,8 +36,8 @@ class Scale:
     like: str = ""  # the scale whose fields its tables take where they have none of their own
     tokens_per_second: float | None = None  # training speed of one CPU core, for the plan
 
-    def length(self, factor: float, passkey: bool = False) -> int:
-        return int(factor * (self.passkey_train_length if passkey else self.train_length))
+    def length(self, factor: float | None) -> int | None:
+        return None if factor is None else int(factor * self.train_length)
 
     def seeds_of(self, run: str) -> Sequence[int]:
         return range(self.seeds.get(run, self.seeds["others"]))
@@ -50,7 +49,7 @@ class Run:
     config: str  # a file in configs/
     options: str = ""  # of train.py
     init_from: str | None = None  # key of the run whose weights it starts from
-    factors: Sequence[int] = ALL_FACTORS  # lengths to evaluate at, in training lengths
+    factors: Sequence[int] = FACTORS[EXTRAPOLATION]
     windows: bool = False  # also evaluate with a sliding window
     stretched: bool = False  # also evaluate with sinks beside the window, NTK and YaRN
     alphas: Sequence[float] = ()  # also evaluate with adaptive p_i
@@ -68,10 +67,6 @@ def all_runs(scale: str) -> dict[str, Run]:
         named = {} if "config" in fields else {"options": f"--attention.name={key}"}
         runs[key] = Run(key, **{"config": SCALES[scale].config} | named | fields)
     return runs
-
-
-def run_name(key: str, seed: int) -> str:
-    return f"{key}-s{seed}"
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class Table:
     @property
     def runs(self) -> bool:
         """Whether its numbers are of trained runs."""
-        return self.folder in (EXTRAPOLATION, PASSKEY) or "{runs}" in self.measure
+        return self.folder in FACTORS or "{runs}" in self.measure
 
     @property
     def base(self) -> Row | None:

@@ -1,6 +1,6 @@
 """All results as one HTML page: findings, claims as cards, every table folded, runs, the rest.
 
-Nothing is judged here: verdicts come from `claims.py` and `tables.py`.
+Nothing is judged here: verdicts come from `claims.py` and `evidence.py`.
 """
 
 import base64
@@ -23,7 +23,6 @@ from paper.evidence import RUNS, Evidence, read_runs
 from paper.experiments import SCALES, Table
 from paper.statistic import EXPLANATION, signed
 from paper.table_figures import draw
-from paper.tables import build
 from support import plots
 from support.files import read_text, unseal
 
@@ -60,19 +59,19 @@ class Page:
 
     def _view(self, evidence: Evidence, table: Table) -> dict:
         """A table as the page shows it, with its figure and the evaluations' pictures."""
-        built = build(evidence, table)
-        figure, svg, size = draw(built, evidence), None, None
+        sheet = evidence.sheet(table)
+        figure, svg, size = draw(sheet), None, None
         if figure is not None:
             svg = f"{self.folder}/{evidence.scale.name}-{table.name}.svg"
             size = tuple(round(PIXELS * inches) for inches in figure.get_size_inches())
             (self.out / self.folder).mkdir(parents=True, exist_ok=True)
             plots.save(figure, self.out / svg, (".svg",))
             self.figures.add(svg)
-        entries = (entry for line in built.lines for entry in line.entries)
+        entries = (entry for line in sheet.lines for entry in line.entries)
         verdicts = [entry.agreement.verdict for entry in entries if entry.agreement]
         found = sorted(evidence.folder.glob(table.pictures)) if table.pictures else []
         drawn = {"svg": svg, "size": size, "pictures": self._pictures(found)}
-        return {"built": built, "verdicts": verdicts} | drawn
+        return {"sheet": sheet, "verdicts": verdicts} | drawn
 
     def _others(self, folders: Collection[Path]) -> dict[Path, list]:
         """Results in no table, such as benchmarks, with the pictures beside them."""
@@ -115,14 +114,10 @@ class Page:
 
 def with_own_settings(runs: dict[str, dict]) -> dict[str, dict]:
     """Runs with `own`: the settings in which one differs from most of them, as text."""
-    lines = {
-        name: [
-            f"{part}.{key} = {value}"
-            for part, of in run["config"].items()
-            for key, value in of.items()
-        ]
-        for name, run in runs.items()
-    }
+    lines = {}
+    for name, run in runs.items():
+        sections = run["config"].items()
+        lines[name] = [f"{part}.{key} = {v}" for part, of in sections for key, v in of.items()]
     count = Counter(line for own in lines.values() for line in own)
     usual = {line for line, times in count.items() if 2 * times > len(runs)}
     return {n: run | {"own": [s for s in lines[n] if s not in usual]} for n, run in runs.items()}

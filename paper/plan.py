@@ -12,9 +12,8 @@ from pathlib import Path
 from data.shards import MANIFEST, describe_set
 from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED, read_results
-from paper import experiments
 from paper.evidence import RUNS, read_runs
-from paper.experiments import EXTRAPOLATION, PASSKEY, Run, Scale, Table, all_runs, run_name
+from paper.experiments import FACTORS, PASSKEY, Run, Scale, Table, all_runs
 from paper.jobs import Job
 from support.files import lookup, read_text, write_json
 from training.checkpoint import find, read_description
@@ -41,22 +40,23 @@ class Workspace:
         return self.results / self.scale.name
 
     def run_directory(self, key: str, seed: int) -> Path:
-        return self.runs / self.scale.name / run_name(key, seed)
+        return self.runs / self.scale.name / f"{key}-s{seed}"
 
     def seeds_of(self, key: str) -> Sequence[int]:
         return self.scale.seeds_of(key) if self.seeds is None else self.seeds
 
-    def config(self, run: Run, seed: int) -> Config:
-        path = f"configs/{run.config}.toml"
-        return load_config(path, self.options(run, seed), world_size=self.processes)
-
-    def options(self, run: Run, seed: int) -> list[str]:
-        """Of train.py."""
+    def arguments(self, run: Run, seed: int) -> list[str]:
+        """Of train.py: the config file and the settings that differ from it."""
         path = self.run_directory(run.key, seed)
         changes = {"log.directory": path.parent, "log.name": path.name, "train.seed": seed}
         if run.init_from:
             changes["train.init_from"] = self.run_directory(run.init_from, seed)
-        return [*run.options.split(), *(f"--{key}={value}" for key, value in changes.items())]
+        options = [*run.options.split(), *(f"--{key}={value}" for key, value in changes.items())]
+        return [f"configs/{run.config}.toml", *options]
+
+    def config(self, run: Run, seed: int) -> Config:
+        path, *options = self.arguments(run, seed)
+        return load_config(path, options, world_size=self.processes)
 
 
 def python(*command: str, processes: int = 1) -> tuple[str, ...]:
@@ -67,42 +67,35 @@ def python(*command: str, processes: int = 1) -> tuple[str, ...]:
 
 def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
     """Corpora, runs and evaluations, each once. The physics table has its own script."""
-    found: dict[str, Job] = {}
+    known, jobs = all_runs(space.scale.name), []
     for table in tables:
-        if table.folder in (EXTRAPOLATION, PASSKEY):
-            jobs = length_jobs(table, space)
-        else:
-            jobs = measured_jobs(table, space) if table.measure else []
-        for job in jobs:
-            found.setdefault(job.name, job)
-    return list(found.values())
+        keys = dict.fromkeys(c.run(row.run) for row in table.rows for c in table.columns)
+        runs = [(known[k], seed) for k in keys for seed in space.seeds_of(k)] if table.runs else []
+        each = table.folder in FACTORS  # an evaluation per run, else one of all
+        if each:  # the whole table with one seed, then with the next
+            runs.sort(key=lambda one: one[1])
+        configs = []
+        for run, seed in runs:
+            jobs += training_jobs(run, seed, space)
+            configs.append(jobs[-1].trains)
+            if each:
+                jobs.append(evaluation_job(run, configs[-1], space, table.folder))
+        if table.measure:
+            jobs.append(measuring_job(table, configs, space))
+    return list({job.name: job for job in jobs}.values())
 
 
-def length_jobs(table: Table, space: Workspace) -> list[Job]:
-    """The training of its runs, and one evaluation of each."""
-    keys = dict.fromkeys(c.run(row.run) for row in table.rows for c in table.columns)
-    runs = [(seed, i, key) for i, key in enumerate(keys) for seed in space.seeds_of(key)]
-    jobs = []
-    for seed, _, key in sorted(runs):  # the whole table with one seed, then with the next
-        jobs += training_jobs(key, seed, space)
-        jobs.append(evaluation_job(key, seed, space, passkey=table.folder == PASSKEY))
-    return jobs
-
-
-def measured_jobs(table: Table, space: Workspace) -> list[Job]:
-    """The training of its runs, and the one command that measures them all."""
-    keys = dict.fromkeys(row.run for row in table.rows) if "{runs}" in table.measure else []
-    trained = [(key, seed) for key in keys for seed in space.seeds_of(key)]
-    directories = [str(space.run_directory(*run)) for run in trained]
+def measuring_job(table: Table, configs: list[Config], space: Workspace) -> Job:
+    """The one command that measures all runs of a table."""
+    directories = [str(config.run_directory) for config in configs]
     out = space.folder / table.name / f"{table.name}.json"
     words = [[word] if word != "{runs}" else directories for word in table.measure.split()]
     command = python(*itertools.chain(*words), "--out", str(out))
-    needs = tuple(f"train {run_name(*run)}" for run in trained)
+    needs = tuple(f"train {config.log.name}" for config in configs)
     done = partial(is_complete, out, directories)
-    training = [job for run in trained for job in training_jobs(*run, space)]
-    configs = [job.trains for job in training if job.trains]
-    reads = configs and (configs[0], {space.scale.train_length: table.tokens * len(trained)}, 1)
-    return [*training, Job(f"measure {table.name}", command, done, needs, reads=reads or None)]
+    tokens = {space.scale.train_length: table.tokens * len(configs)}
+    reads = (configs[0], tokens, 1) if configs else None
+    return Job(f"measure {table.name}", command, done, needs, reads=reads)
 
 
 def is_complete(out: Path, directories: list[str]) -> bool:
@@ -112,18 +105,18 @@ def is_complete(out: Path, directories: list[str]) -> bool:
     return bool(done) and all((run, *measured) in done for run in runs for _, *measured in done)
 
 
-def training_jobs(key: str, seed: int, space: Workspace) -> list[Job]:
+def training_jobs(run: Run, seed: int, space: Workspace) -> list[Job]:
     """The corpus, the run whose weights it starts from, and the run itself."""
-    run = all_runs(space.scale.name)[key]
     config = space.config(run, seed)
     folder = config.data.directory
     prepare = python("data/prepare.py", *space.scale.corpora[folder]["arguments"], "--out", folder)
     needs = [Job(f"prepare {Path(folder).name}", prepare, (Path(folder) / MANIFEST).exists)]
-    needs += training_jobs(run.init_from, seed, space) if run.init_from else []
-    arguments = (f"configs/{run.config}.toml", *space.options(run, seed), "--resume")
-    command = python("train.py", *arguments, processes=space.processes)
-    name, done = f"train {run_name(key, seed)}", partial(is_trained, config)
-    return [*needs, Job(name, command, done, tuple(job.name for job in needs), trains=config)]
+    if run.init_from:
+        needs += training_jobs(all_runs(space.scale.name)[run.init_from], seed, space)
+    arguments = ("train.py", *space.arguments(run, seed), "--resume")
+    command, done = python(*arguments, processes=space.processes), partial(is_trained, config)
+    needed = tuple(job.name for job in needs)
+    return [*needs, Job(f"train {config.log.name}", command, done, needed, trains=config)]
 
 
 def is_trained(config: Config) -> bool:
@@ -131,38 +124,34 @@ def is_trained(config: Config) -> bool:
     return info.step >= config.train.steps
 
 
-def evaluation_job(key: str, seed: int, space: Workspace, *, passkey: bool) -> Job:
+def evaluation_job(run: Run, config: Config, space: Workspace, folder: str) -> Job:
     """The passkeys or the losses of one run, written to a file of its own."""
-    scale, run = space.scale, all_runs(space.scale.name)[key]
-    factors = experiments.PASSKEY_FACTORS if passkey else run.factors
-    lengths = [scale.length(factor, passkey) for factor in factors]
-    windows = [scale.length(1, passkey)] if passkey or run.windows else []
-    options = {"lengths": lengths, "window": windows, "alpha": run.alphas}
+    scale, passkey, directory = space.scale, folder == PASSKEY, str(config.run_directory)
+    name, processes = config.log.name, 1 if passkey else space.processes
+    out, window = space.folder / folder / f"{name}.json", f"window={scale.train_length}"
+    lengths = [scale.length(factor) for factor in (FACTORS[PASSKEY] if passkey else run.factors)]
     if passkey:
-        options["form"] = [run.form]
+        words = ["passkey.py", directory, f"--form={run.form}"]
     else:
-        options["data"] = [space.config(run, seed).data.directory]
-        options["tokens"] = [scale.eval_tokens]
-        options["segment"] = [scale.length(max(experiments.ALL_FACTORS))]
-    name, directory = run_name(key, seed), str(space.run_directory(key, seed))
-    out = space.folder / (PASSKEY if passkey else EXTRAPOLATION) / f"{name}.json"
-    words = ["passkey.py" if passkey else "eval_extrapolation.py", directory, "--out", str(out)]
-    for option, values in options.items():
-        words += [f"--{option}", ",".join(map(str, values))] if values else []
-    words += [] if passkey else ["--no-figures", *(["--spread"] if scale.spread else [])]
-    words += ["--current-length"] if run.current else []
-    stretched = run.stretched and not passkey
-    words += ["--sinks", str(SINKS), "--ntk", "--yarn"] if stretched else []
-    processes = 1 if passkey else space.processes
-    command = python(*words, processes=processes)
-    variants = [AS_TRAINED, *(f"window={n}" for n in windows)]
-    variants += [f"alpha={a:g}" for a in run.alphas] + (["L=current"] if run.current else [])
-    variants += [f"{variants[1]}, sinks={SINKS}", "NTK", "YaRN"] if stretched else []
+        words = ["eval_extrapolation.py", directory, f"--data={config.data.directory}"]
+        longest, spread = scale.length(max(FACTORS[folder])), ["--spread"] if scale.spread else []
+        words += [f"--tokens={scale.eval_tokens}", f"--segment={longest}", "--no-figures", *spread]
+    more = {}  # options, with the variants that they add
+    if passkey or run.windows:
+        more[f"--{window}"] = [window]
+    if run.alphas:
+        more[f"--alpha={','.join(map(str, run.alphas))}"] = [f"alpha={a:g}" for a in run.alphas]
+    if run.current:
+        more["--current-length"] = ["L=current"]
+    if run.stretched and not passkey:
+        more[f"--sinks={SINKS} --ntk --yarn"] = [f"{window}, sinks={SINKS}", "NTK", "YaRN"]
+    words += [f"--lengths={','.join(map(str, lengths))}", *" ".join(more).split(), f"--out={out}"]
+    variants = [AS_TRAINED, *itertools.chain(*more.values())]
     done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
     each = {n: PASSKEY_TRIALS * n if passkey else scale.eval_tokens for n in lengths}
-    tokens = {n: len(variants) * count for n, count in each.items()}
-    name, needs = f"{'passkey' if passkey else 'evaluate'} {name}", (f"train {name}",)
-    return Job(name, command, done, needs, reads=(space.config(run, seed), tokens, processes))
+    reads = config, {n: len(variants) * tokens for n, tokens in each.items()}, processes
+    job = f"{'passkey' if passkey else 'evaluate'} {name}"
+    return Job(job, python(*words, processes=processes), done, (f"train {name}",), reads=reads)
 
 
 def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> bool:
@@ -178,8 +167,9 @@ def write_runs(space: Workspace) -> None:
     runs, corpora = read_runs(path), lookup(path, "corpora") or {}
     for key in all_runs(space.scale.name):
         for seed in space.seeds_of(key):
-            if record := run_record(space.run_directory(key, seed), seed):
-                runs[run_name(key, seed)] = record
+            directory = space.run_directory(key, seed)
+            if record := run_record(directory, seed):
+                runs[directory.name] = record
     for directory in space.scale.corpora:
         if (Path(directory) / MANIFEST).exists():
             corpora[directory] = describe_set(directory)
@@ -206,9 +196,6 @@ def run_record(directory: Path, seed: int) -> dict | None:
         "tokens": tokens,
         "seconds": round(tokens / statistics.harmonic_mean(speeds), 1) if speeds else None,
         "loss": losses[-1] if losses else None,
-        "torch": about["torch"],
-        "device": about["device"],
-        "processes": about["processes"],
-        "threads": about["threads"],
+        **{key: about[key] for key in ("torch", "device", "processes", "threads")},
         "status": "done" if finished else "unfinished",
     }

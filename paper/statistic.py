@@ -1,7 +1,9 @@
 """The one rule by which numbers are compared, in claims, tables, figures and on the page."""
 
 import math
+import operator
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,8 +114,8 @@ class Comparison:
     def seeds_needed(self) -> int:
         """To confirm the difference that was seen, or that it is inside the margin."""
         spread, size = statistics.stdev(self.differences), abs(self.mean)
-        targets = [size, *([self.margin - size] if self.margin and size < self.margin else [])]
-        needed = (POWER * spread / max(targets)) ** 2 + 2 if max(targets) > 0 else math.inf
+        target = max(size, (self.margin or 0) - size)
+        needed = (POWER * spread / target) ** 2 + 2 if target else math.inf
         return max(self.n + 1, math.ceil(min(needed, MANY_SEEDS + 1)))
 
 
@@ -127,10 +129,15 @@ def margin_of(quantity: str, factor: float | None) -> float | None:
 BySeed = dict[int | None, float | None]  # a value may have overflowed
 
 
+def apply(function: Callable[..., float], *series: BySeed) -> BySeed:
+    """A function of the values of each seed; seeds without a value in some series are left out."""
+    found = {seed: [values.get(seed) for values in series] for seed in series[0]}
+    return {seed: function(*values) for seed, values in found.items() if None not in values}
+
+
 def compare(first: BySeed, second: BySeed, **options) -> Comparison:
-    """Seeds that are missing or overflowed in either do not count; options: of Comparison."""
-    pairs = [(value, second.get(seed)) for seed, value in first.items()]
-    return Comparison(tuple(a - b for a, b in pairs if None not in (a, b)), **options)
+    """Paired by seed; options: of Comparison."""
+    return Comparison(tuple(apply(operator.sub, first, second).values()), **options)
 
 
 class Agreement(NamedTuple):

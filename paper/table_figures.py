@@ -4,66 +4,65 @@ Every mechanism has its own colour. A busy chart shows four lines in colour; all
 ends.
 """
 
+import math
 import re
 from collections import Counter
 
-from paper.evidence import Evidence
+from paper.evidence import Line, Sheet
 from paper.experiments import PASSKEY
-from paper.tables import Built, Line, reach_of
 from support import plots
 from support.text import short_number
 
 FIRST = ("lssar", "softmax", "lssa", "ssmax")  # keep their colours where others become grey
 
 
-def draw(built: Built, evidence: Evidence):
+def draw(sheet: Sheet):
     """The figure of a table; None where nothing was measured."""
-    measured = any(e.cell.finite for line in built.lines for e in line.entries)
-    if not measured or built.table.figure == "none":
+    measured = any(e.cell.finite for line in sheet.lines for e in line.entries)
+    if not measured or sheet.table.figure == "none":
         return None
     kinds = {"bars": bars, "ends": by_ends, "exponents": by_exponent, "columns": by_column}
-    return kinds.get(built.table.figure, by_length)(built, evidence)
+    return kinds.get(sheet.table.figure, by_length)(sheet)
 
 
-def quantity(built: Built) -> str:
-    passkey = built.table.folder == PASSKEY
-    return "passkey accuracy (%)" if passkey else f"validation loss ({built.unit})"
+def quantity(sheet: Sheet) -> str:
+    passkey = sheet.table.folder == PASSKEY
+    return "passkey accuracy (%)" if passkey else f"validation loss ({sheet.unit})"
 
 
-def by_length(built: Built, evidence: Evidence):
+def by_length(sheet: Sheet):
     """One line per row; error bars are the spread over seeds.
 
     "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
-    table, gaps, label = built.table, built.table.figure == "gaps", quantity(built)
-    shown = [c for c, _ in built.columns if c.quantity in ("loss", "accuracy")]  # the first ones
-    lengths = [evidence.length(table, column.factor) for column in shown]
+    table, gaps = sheet.table, sheet.table.figure == "gaps"
+    shown = [c for c, _ in sheet.columns if c.quantity in ("loss", "accuracy")]  # the first ones
+    lengths = [sheet.scale.length(column.factor) for column in shown]
+    reach = [sheet.reach(column) for column in shown]
     panels, several = len(table.panels), len(table.panels) > 1
-    longest = max(len(line.row.title) for line in built.lines)  # they stand beside the lines
-    wide = several or len(built.lines) > 9 or longest > 40
+    longest = max(len(line.row.title) for line in sheet.lines)  # they stand beside the lines
+    wide = several or len(sheet.lines) > 9 or longest > 40
     width = plots.PAGE if wide else 1.15 * plots.COLUMN
-    height = max(2.5, 0.8 + 0.14 * len(built.lines) / panels)
+    height = max(2.5, 0.8 + 0.14 * len(sheet.lines) / panels)
     figure, grid = plots.figure(1, panels, width, height, squeeze=False, sharey=True)
     for axes, prefix in zip(grid[0], table.panels, strict=True):
-        lines = [n for n in built.lines if n.row.key.startswith(prefix)]
+        lines = [n for n in sheet.lines if n.row.key.startswith(prefix)]
         if gaps:
             lines = [n for n in lines if n.entries[0].comparison and not n.row.control]
         ends = draw_lines(axes, sorted(lines, key=priority), lengths, gaps)
-        reach = [reach_of(evidence, table, column) for column in shown]
         if None not in reach:
             axes.plot(lengths, reach, color=plots.GREY, linestyle=":", label="keys in reach")
             ends.append(("keys in reach", reach[-1], plots.GREY))
-        plots.length_axis(axes, lengths, evidence.length(table, 1))
-        axes.set(xlabel="evaluation length (tokens)")
+        plots.length_axis(axes, lengths, sheet.scale.train_length)
+        axes.set_xlabel("evaluation length (tokens)")
         if several:
             axes.set_title(lines[0].row.title.partition(",")[0], pad=12)
         else:
             plots.label_ends(axes, ends)
     if several:
         plots.legend_below(figure, grid[0, 0], columns=3)
-    if gaps:
-        label = f"difference from {table.base.title}\n({built.unit}; 95 % interval)"
-    grid[0, 0].set_ylabel(label)
+    gap = gaps and f"difference from {table.base.title}\n({sheet.unit}; 95 % interval)"
+    grid[0, 0].set_ylabel(gap or quantity(sheet))
     return figure
 
 
@@ -84,26 +83,23 @@ def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
         styles.append(plots.style(line.mechanism, line.row.variant, seen[kind]))
         seen[kind] += 1
     for line, style in zip(lines, plots.coloured(styles), strict=True):
-        points = []
-        for length, entry in zip(lengths, line.entries, strict=False):
-            cell, found = entry.cell, entry.comparison
-            y, spread = (found.mean, found.half_width) if gaps else (cell.mean, cell.sd)
-            if y is not None:
-                points.append((length, y, spread or 0))
+        title, points = line.row.title, []
+        for length, e in zip(lengths, line.entries, strict=False):
+            y = e.comparison.mean if gaps else e.cell.mean
+            spread = e.comparison.half_width if gaps else e.cell.sd
+            points += [(length, y, spread or 0)] if y is not None else []
         if points:
             x, y, spread = zip(*points, strict=True)
-            title = line.row.title
             label = title.partition(", ")[2] or title
             axes.errorbar(x, y, yerr=spread, elinewidth=0.7, label=label, **style)
             ends.append((title, y[-1], style["color"]))
     return ends
 
 
-def by_ends(built: Built, evidence: Evidence):
+def by_ends(sheet: Sheet):
     """For a table of many rows: the loss at its first and last length, the lowest at the top."""
-    losses = [i for i, (column, _) in enumerate(built.columns) if column.quantity == "loss"]
-    ends, titles = (losses[0], losses[-1]), [built.columns[i][1] for i in (losses[0], losses[-1])]
-    found = [(line, [line.entries[i].cell for i in ends]) for line in built.lines]
+    first, *_, last = (i for i, (c, _) in enumerate(sheet.columns) if c.quantity == "loss")
+    found = [(n, [n.entries[i].cell for i in (first, last)]) for n in sheet.lines]
     found = [(line, cells) for line, cells in found if all(cell.finite for cell in cells)]
     found.sort(key=lambda one: one[1][1].mean)
     figure, axes = plots.figure(width=plots.PAGE, height=0.7 + 0.18 * len(found))
@@ -114,38 +110,38 @@ def by_ends(built: Built, evidence: Evidence):
             spread = {"xerr": cell.sd or 0, "elinewidth": 0.7, "markerfacecolor": fill}
             axes.errorbar(cell.mean, place, **look, **spread, markersize=4)
     axes.set_yticks(range(len(found)), [line.row.title for line, _ in found])
-    axes.set_xlabel(f"{quantity(built)}: hollow at {titles[0]}, filled at {titles[1]}")
+    ends = f"hollow at {sheet.columns[first][1]}, filled at {sheet.columns[last][1]}"
+    axes.set_xlabel(f"{quantity(sheet)}: {ends}")
     axes.invert_yaxis()
     return figure
 
 
-def by_exponent(built: Built, evidence: Evidence):
+def by_exponent(sheet: Sheet):
     """One panel per start of the rows' keys, one line per length."""
-    stems, label = built.table.panels, quantity(built)
+    stems = sheet.table.panels
     figure, panels = plots.figure(1, len(stems), width=plots.PAGE, height=2.6, sharey=True)
     for axes, stem in zip(panels, stems, strict=True):
-        ends, found = [], [(re.fullmatch(rf"{stem}(\d+)", n.row.key), n) for n in built.lines]
+        ends, found = [], [(re.fullmatch(rf"{stem}(\d+)", n.row.key), n) for n in sheet.lines]
         lines = {int(p[1]): line for p, line in found if p}
         mechanism = next((line.mechanism for line in lines.values() if line.mechanism), "")
-        for i, (column, _) in enumerate(built.columns):
+        for i, (column, _) in enumerate(sheet.columns):
             cells = [(p, line.entries[i].cell) for p, line in lines.items()]
-            points = [(p, cell.mean) for p, cell in cells if cell.finite]
-            if points:
+            if points := [(p, cell.mean) for p, cell in cells if cell.finite]:
                 style = plots.style(mechanism, order=i)
                 axes.plot(*zip(*points, strict=True), **style)
-                length = short_number(evidence.length(built.table, column.factor))
+                length = short_number(sheet.scale.length(column.factor))
                 ends.append((f"length {length}", points[-1][1], style["color"]))
         title = lines[min(lines)].row.title.partition(" p=")[0]
         axes.set(xlabel="exponent p", title=title, xticks=list(lines))
         plots.label_ends(axes, ends)
-    panels[0].set_ylabel(label)
+    panels[0].set_ylabel(quantity(sheet))
     return figure
 
 
-def bars(built: Built, evidence: Evidence):
+def bars(sheet: Sheet):
     """One length: how far each row is from the baseline, with the interval that judges it."""
-    base, found, label = built.table.base, [], quantity(built)
-    for line in built.lines:
+    base, found, label = sheet.table.base, [], quantity(sheet)
+    for line in sheet.lines:
         cell, compared = line.entries[0].cell, line.entries[0].comparison
         mean = cell.mean if compared is None else compared.mean
         if mean is not None and line.row is not base:
@@ -157,22 +153,21 @@ def bars(built: Built, evidence: Evidence):
     axes.invert_yaxis()
     axes.axvline(0, color=plots.INK, linewidth=0.8)
     if base is not None:
-        label = f"difference from {base.title} ({built.unit})\npale: one seed; lines: 95 % interval"
+        label = f"difference from {base.title} ({sheet.unit})\npale: one seed; lines: 95 % interval"
     axes.set_xlabel(label)
     return figure
 
 
-def by_column(built: Built, evidence: Evidence):
+def by_column(sheet: Sheet):
     """One panel of bars per column, for tables whose columns have different units."""
-    lines = [n for n in built.lines if any(e.cell.finite for e in n.entries)]
-    count = len(built.columns)
-    across = min(4, count)
-    down = -(-count // across)
+    lines = [n for n in sheet.lines if any(e.cell.finite for e in n.entries)]
+    count = len(sheet.columns)
+    across, down = min(4, count), math.ceil(count / 4)
     height = 0.5 + down * (0.4 + 0.17 * len(lines))
     figure, grid = plots.figure(down, across, plots.PAGE, height, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
-    for i, (axes, (_, title)) in enumerate(zip(grid.flat, built.columns, strict=False)):
+    for i, (axes, (_, title)) in enumerate(zip(grid.flat, sheet.columns, strict=False)):
         cells = [(line, line.entries[i].cell) for line in lines]
         draw_bars(axes, [(n, c.mean, c.sd or None, c.mechanism or n.row.key) for n, c in cells])
         axes.set_title(title)

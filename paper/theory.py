@@ -44,13 +44,13 @@ from torch import Tensor
 
 from evaluating.protocol import open_results
 from evaluating.results import Record
-from lssar.mechanisms import Mechanism, get_mechanism
+from lssar.mechanisms import get_mechanism
 from lssar.reference import attention_weights
 from support import plots
 
 KEYS, DIM, P = 1024, 64, 15
-SHARPENED = {"softmax-p15": torch.exp, "lssar-p15": F.softplus}
 STAGE_ONE = {"softmax": torch.exp, "lssa": F.softplus}
+FINAL = {"softmax": torch.exp, "softmax-p15": torch.exp, "lssar-p15": F.softplus}
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 COUNTS = (1024, 4096, 16384)
 SIZES = ((32, 128), (32, 2048), *((64, n) for n in COUNTS))  # head dimension, keys
@@ -64,10 +64,11 @@ def scores(draw: int, keys: int = KEYS, rows: int = 1) -> Tensor:
     return math.log(DIM) * math.log(keys) * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).T
 
 
-def re_weighted(stage_one: Tensor) -> Tensor:
-    """relu(N A - 1)^p over its largest value; the paper's stage two up to a factor."""
-    y = F.relu(stage_one - 1 / stage_one.shape[-1])
-    return (y / y.detach().amax(-1, keepdim=True)) ** P
+def weights(phi, sharpened: bool, x: Tensor) -> Tensor:
+    """Of a row of scores; sharpened up to a factor: relu(N A - 1)^p over its largest value."""
+    a = torch.softmax(x, 0) if phi is torch.exp else F.normalize(phi(x), p=1, dim=0)
+    y = F.relu(a - 1 / len(a))
+    return (y / y.detach().max()) ** P if sharpened else a
 
 
 def bisect(falls_short, high: float, steps: int) -> tuple[float, float]:
@@ -98,10 +99,7 @@ def gradient_at(phi, sharpened: bool, others: Tensor, weight: float = 0.99) -> f
     """dw/dx over w (1 - w), where the score x makes the winner's final weight w."""
 
     def log_odds(x: Tensor) -> Tensor:
-        a = torch.softmax(torch.cat((x, others)), 0)
-        if phi is not torch.exp:
-            a = F.normalize(phi(torch.cat((x, others))), p=1, dim=0)
-        w = re_weighted(a) if sharpened else a
+        w = weights(phi, sharpened, torch.cat((x, others)))
         return w[0].log() - w[1:].sum().log()
 
     wanted = math.log(weight / (1 - weight))
@@ -128,8 +126,7 @@ def ties_error(draw: int, p: float = 1e5) -> float:
 def feedback(draw: int, phi, sharpened: bool) -> float:
     """Share of the keys of weight zero whose score has a gradient of another key's weight."""
     x = scores(draw)[0].requires_grad_()
-    a = F.normalize(phi(x), p=1, dim=0)
-    w = F.normalize(re_weighted(a), p=1, dim=0) if sharpened else a
+    w = F.normalize(weights(phi, sharpened, x), p=1, dim=0)
     (slopes,) = torch.autograd.grad(w[w.argmax()], x)
     return (slopes[w == 0] != 0).double().mean().item()
 
@@ -148,21 +145,18 @@ def overflow(kind: torch.dtype, keys: int) -> float:
     return round(bisect(is_finite, high=1.0, steps=60)[1], 6)
 
 
-def mechanism(row: str) -> Mechanism:
-    name, _, p = row.partition("-p")
-    return get_mechanism(name, p=float(p)) if p else get_mechanism(name)
-
-
 def cosine_needed(row: str, dim: int, keys: int, draw: int) -> float | None:
     """By bisection on the attention itself, among keys of random directions."""
     random = torch.Generator().manual_seed(draw)
     q, side = torch.linalg.qr(torch.randn(dim, 2, generator=random, dtype=torch.float64))[0].T
     k = torch.randn(keys, dim, generator=random, dtype=torch.float64)
+    name, _, p = row.partition("-p")
+    mechanism = get_mechanism(name, p=float(p) if p else None)
 
     def too_little(cosine: float) -> Tensor:
         k[0] = cosine * q + math.sqrt(1 - cosine**2) * side
         unit = F.normalize(k, dim=-1)[None, None]
-        return attention_weights(q[None, None, None], unit, mechanism(row))[..., 0] < 0.5
+        return attention_weights(q[None, None, None], unit, mechanism)[..., 0] < 0.5
 
     return None if too_little(1.0) else bisect(too_little, high=1.0, steps=14)[1]
 
@@ -175,7 +169,7 @@ def measure(draw: int) -> dict[tuple[str, str, str], float | None]:
         if phi is not torch.exp:
             found[row, "power", ""] = slope(phi, others, 1e6)
         found[row, "power_here", ""] = slope(phi, others, math.log(DIM) * math.log(KEYS))
-    for row, phi in {"softmax": torch.exp, **SHARPENED}.items():
+    for row, phi in FINAL.items():
         found[row, "gradient", ""] = gradient_at(phi, row != "softmax", others)
     found["lssar-p15", "identity", ""] = identity_error(draw)
     found["lssar-p15", "ties", ""] = ties_error(draw)
@@ -211,10 +205,9 @@ def figure():
     drawn, (left, middle, right) = plots.figure(1, 3, width=plots.PAGE, height=2.7)
     others, counts = scores(0)[0, 1:], [2**n for n in range(7, 15)]
     x = torch.logspace(0, 5, 100).tolist()
-    plain = {"marker": ""}
     for row, phi in STAGE_ONE.items():
         gradients = [math.exp(log_gradient(phi, others, one)) for one in x]
-        left.plot(x, gradients, **plots.style(row) | plain, label=row)
+        left.plot(x, gradients, **plots.style(row) | {"marker": ""}, label=row)
     left.axvline(math.log(DIM) * math.log(KEYS), color=plots.INK, linewidth=0.8, linestyle=":")
     left.set(xscale="log", yscale="log", ylim=(1e-12, 1), xlabel="score x of the winner")
     left.set(title="gradient of stage one;\ndotted: LSSAR's largest score")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import FixedLocator, NullLocator
 
 from support.files import writing
 from support.text import short_number
@@ -62,11 +61,9 @@ def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
 
 def coloured(styles: list[dict]) -> list[dict]:
     """The styles; in a busy chart only the first four and the control keep their colour."""
-    free = [i for i, found in enumerate(styles) if found["color"] != INK]
-    if len(free) <= MOST_COLOURS:
-        return styles
+    busy = [i for i, found in enumerate(styles) if found["color"] != INK][MOST_COLOURS:]
     faded = {"color": GREY, "linewidth": 0.9, "markersize": 2.5, "zorder": 1.5}
-    return [found | (faded if i in free[MOST_COLOURS:] else {}) for i, found in enumerate(styles)]
+    return [found | (faded if i in busy else {}) for i, found in enumerate(styles)]
 
 
 def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> None:
@@ -100,9 +97,8 @@ def line(number: int, *, marker: bool = True) -> dict:
 def length_axis(axes, lengths: list[int], train_length: int | None = None) -> None:
     """A logarithmic axis with one tick per length, and a mark where training ended."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
-    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(lengths, [short_number(n) for n in lengths])
+    axes.set_xticks([], minor=True)
     if train_length is not None:
         axes.axvline(train_length, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
         place = {"xycoords": ("data", "axes fraction"), "xytext": (-3, 2)}

@@ -15,7 +15,6 @@ from evaluating.results import HEAD, read_results
 from paper.evidence import Evidence
 from paper.experiments import SCALES, all_tables
 from paper.table_figures import by_length
-from paper.tables import build
 from support import files
 
 TEXT = "Les œufs — ça va, naïve? 🙂 <|endoftext|> \t\tand    the end.\n"
@@ -95,7 +94,7 @@ def test_a_table_of_the_paper_shows_bits_where_they_were_measured(tmp_path):
     for seed in SCALES["nano"].seeds_of("softmax"):
         made.curve(tmp_path, "softmax", seed, made.CURVES["softmax"])
     headline = all_tables("nano")["headline"]
-    before = build(Evidence("nano", tmp_path), headline)
+    before = Evidence("nano", tmp_path).sheet(headline)
     assert "bits per byte (1x)" not in [title for _, title in before.columns]
     for seed in range(3):
         path = made.curve(tmp_path, "lssa", seed, made.CURVES["lssa"])
@@ -103,11 +102,11 @@ def test_a_table_of_the_paper_shows_bits_where_they_were_measured(tmp_path):
         found = json.loads(path.read_text())
         made.write(path, found | {"records": [*found["records"], record]})
     evidence = Evidence("nano", tmp_path)
-    built = build(evidence, headline)
+    built = evidence.sheet(headline)
     assert built.columns[-1][1] == "bits per byte (1x)"
     by_key = {line.row.key: line for line in built.lines}
     assert by_key["lssa"].entries[-1].text == "2.600"
     assert by_key["softmax"].entries[-1].text == "" and not by_key["softmax"].missing
-    figure = by_length(built, evidence)
+    figure = by_length(built)
     drawn = [line.get_xdata() for line in figure.axes[0].get_lines()]
     assert max(len(points) for points in drawn) == 5  # lengths, and no sixth number

@@ -20,7 +20,6 @@ from paper.claims import (
 from paper.evidence import Evidence
 from paper.experiments import SCALES, all_tables, of_scale
 from paper.statistic import FAILS, HOLDS, OPEN
-from paper.tables import build
 
 ROOT = Path(__file__).parents[2]
 PAPER = sorted((ROOT.parent / "shared/paper").glob("*.txt"))  # its LaTeX, where it is at hand
@@ -185,7 +184,7 @@ def test_passkeys_are_judged_on_those_farther_back_than_the_training_length(tmp_
     assert far.verdict == OPEN
     assert far.points[0].label.endswith("far keys at 192 (1.5x)")
     assert judged(claim("much higher accuracy of 86%"), found).verdict == HOLDS
-    columns = [title for _, title in build(found, found.tables["passkey"]).columns]
+    columns = [title for _, title in found.sheet(found.tables["passkey"]).columns]
     assert columns[1] == "192 (1.5x), 60 % in reach"
     passkeys(root, "passkey-lssar", far=0.3)
     assert judged(claim("succeeds far beyond"), evidence(root)).verdict == HOLDS
@@ -270,7 +269,7 @@ def test_a_claim_and_its_table_have_the_very_same_comparison(tmp_path):
         table = found.tables[one.table]
         cells = {
             (line.row.title, title): entry.comparison
-            for built in [build(found, table)]
+            for built in [found.sheet(table)]
             for line in built.lines
             for entry, (_, title) in zip(line.entries, built.columns, strict=True)
         }

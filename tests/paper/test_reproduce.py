@@ -22,10 +22,10 @@ from data.shards import describe_set
 from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
 from paper.costs import Cost, Speed, room_lines
-from paper.evidence import Evidence, paper_numbers, read_runs
+from paper.evidence import Evidence, paper_numbers, read_runs, tolerance_of
 from paper.experiments import (
     DATA,
-    PASSKEY_FACTORS,
+    FACTORS,
     SCALES,
     Column,
     Row,
@@ -36,7 +36,6 @@ from paper.experiments import (
 )
 from paper.jobs import Job, Pool, run_all
 from paper.plan import Workspace, jobs_of, write_runs
-from paper.tables import build, show, tolerance_of
 from support import command
 from training.config import load_config
 from training.hours import DEVICES
@@ -99,7 +98,7 @@ def test_every_row_names_a_run_that_exists(scale):
             for column in table.columns:
                 run = runs[column.run(row.run)]
                 passkey = table.folder == "passkey"
-                assert column.factor in (PASSKEY_FACTORS if passkey else run.factors)
+                assert column.factor in (FACTORS["passkey"] if passkey else run.factors)
                 assert passkey or row.variant != "window" or run.windows
                 alpha = row.variant.removeprefix("alpha=")
                 assert alpha == row.variant or float(alpha) in run.alphas
@@ -401,7 +400,7 @@ def space(tmp_path, monkeypatch) -> Workspace:
 
 def built(space: Workspace, label: str, row: Row, column: Column, baseline: str | None = None):
     table = Table("x", label, (column,), (row,), baseline)
-    return build(Evidence("nano", space.folder), table)
+    return Evidence("nano", space.folder).sheet(table)
 
 
 FIRST = Column(1, paper="1K")
@@ -420,7 +419,7 @@ def test_a_cell_is_the_mean_and_spread_over_the_seeds_that_are_there(space):
     assert cell.mechanism == "lssa"
     assert line.entries[0].paper == 3.1905
     assert line.missing  # seed 1
-    assert "1.625 ±0.177" in show(found)
+    assert "1.625 ±0.177" in str(found)
 
 
 def test_a_seed_is_what_the_file_says_and_not_what_it_is_called(space):
@@ -457,7 +456,7 @@ def test_an_overflow_is_a_finished_row_without_a_number(space):
     found = built(space, "tab:decomsoft", EXP, FIRST)
     line = found.lines[0]
     assert (line.entries[0].cell.mean, line.entries[0].cell.n) == (None, 3)
-    assert "overflow" in show(found)
+    assert "overflow" in str(found)
     assert not line.missing
 
 
@@ -465,8 +464,8 @@ def test_a_row_that_was_not_measured_is_missing(space):
     space.folder.mkdir(parents=True)
     found = built(space, "tab:decomsoft", EXP, FIRST)
     assert found.lines[0].missing
-    assert not found.measured
-    assert "missing" in show(found)
+    assert not found.is_measured
+    assert "missing" in str(found)
 
 
 def test_a_window_row_reads_the_window_of_the_training_length(space):

@@ -13,7 +13,6 @@ from paper.claims import OUR_CONTROLS, PAPER_CLAIMS, judged
 from paper.evidence import Evidence
 from paper.statistic import HOLDS, OPEN
 from paper.table_figures import draw
-from paper.tables import build
 
 
 @pytest.mark.parametrize("phi", [torch.exp, F.softplus])
@@ -87,10 +86,10 @@ def test_the_command_fills_its_tables_and_decides_their_claims(tmp_path, capsys)
     assert out.with_suffix(".png").stat().st_size > 3000
     evidence = Evidence("nano", tmp_path / "nano")
     for name in ("theory", "overflow", "half_weight"):
-        built = build(evidence, evidence.tables[name])
-        assert built.measured
+        built = evidence.sheet(evidence.tables[name])
+        assert built.is_measured
         assert not any(line.missing for line in built.lines), "no row has all columns"
-        assert draw(built, evidence) is None, "the command has drawn it"
+        assert draw(built) is None, "the command has drawn it"
         assert all(any(line.entries[i].cell.n for line in built.lines) for i in range(3))
     for claim in (*PAPER_CLAIMS, *OUR_CONTROLS):
         if claim.table == "theory":
