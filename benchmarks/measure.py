@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from support.files import temporary_of, writing
+from support.files import Claim, writing
 
 Step = Callable[[], object]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,9 +50,7 @@ def check_writable(out: Path) -> None:
     """Called before measuring: numbers that cannot be written would be measured for nothing."""
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        trial = temporary_of(out)
-        trial.touch()
-        trial.unlink()
+    Claim(out)  # and dropped at once
 
 
 def round_seconds(steps: dict[Any, Step], device: str, rounds: int, budget=math.inf) -> dict:
