@@ -4,7 +4,7 @@ Nothing is written without --out FILE.json; the figure, where there is one, goes
 `python benchmark.py NAME --help` lists the options of a benchmark.
 """
 
-import importlib
+import pkgutil
 import tomllib
 from pathlib import Path
 
@@ -43,8 +43,7 @@ def main(argv: list[str]) -> int | None:
     options = make_parser(name).parse_args(rest)
     import torch  # here, as it takes seconds
 
-    module, function = BENCHMARKS[name]["function"].split(".")
-    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    measure = pkgutil.resolve_name(f"benchmarks.{BENCHMARKS[name]['function']}")
     threads = torch.get_num_threads()
     torch.set_num_threads(vars(options).get("threads") or threads)
     try:

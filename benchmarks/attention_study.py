@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -197,22 +197,21 @@ def add_case(study: Study, case: Case, quantity: str, value: float, **details) -
 
 
 def add_times(study: Study, cases: list[Case]) -> None:
-    steps, made, options = {}, {}, study.options
+    options, steps = study.options, {}
+    inputs = cache(partial(make_inputs, options))
     for case in cases:
         if reason := case.cannot(options):
             raise UserError(f"{case} cannot be measured here: {reason}")
-        key = case.length, case.spread
-        made[key] = made.get(key) or make_inputs(options, *key)
-        for phase, step in zip(PHASES, steps_of(case, made[key]), strict=True):
-            steps[case, phase] = step
+        made = steps_of(case, inputs(case.length, case.spread))
+        steps |= {(case, phase): step for phase, step in zip(PHASES, made, strict=True)}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
-    for (case, phase), times in seconds.items():
-        time, base = map(statistics.median, (times, seconds[case.baseline, phase]))
+    medians = {key: statistics.median(times) for key, times in seconds.items()}
+    for (case, phase), time in medians.items():
+        times = seconds[case, phase]
         add_case(study, case, f"{phase}_ms", 1000 * time, rounds=[1000 * t for t in times])
-        add_case(study, case, f"{phase}_ratio", time / base)
+        add_case(study, case, f"{phase}_ratio", time / medians[case.baseline, phase])
         if case.seen not in (FULL, COPIED):
-            whole = statistics.median(seconds[case.without, phase])
-            add_case(study, case, f"{phase}_share", time / whole)
+            add_case(study, case, f"{phase}_share", time / medians[case.without, phase])
         alone = seconds.get((replace(case, threads=1), phase))
         if case.threads > 1 and alone:
             speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
