@@ -260,7 +260,6 @@ def complete(options: Namespace) -> None:
     """Fill in what was not given, from this machine and the checkpoint that --inputs names."""
     for name in ("heads", "head_dim", "layer", "text", "threads"):  # not every study offers them
         vars(options).setdefault(name)
-    options.device = options.device or measure.best_device()
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     options.threads = options.threads or torch.get_num_threads()
     options.layers, options.checkpoint = 1, None

@@ -47,7 +47,6 @@ PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
 
 
 def main(options: Namespace) -> int:
-    options.device = options.device or "cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "no GPU was found: check nvidia-smi, and that the installed torch "
@@ -56,8 +55,6 @@ def main(options: Namespace) -> int:
     autocast(torch.device(options.device), "bf16")  # guards against a missing AMX
     machine = measure.machine(options.device) | {"cuda": torch.version.cuda}
     head = {"kind": "gpu check", "machine": machine, "revision": revision()}
-    if options.out:
-        measure.check_writable(options.out)
     groups = {backend: partial(check_backend, backend) for backend in BACKENDS}
     groups |= {"model": check_model, "torchrun": check_torchrun}
     groups |= {"flex": check_flex, "benchmark": check_benchmark}

@@ -76,7 +76,6 @@ class Workbench:
 
 
 def train(options: Namespace) -> None:
-    options.device = measure.best_device()
     names = options.attention + ([NANOGPT] if options.nanogpt else [])
     steps = {name: make_steps(name, options)[0] for name in names}
     study = Study(options)
@@ -120,7 +119,6 @@ def cost(options: Namespace) -> None:
     setting = paper["setting"]
     for key in ("preset", "batch", "length"):
         vars(options)[key] = getattr(options, key) or setting[key]
-    options.device = options.device or measure.best_device()
     lines = table_lines(options, setting["p"])
     study = Study(options)
     measured = measure_lines(study, lines)

@@ -23,7 +23,7 @@ GROWING = BENCHMARKS["attention"]["figure"]["panels"]  # with the length
 
 
 class Study:
-    """Records, runs and what was left out; --out is checked before anything is measured."""
+    """Records, runs and what was left out."""
 
     def __init__(self, options: Namespace, settings: dict | None = None, about: dict | None = None):
         """Of the file: without them the settings are the options, and `about` is the machine."""
@@ -32,7 +32,6 @@ class Study:
         self.records: list[Record] = []
         self.left_out: list[str] = []
         if options.out:
-            measure.check_writable(options.out)
             kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
             kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
             about = about or measure.machine(options.device)

@@ -153,7 +153,7 @@ def draw(found: list[Record], out: Path) -> list[Path]:
 
 
 def main(args: Namespace) -> None:
-    check(args)
+    check()
     about = {
         "status": "an estimate from compiled code, not run on hardware",
         "assumptions": ASSUMED["assumptions"],
