@@ -4,12 +4,13 @@ Nothing is written without --out FILE.json; the figure, where there is one, goes
 `python benchmark.py NAME --help` lists the options of a benchmark.
 """
 
-import importlib
+import pkgutil
 import tomllib
 from pathlib import Path
 
 from lssar.errors import UserError, did_you_mean
 from support.command import Parser, lengths, number, positive, process_count, run
+from support.files import Claim, writing
 
 TYPES = {"count": positive, "lengths": lengths, "megabytes": number(most=1e6)}
 TYPES |= {"number": number(), "path": Path, "processes": process_count}
@@ -41,10 +42,15 @@ def main(argv: list[str]) -> int | None:
         found, others = table.parse_known_args(rest)
         name, rest = ("cost", others) if found.table == "cost" else (name, rest)
     options = make_parser(name).parse_args(rest)
+    if out := vars(options).get("out"):  # numbers that cannot be written are measured for nothing
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        Claim(out)  # and dropped at once
     import torch  # here, as it takes seconds
 
-    module, function = BENCHMARKS[name]["function"].split(".")
-    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    if not vars(options).get("device"):
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    measure = pkgutil.resolve_name(f"benchmarks.{BENCHMARKS[name]['function']}")
     threads = torch.get_num_threads()
     torch.set_num_threads(vars(options).get("threads") or threads)
     try:

@@ -11,9 +11,9 @@ import argparse
 import statistics
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ from training.distributed import autocast
 PAPER = "paper"
 PHASES = ("forward", "forward_backward")
 FORMS = BACKENDS | {PAPER: BACKENDS["eager"]}
+FUSED = {"cuda": "triton", "cpu": "cpu"}
 EAGER_MAPS = 10  # float32 matrices of B x H x L x L that eager forms hold at their peak, measured
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
@@ -61,7 +62,11 @@ class Case:
     seen: str = FULL  # or another of SPANS
 
     def __str__(self) -> str:
-        return f"{mechanism_label(self.mechanism)}, {self.backend} at {self.length}"
+        return f"{self.label} at {self.length}"
+
+    @property
+    def label(self) -> str:
+        return f"{mechanism_label(self.mechanism)}, {self.backend}"
 
     @property
     def baseline(self) -> "Case":
@@ -91,13 +96,12 @@ def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
 
 
 def main(options: Namespace) -> None:
-    for name in ("heads", "head_dim", "layer", "text", "threads"):  # not every study offers them
-        vars(options).setdefault(name)
-    options.device = options.device or measure.best_device()
-    options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
-    options.threads = options.threads or torch.get_num_threads()
+    for option, known in {"mechanisms": MECHANISMS, "backends": FORMS}.items():
+        for name in vars(options).get(option) or ():
+            if name not in known:
+                raise UserError(f"--{option}: unknown {name!r}; {did_you_mean(name, known)}")
+    complete(options)
     autocast(torch.device(options.device), options.dtype)  # guards against a missing AMX
-    fill_shape(options)
     study = Study(options)
     STUDIES[options.benchmark](study)
     shape = f"batch {options.batch}, {options.heads} heads of {options.head_dim}"
@@ -120,41 +124,29 @@ def attention(study: Study) -> None:
 
 def choose(study: Study) -> list[Case]:
     """What exists here and fits, PyTorch's softmax first."""
-    options, chosen = study.options, []
-    backends, free = options.backends or list(FORMS), measure.free_bytes(options.device)
-    refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
-    refuse_unknown("--backends", backends, FORMS)
+    options, chosen, left_out = study.options, [], {}  # a dict: some reasons hold at every length
+    backends, free = options.backends or FORMS, measure.free_bytes(options.device)
     pairs = [("softmax", "sdpa"), *((m, b) for m in options.mechanisms for b in backends)]
     for length in options.lengths:
         need = EAGER_MAPS * 4 * options.batch * options.heads * length**2
         for name, backend in dict.fromkeys(pairs):
-            mechanism = mechanism_of(name, backend, options.p)
-            case = Case(mechanism, backend, length, options.threads)
+            case = Case(mechanism_of(name, backend, options.p), backend, length, options.threads)
             if reason := case.cannot(options):
-                study.left_out.append(f"{mechanism_label(mechanism)}, {backend}: {reason}")
+                left_out[f"{case.label}: {reason}"] = None
             elif backend in ("eager", PAPER) and need > EAGER_SHARE * free:
                 memory = f"{need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"
-                study.left_out.append(f"{case}: needs about {memory}")
+                left_out[f"{case}: needs about {memory}"] = None
             else:
                 chosen.append(case)
-    study.left_out = list(dict.fromkeys(study.left_out))  # some reasons hold at every length
+    study.left_out += left_out
     return chosen
 
 
-def refuse_unknown(option: str, names: list[str], known: Iterable[str]) -> None:
-    if unknown := next((n for n in names if n not in known), None):
-        raise UserError(f"{option}: unknown {unknown!r}; {did_you_mean(unknown, known)}")
-
-
 def spans(study: Study) -> None:
-    options = study.options
-    refuse_unknown("--mechanisms", options.mechanisms, MECHANISMS)
-    backend = "triton" if options.device == "cuda" else "cpu"
+    options, backend = study.options, FUSED[study.options.device]
     mechanisms = [mechanism_of(name, backend, options.p) for name in options.mechanisms]
-    for length in options.lengths:
-        kernel = [
-            Case(m, backend, length, options.threads, seen=s) for m in mechanisms for s in SPANS
-        ]
+    for n in options.lengths:
+        kernel = [Case(m, backend, n, options.threads, seen=s) for m in mechanisms for s in SPANS]
         softmax = kernel[0].baseline
         add_times(study, [softmax, replace(softmax, seen=ONE_ROW), *kernel])
 
@@ -171,8 +163,7 @@ def sparsity(study: Study) -> None:
 
 
 def threads(study: Study) -> None:
-    several = study.options.threads
-    if several < 2:
+    if (several := study.options.threads) < 2:
         raise UserError(f"--threads {several}: several are compared with one; give at least 2")
     for length in study.options.lengths:
         kernel = [Case(MECHANISMS["lssar"], "cpu", length, count) for count in (1, several)]
@@ -206,22 +197,21 @@ def add_case(study: Study, case: Case, quantity: str, value: float, **details) -
 
 
 def add_times(study: Study, cases: list[Case]) -> None:
-    steps, made, options = {}, {}, study.options
+    options, steps = study.options, {}
+    inputs = cache(partial(make_inputs, options))
     for case in cases:
         if reason := case.cannot(options):
             raise UserError(f"{case} cannot be measured here: {reason}")
-        key = case.length, case.spread
-        made[key] = made.get(key) or make_inputs(options, *key)
-        for phase, step in zip(PHASES, steps_of(case, made[key]), strict=True):
-            steps[case, phase] = step
+        made = steps_of(case, inputs(case.length, case.spread))
+        steps |= {(case, phase): step for phase, step in zip(PHASES, made, strict=True)}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
-    for (case, phase), times in seconds.items():
-        time, base = map(statistics.median, (times, seconds[case.baseline, phase]))
+    medians = {key: statistics.median(times) for key, times in seconds.items()}
+    for (case, phase), time in medians.items():
+        times = seconds[case, phase]
         add_case(study, case, f"{phase}_ms", 1000 * time, rounds=[1000 * t for t in times])
-        add_case(study, case, f"{phase}_ratio", time / base)
+        add_case(study, case, f"{phase}_ratio", time / medians[case.baseline, phase])
         if case.seen not in (FULL, COPIED):
-            whole = statistics.median(seconds[case.without, phase])
-            add_case(study, case, f"{phase}_share", time / whole)
+            add_case(study, case, f"{phase}_share", time / medians[case.without, phase])
         alone = seconds.get((replace(case, threads=1), phase))
         if case.threads > 1 and alone:
             speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
@@ -266,8 +256,12 @@ def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> l
     ]
 
 
-def fill_shape(options: Namespace) -> None:
-    """Heads and head size of the checkpoint that --inputs names, 12 of 64 without one."""
+def complete(options: Namespace) -> None:
+    """Fill in what was not given, from this machine and the checkpoint that --inputs names."""
+    for name in ("heads", "head_dim", "layer", "text", "threads"):  # not every study offers them
+        vars(options).setdefault(name)
+    options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
+    options.threads = options.threads or torch.get_num_threads()
     options.layers, options.checkpoint = 1, None
     if options.inputs == "random":
         if options.layer or options.text:
@@ -288,14 +282,11 @@ def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) 
     """q, k, v and a gradient of the output, each (B, H, L, d), the same on every call."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.batch, options.heads, length, options.head_dim)
-    if options.inputs == "random":
-        q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    else:
-        q, k, v = trained_inputs(options, length)
+    drawn = (torch.randn(shape, generator=generator) for _ in range(3))
+    q, k, v = drawn if options.inputs == "random" else trained_inputs(options, length)
     grad = torch.randn(shape, generator=generator)
     if spread is not RANDOM:
-        one = (options.batch, options.heads, 1, options.head_dim)
-        base = torch.randn(one, generator=torch.Generator().manual_seed(1))
+        base = torch.randn((*shape[:2], 1, shape[3]), generator=torch.Generator().manual_seed(1))
         q, k = base + 0.1 * q, base + spread * k
         k[:, :, 0] = -base[:, :, 0]
     return [x.to(options.device, measure.DTYPES[options.dtype]) for x in (q, k, v, grad)]

@@ -12,7 +12,6 @@ of an hour or, with --quick, in two minutes.
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ PASS, FAIL, SKIPPED = "pass", "FAIL", "skipped"
 
 
 def main(options: Namespace) -> int:
-    options.device = options.device or "cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "no GPU was found: check nvidia-smi, and that the installed torch "
@@ -56,8 +55,6 @@ def main(options: Namespace) -> int:
     autocast(torch.device(options.device), "bf16")  # guards against a missing AMX
     machine = measure.machine(options.device) | {"cuda": torch.version.cuda}
     head = {"kind": "gpu check", "machine": machine, "revision": revision()}
-    if options.out:
-        measure.check_writable(options.out)
     groups = {backend: partial(check_backend, backend) for backend in BACKENDS}
     groups |= {"model": check_model, "torchrun": check_torchrun}
     groups |= {"flex": check_flex, "benchmark": check_benchmark}
@@ -145,14 +142,13 @@ class Case:
 
 def check_backend(backend: str, options: Namespace) -> Iterator[dict]:
     """One row per mechanism, type and way of running; each covers every shape."""
-    said = set()
+    refused = []
     for case in cases(backend, options.device, options.quick):
-        reason = case.refuses()
-        if reason is None:
+        if (reason := case.refuses()) is None:
             yield judge(case, case.shapes(options.quick))
-        elif (case.mechanism, reason) not in said:  # once, not for every type
-            said.add((case.mechanism, reason))
-            yield row(case.mechanism, SKIPPED, reason)
+        elif (found := row(case.mechanism, SKIPPED, reason)) not in refused:  # once for all types
+            refused.append(found)
+            yield found
 
 
 def cases(backend: str, device: str, quick: bool) -> Iterator[Case]:
@@ -311,7 +307,6 @@ def run(*arguments: str) -> None:
         raise RuntimeError(f"{' '.join(arguments[:3])}: exit {done.returncode}: {said[-1:]}")
 
 
-FUSED = {"cuda": "triton", "cpu": "cpu"}
 FLEX_TOLERANCE = {"cuda": 0.05, "cpu": 1e-4}  # of outputs about one, in bf16 and fp32
 
 
@@ -319,13 +314,12 @@ def check_flex(options: Namespace) -> Iterator[dict]:
     """Softmax by FlexAttention, by PyTorch's call and by our kernel, with every span, in turns."""
     device, quick = options.device, options.quick
     seen = (bench.FULL, bench.WINDOW, bench.DOCUMENTS, bench.GROUPED)
-    options = benchmark.make_parser("spans").parse_args([])
-    options.heads, options.head_dim, options.device = 12, 64, device
-    options.dtype = "bf16" if device == "cuda" else "fp32"
+    options = benchmark.make_parser("spans").parse_args(["--device", device])
+    bench.complete(options)
     for length in (300,) if device == "cpu" else (2048, 16384):
         inputs = bench.make_inputs(options, length)
         for span in seen[1:2] if quick else seen:
-            ours = bench.Case(get_mechanism("softmax"), FUSED[device], length, seen=span)
+            ours = bench.Case(get_mechanism("softmax"), bench.FUSED[device], length, seen=span)
             steps = {"SDPA, full rows": bench.steps_of(ours.baseline, inputs)}
             steps["FlexAttention"] = bench.steps_of(ours, inputs, flex_call(span, inputs[0]))
             steps["ours"] = bench.steps_of(ours, inputs)
@@ -333,8 +327,7 @@ def check_flex(options: Namespace) -> Iterator[dict]:
             phases = bench.PHASES[: 1 if device == "cpu" else 2]  # it has no backward on a CPU
             turns = {(w, p): steps[w][i] for w in steps for i, p in enumerate(phases)}
             seconds = measure.round_seconds(turns, device, 2 if quick else options.rounds)
-            medians = {key: 1000 * statistics.median(times) for key, times in seconds.items()}
-            found = {f"{who} {study.title(p)} ms": time for (who, p), time in medians.items()}
+            found = {f"{w} {study.title(p)} ms": 1000 * median(t) for (w, p), t in seconds.items()}
             if span == bench.GROUPED:
                 for case in (ours, ours.without):
                     task = (measure.peak_megabytes, device, bench.make_steps, case, options)
@@ -370,7 +363,7 @@ def check_benchmark(options: Namespace) -> Iterator[dict]:
     device = options.device
     lengths = ["--lengths", "1024,2048,4096,8192,16384", "--batch", "4"] if device == "cuda" else []
     studies = {"attention": ["attention", *lengths]}
-    every = ["--mechanisms", ",".join(REGISTRY), "--backends", f"sdpa,{FUSED[device]}"]
+    every = ["--mechanisms", ",".join(REGISTRY), "--backends", f"sdpa,{bench.FUSED[device]}"]
     studies["mechanisms"] = ["attention", *every, "--lengths", "2048"]
     studies["spans"] = ["spans", "--lengths", "2048,16384" if device == "cuda" else "2048"]
     if options.quick:

@@ -19,15 +19,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from support.files import temporary_of, writing
-
 Step = Callable[[], object]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_ROUNDS = 3
-
-
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def machine(device: str) -> dict:
@@ -44,15 +38,6 @@ def _proc(file: str, key: str) -> str | None:
     text = path.read_text() if path.exists() else ""
     found = re.search(rf"^{key}[ \t]*:[ \t]*(.+)", text, re.MULTILINE)
     return found and found[1].strip()
-
-
-def check_writable(out: Path) -> None:
-    """Called before measuring: numbers that cannot be written would be measured for nothing."""
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        trial = temporary_of(out)
-        trial.touch()
-        trial.unlink()
 
 
 def round_seconds(steps: dict[Any, Step], device: str, rounds: int, budget=math.inf) -> dict:

@@ -9,22 +9,22 @@ under bf16 autocast on a GPU (eager attention itself computes in float32), in fp
 model serves all of its lines, as no mechanism in it has parameters.
 """
 
-import importlib.util
 import json
+import runpy
 import statistics
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 
 from benchmarks import measure
+from benchmarks.attention_study import Case
 from benchmarks.study import Study, run_of
-from evaluating.checkpoints import mechanism_label
 from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
-from lssar.mechanisms import Mechanism, get_mechanism
+from lssar.mechanisms import get_mechanism
 from model import GPT, PRESETS, preset
 from support import plots
 from support.files import read_text
@@ -70,17 +70,15 @@ class Workbench:
 
     eval = torch.no_grad()(loss)
 
-    def run(self, line: "Line", phase: str) -> None:
+    def run(self, line: Case, phase: str) -> None:
         self.model.configure(attention=line.mechanism).use_backend(line.backend)
         getattr(self, phase)()
 
 
 def train(options: Namespace) -> None:
-    options.device = measure.best_device()
-    preset(options.preset)  # raises for an unknown one
-    study = Study(options)
     names = options.attention + ([NANOGPT] if options.nanogpt else [])
     steps = {name: make_steps(name, options)[0] for name in names}
+    study = Study(options)
     seconds = measure.round_seconds(steps, options.device, options.rounds)
     memory = study.weigh(make_steps, names)
     for name in names:
@@ -110,23 +108,10 @@ def nanogpt(options: Namespace) -> torch.nn.Module:
     file = options.nanogpt / "model.py"
     if not file.is_file():
         raise UserError(f"--nanogpt {options.nanogpt}: no model.py there; give a nanoGPT checkout")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shape = PRESETS[options.preset]
+    module, shape = SimpleNamespace(**runpy.run_path(str(file))), PRESETS[options.preset]
     sizes = {"n_layer": shape["layers"], "n_head": shape["heads"], "n_embd": shape["width"]}
     sizes |= {"vocab_size": shape["vocab_rows"], "block_size": options.length}
     return module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=True))
-
-
-class Line(NamedTuple):
-    """One line of the paper's table of costs."""
-
-    mechanism: Mechanism
-    backend: str  # the paper's are eager
-
-    def __str__(self) -> str:
-        return f"{mechanism_label(self.mechanism)}, {self.backend}"
 
 
 def cost(options: Namespace) -> None:
@@ -134,10 +119,9 @@ def cost(options: Namespace) -> None:
     setting = paper["setting"]
     for key in ("preset", "batch", "length"):
         vars(options)[key] = getattr(options, key) or setting[key]
-    options.device = options.device or measure.best_device()
-    preset(options.preset)  # raises for an unknown one
+    lines = table_lines(options, setting["p"])
     study = Study(options)
-    measured = measure_lines(study, table_lines(options, setting["p"]))
+    measured = measure_lines(study, lines)
     rows = paper["rows"]
     published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
     machine, on_gpu = measure.machine(options.device), options.device == "cuda"
@@ -148,21 +132,21 @@ def cost(options: Namespace) -> None:
     study.report(header, cost_table(measured, published), partial(draw, measured, published))
 
 
-def table_lines(options: Namespace, p: float) -> list[Line]:
+def table_lines(options: Namespace, p: float) -> list[Case]:
     """The paper's three lines, then the fastest backend and the portable one of each mechanism."""
     plain = [get_mechanism("softmax"), get_mechanism("lssa")]
     literal = get_mechanism("lssar", p=p, numerics="naive")
-    lines = [Line(mechanism, "eager") for mechanism in (*plain, literal)]
+    lines = [Case(mechanism, "eager", options.length) for mechanism in (*plain, literal)]
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     # The choice for a long sequence: a short one may prefer eager, which is in the table already.
     call = Call(options.device, dtype, 2**40, preset(options.preset).head_dim)
     for mechanism in (*plain, get_mechanism("lssar", p=p)):
-        fastest = choose_backend(mechanism, call)
-        lines += [Line(mechanism, backend) for backend in dict.fromkeys((fastest, "rowblock"))]
+        backends = dict.fromkeys((choose_backend(mechanism, call), "rowblock"))
+        lines += [Case(mechanism, backend, options.length) for backend in backends]
     return lines
 
 
-def measure_lines(study: Study, lines: list[Line]) -> dict[Line, list[float]]:
+def measure_lines(study: Study, lines: list[Case]) -> dict[Case, list[float]]:
     """COLUMNS of every line that fits."""
     options, memory = study.options, study.weigh(line_steps, lines)
     size = {"length": options.length, "tokens": options.batch * options.length}
@@ -183,7 +167,7 @@ def measure_lines(study: Study, lines: list[Line]) -> dict[Line, list[float]]:
     return measured
 
 
-def line_steps(line: Line, options: Namespace) -> list[measure.Step]:
+def line_steps(line: Case, options: Namespace) -> list[measure.Step]:
     bench = Workbench(options)
     return [partial(bench.run, line, phase) for phase in PHASES]
 
@@ -192,13 +176,13 @@ def cost_table(measured: dict, published: dict) -> str:
     """The paper's layout; numbers also relative to the first line, eager softmax."""
     first = next(iter(measured))
 
-    def cells(values: dict, line: Line) -> list[str]:
+    def cells(values: dict, line: Case) -> list[str]:
         if line not in values:
             return [""] * len(COLUMNS)
         pairs = zip(values[line], values[first], strict=True)
         return [f"{value:.2f} ({value / unit:.2f}x)" for value, unit in pairs]
 
-    rows = [[str(line), *cells(measured, line), *cells(published, line)] for line in measured]
+    rows = [[line.label, *cells(measured, line), *cells(published, line)] for line in measured]
     return table(["", *HEADER, *(f"paper: {name}" for name in HEADER)], rows)
 
 
@@ -215,7 +199,7 @@ def draw(measured: dict, published: dict, out: Path) -> list[Path]:
         look = {"color": plots.INK, "marker": "X", "linestyle": "none", "markersize": 4}
         axes.plot(crosses, [lines.index(line) for line in published], **look, label="the paper")
         axes.set(title=f"{title} / eager softmax", xlim=(0, None))
-    panels[0].set_yticks(range(len(lines)), map(str, lines))
+    panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
     panels[0].invert_yaxis()
     panels[-1].legend(loc="lower right")
     return plots.save(figure, out.with_suffix(".png"))

@@ -1,12 +1,12 @@
 """What one benchmark measured: its records, as a table, a figure and a results file."""
 
-import math
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm import tqdm
@@ -23,7 +23,7 @@ GROWING = BENCHMARKS["attention"]["figure"]["panels"]  # with the length
 
 
 class Study:
-    """Records, runs and what was left out; --out is checked before anything is measured."""
+    """Records, runs and what was left out."""
 
     def __init__(self, options: Namespace, settings: dict | None = None, about: dict | None = None):
         """Of the file: without them the settings are the options, and `about` is the machine."""
@@ -32,7 +32,6 @@ class Study:
         self.records: list[Record] = []
         self.left_out: list[str] = []
         if options.out:
-            measure.check_writable(options.out)
             kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
             kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
             about = about or measure.machine(options.device)
@@ -90,10 +89,13 @@ def rows(records: list[Record]) -> list[dict]:
 def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     """A table of every number, the growth with the length, and what was left out."""
     if not numbers:
-        quantities, lines = dict.fromkeys(r.quantity for r in records), []
+        formats = {r.quantity: ".2%" if "share" in r.quantity else ",.2f" for r in records}
+        lines = []
         for row in rows(records):
-            lines.append([row["name"], f"{row['length']:,}", *(cell(row, q) for q in quantities)])
-        numbers = table(["", "length", *map(title, quantities)], lines)
+            values = ((row.get(quantity), form) for quantity, form in formats.items())
+            cells = ("" if value is None else format(value, form) for value, form in values)
+            lines.append([row["name"], f"{row['length']:,}", *cells])
+        numbers = table(["", "length", *map(title, formats)], lines)
     parts = [numbers]
     if grown := slopes(records):
         lines = [[name, *(f"{found[q]:.2f}" for q in GROWING)] for name, found in grown.items()]
@@ -101,11 +103,6 @@ def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     if left_out:
         parts.append("\n  ".join(["left out:", *left_out]))
     return "\n\n".join(parts)
-
-
-def cell(row: dict, quantity: str) -> str:
-    value, shown = row.get(quantity), ".2%" if "share" in quantity else ",.2f"
-    return "" if value is None else format(value, shown)
 
 
 def curves(records: list[Record], quantity: str, over: str) -> dict[str, list[tuple]]:
@@ -124,8 +121,7 @@ def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
     for quantity in GROWING:
         for name, points in curves(records, quantity, "length").items():
             if len(points) > 1:
-                logs = [(math.log(length), math.log(max(y, 1e-9))) for length, y in points]
-                slope = statistics.linear_regression(*zip(*logs, strict=True)).slope
+                slope = statistics.linear_regression(*np.log(np.maximum(points, 1e-9)).T).slope
                 found.setdefault(name, {})[quantity] = slope
     return {name: exponents for name, exponents in found.items() if len(exponents) == len(GROWING)}
 

@@ -9,7 +9,6 @@ other kind of mechanism. In fp32 dq is two kernels, and the first of them is "p=
 
 import importlib.metadata
 import importlib.util
-import multiprocessing
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.measure import check_writable
+from data import pipeline
 from lssar.errors import UserError
 from lssar.fused import PHI
 from lssar.triton_form import Form
@@ -32,11 +31,7 @@ from support.text import table
 ARCHITECTURES = (80, 90)
 HEAD_DIMS = (64, 128, 256)
 _COSINE = {"phi": "softplus", "cosine": True}
-VARIANTS = {
-    "p=15": Form(**_COSINE, power=15),
-    "lssa": Form(**_COSINE),
-    "softmax": Form("exp"),
-}
+VARIANTS = {"p=15": Form(**_COSINE, power=15), "lssa": Form(**_COSINE), "softmax": Form("exp")}
 VARIANTS |= {f"{name}, spans": replace(form, spans=True) for name, form in VARIANTS.items()}
 VARIANTS["real p"] = Form(**_COSINE, power=0)
 OTHERS = {phi: Form(phi) for phi in PHI if phi != "exp"}
@@ -81,11 +76,15 @@ def jobs(head_dim: int, first_only: bool) -> list[dict]:
 
 def resources(job: dict) -> dict:
     """Compile a job for its `sm` to a cubin; its registers, spilled bytes and shared memory."""
-    kernel, form = kernel_function(job["kernel"]), FORMS[job["variant"]]
-    compiled = compile_for(job["sm"], kernel, job["head_dim"], job["dtype"], form, job["config"])
+    sm, kernel, form = job["sm"], kernel_function(job["kernel"]), FORMS[job["variant"]]
+    compiled = compile_for(sm, kernel, job["head_dim"], job["dtype"], form, job["config"])
+    options = ("-v", f"-arch=sm_{sm}{'a' if sm >= 90 else ''}", "-o", "cubin")
+    report = nvidia_tool("ptxas", compiled.asm["ptx"].encode(), *options).stderr
+    registers = re.search(r"Used (\d+) registers", report)[1]
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
     found = {key: job[key] for key in ("kernel", "sm", "head_dim", "dtype", "variant")}
     found |= zip(("rows", "keys", "warps", "stages"), job["config"], strict=True)
-    found |= _ptxas(compiled.asm["ptx"], job["sm"])
+    found |= {"registers": int(registers), "spilled_bytes": max(map(int, spills))}
     return found | {"shared_bytes": compiled.metadata.shared}
 
 
@@ -123,32 +122,21 @@ def _source(kernel, head_dim, dtype, form, config):
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def nvidia_tool(name: str) -> Path:
-    """A program that comes with Triton."""
+def nvidia_tool(name: str, code: bytes, *options: str) -> subprocess.CompletedProcess:
+    """What a program that comes with Triton makes of some code."""
     import triton
 
-    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
-
-
-def _ptxas(ptx: str, architecture: int) -> dict[str, int]:
-    name = f"sm_{architecture}a" if architecture >= 90 else f"sm_{architecture}"
+    program = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [nvidia_tool("ptxas"), "-v", f"-arch={name}", path, "-o", f"{folder}/cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    spilled = max(map(int, spills.groups()))
-    return {"registers": int(registers[1]), "spilled_bytes": spilled}
+        Path(folder, "code").write_bytes(code)
+        command = [program, *options, "code"]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
 
 
-def check(args: Namespace) -> None:
-    """Refuse what cannot be compiled or written."""
+def check() -> None:
+    """Refuse where nothing would be compiled."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError("TRITON_INTERPRET=1 is set: nothing would be compiled; unset it")
-    if args.out:
-        check_writable(args.out)
     if importlib.util.find_spec("triton") is None:
         raise UserError("triton is not installed; pip install triton")
 
@@ -158,21 +146,16 @@ def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: in
     with tempfile.TemporaryDirectory() as cache:
         # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
         os.environ["TRITON_CACHE_DIR"] = cache
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            done = pool.imap(function, todo)
-            return list(tqdm(done, desc="kernels", total=len(todo), disable=None))
+        done = pipeline.in_processes(function, todo, workers)
+        return list(tqdm(done, desc="kernels", total=len(todo), disable=None))
 
 
 def main(args: Namespace) -> None:
-    check(args)
+    check()
     if args.head_dim and args.head_dim not in HEAD_DIMS:
         raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64, 128 or 256")
-    todo = [
-        {**job, "sm": architecture}
-        for architecture in ARCHITECTURES
-        for head_dim in ((args.head_dim,) if args.head_dim else HEAD_DIMS)
-        for job in jobs(head_dim, args.first)
-    ]
+    dims = [args.head_dim] if args.head_dim else HEAD_DIMS
+    todo = [job | {"sm": sm} for sm in ARCHITECTURES for d in dims for job in jobs(d, args.first)]
     rows = in_processes(resources, todo, args.workers)
     header = [key.replace("_", " ") for key in rows[0]]
     print(table(header, [[*map(str, row.values())] for row in rows]))

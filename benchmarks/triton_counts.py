@@ -10,8 +10,6 @@ import importlib.metadata
 import itertools
 import math
 import re
-import subprocess
-import tempfile
 import tomllib
 from argparse import Namespace
 from collections import Counter
@@ -89,10 +87,7 @@ def count(job: dict) -> dict:
         kernel = getattr(flash_softmax, kernel.__name__)
     form = FORMS[COUNTED.get(job["mechanism"], "softmax")]
     compiled = compile_for(sm, kernel, job["head_dim"], "bf16", form, job["config"])
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [nvidia_tool("nvdisasm"), "-c", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sass = nvidia_tool("nvdisasm", compiled.asm["cubin"], "-c").stdout
     passes: dict[float, list[Counter]] = {}
     for done in map(work, loops(sass)):
         passes.setdefault(done["tensor"], []).append(done)
@@ -110,16 +105,10 @@ def count(job: dict) -> dict:
 def jobs() -> list[dict]:
     from benchmarks.flash_softmax import CONFIGS as PLAIN
 
-    first = {
-        (kernel, d): configs[0] for (kernel, d, width), configs in CONFIGS.items() if width == 2
-    }
     return [
         {"mechanism": name, "head_dim": d, "sm": sm, "kernel": kernel}
-        | {"config": (PLAIN if name == FLASH else first)[kernel, d]}
-        for name in (FLASH, *COUNTED)
-        for d in HEAD_DIMS
-        for sm in RATES
-        for kernel in KERNELS
+        | {"config": PLAIN[kernel, d] if name == FLASH else CONFIGS[kernel, d, 2][0]}
+        for name, d, sm, kernel in itertools.product((FLASH, *COUNTED), HEAD_DIMS, RATES, KERNELS)
     ]
 
 
@@ -164,7 +153,7 @@ def draw(found: list[Record], out: Path) -> list[Path]:
 
 
 def main(args: Namespace) -> None:
-    check(args)
+    check()
     about = {
         "status": "an estimate from compiled code, not run on hardware",
         "assumptions": ASSUMED["assumptions"],

@@ -49,16 +49,16 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(model, text, steps: int, rate, seed: int):
-    """AdamW; yields the number of finished steps. `rate` is a function of it."""
+def train(model, text, rates: list[float], seed: int):
+    """AdamW with one step for each learning rate; yields the number of finished steps."""
     draw = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
-    for step in range(steps):
+    for step, rate in enumerate(rates):
         starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=draw)
         tokens = text[starts + torch.arange(LENGTH + 1)].long()
         loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
-        optimiser.param_groups[0]["lr"] = rate(step)
+        optimiser.param_groups[0]["lr"] = rate
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -77,22 +77,18 @@ def loss_at(model, text, length: int, count: int) -> float:
     return total / count
 
 
-def measure(seed: int, settings: dict, say=print) -> list[dict]:
+def measure(seed: int, settings: dict) -> list[dict]:
     """Every number of one seed, as records."""
     training, held_out = texts()
     steps, tuning, count = (settings[key] for key in ("steps", "tuning", "tokens"))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**SIZE, attn_implementation="sdpa"))
-
-    def cosine(step: int) -> float:
-        return PEAK * min((step + 1) * 6 / steps, 0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-    def constant(step: int) -> float:
-        return TUNING * min(1, (step + 1) / WARM)
-
-    for step in train(model, training, steps, cosine, seed):
+    falling = [0.55 + 0.45 * math.cos(math.pi * step / steps) for step in range(steps)]
+    cosine = [PEAK * min((step + 1) * 6 / steps, falling[step]) for step in range(steps)]
+    constant = [TUNING * min(1, (step + 1) / WARM) for step in range(tuning[-1])]
+    for step in train(model, training, cosine, seed):
         if step % 100 == 0:
-            say(f"seed {seed}, step {step} of {steps}", file=sys.stderr)
+            print(f"seed {seed}, step {step} of {steps}", file=sys.stderr)
     pretrained = {name: value.clone() for name, value in model.state_dict().items()}
     records = []
 
@@ -104,14 +100,14 @@ def measure(seed: int, settings: dict, say=print) -> list[dict]:
             | {"length": length, "tokens": count, "details": {"attention": name, "steps": step}}
             | {"command": settings["command"], "revision": settings["revision"]}
         )
-        say(f"seed {seed}, {variant}, length {length}: {value:.4f}", flush=True)
+        print(f"seed {seed}, {variant}, length {length}: {value:.4f}", flush=True)
 
     for name in SWITCHES:
         model.load_state_dict(pretrained)
         model.set_attn_implementation(name)
         for length in settings["lengths"]:
             record(name, 0, length)
-        for step in train(model, training, tuning[-1], constant, seed + 1000):
+        for step in train(model, training, constant, seed + 1000):
             if step in tuning:
                 for length in settings["lengths"] if step == tuning[-1] else [LENGTH]:
                     record(name, step, length)
@@ -126,15 +122,13 @@ def draw(results: dict, file: Path) -> None:
     lengths, steps = settings["lengths"], [0, *settings["tuning"]]
 
     def line(axes, name, x, points, **look):
-        found = [
-            [r["value"] for r in results["records"] if (r["variant"], r["length"]) == point]
-            for point in points
-        ]
+        records = [((r["variant"], r["length"]), r["value"]) for r in results["records"]]
+        found = [[value for place, value in records if place == point] for point in points]
         y = [sum(values) / len(values) for values in found]
         colour, marker = LOOKS[name]
         axes.plot(x, y, color=colour, marker=marker, markersize=4, **look)
-        axes.fill_between(x, *zip(*((min(v), max(v)) for v in found), strict=True), color=colour,
-                          alpha=0.15, linewidth=0)  # fmt: skip
+        low, high = map(min, found), map(max, found)
+        axes.fill_between(x, [*low], [*high], color=colour, alpha=0.15, linewidth=0)
 
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")

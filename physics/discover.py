@@ -74,22 +74,22 @@ EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 def main(argv: list[str]) -> None:
     options = make_parser().parse_args(argv)
     effort = {name: vars(options)[name] for name in EFFORT}
-    magnitudes = Magnitudes(options.forces, options.states)
-    vectors = Vectors(options.planets)
+    magnitudes, vectors = Magnitudes(options.forces, options.states), Vectors(options.planets)
     engine = regression.available(options.engine)
     settings = {"engine": engine, "effort": effort, "states": len(magnitudes.chosen)}
     settings |= {k: describe(vars(options)[k])["settings"] for k in ("forces", "planets")}
     results = open_results(options.out, "physics", settings, about={})
-    oracle = Model(ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle())
-    truth = Model(TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth)
-    models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
+    forces = {ORACLE: (magnitudes.oracle(), None), TRUTH: (magnitudes.truth, vectors.truth)}
+    models = [Model(name, name, name, {}, {"magnitude": name}, *forces[name]) for name in forces]
+    models += fine_tuned(options.runs, magnitudes)
     judges = {"magnitude": magnitudes, "vector": vectors}
     with kept_on_interrupt(options.out):
         for seed in range(SUBSAMPLES):
             name = f"{BLIND}-s{seed}"
             results.runs[name] = {"run": name, "seed": seed}
             if not results.find(run=name):
-                results.add(Record("R2", name, magnitudes.blind(subsample(seed, magnitudes.truth))))
+                rows = subsample(seed, len(magnitudes.truth))
+                results.add(Record("R2", name, magnitudes.blind(rows)))
         for model in models:
             for task, identity in model.identities.items():
                 results.runs[identity] = model.described | {"run": model.name}
@@ -108,14 +108,11 @@ class Model:
 
     name: str  # of mechanism and seed
     label: str  # in figures
+    mechanism: str
     described: dict  # the pre-trained checkpoint
     identities: dict[str, str]  # task -> of the model that made these forces
     magnitudes: np.ndarray  # (states,)
     vectors: np.ndarray | None = None  # (planets, times, 2)
-
-    @property
-    def mechanism(self) -> str:
-        return self.described["model"]["attention"]["name"] if self.described else self.name
 
     @property
     def colour(self) -> str:
@@ -131,8 +128,9 @@ def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
             raise UserError(f"{path}: another run is of {name!r} too; give one of them")
         label = label if labels.count(label) == 1 else name
         (forces, first), (vectors, second) = (load(path, task, checkpoint) for task in TASKS)
-        made_by, described = {"magnitude": first, "vector": second}, checkpoint.describe()
-        models.append(Model(name, label, described, made_by, magnitudes.of(forces), vectors))
+        about = checkpoint.config.attention.name, checkpoint.describe()
+        made_by = {"magnitude": first, "vector": second}
+        models.append(Model(name, label, *about, made_by, magnitudes.of(forces), vectors))
     return models
 
 
@@ -258,8 +256,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(-1) / np.where(size > 0, size, 1)
 
 
-def subsample(seed: int, values: np.ndarray) -> np.ndarray:
-    count = len(values)
+def subsample(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).choice(count, min(SUBSAMPLE, count), replace=False)
 
 
@@ -269,14 +266,12 @@ def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, ef
     known = results.find(quantity="constant", run=identity)
     equations = list(known.details["equations"]) if known else []
     for seed in range(len(equations), SUBSAMPLES):
-        rows = subsample(seed, values)
-        search = regression.ENGINES[engine]
-        found = regression.discover(search, inputs[rows], values[rows], effort)
+        rows = subsample(seed, len(values))
+        found = regression.discover(regression.ENGINES[engine], inputs[rows], values[rows], effort)
         equations.append(found)
         newtonian = sum(map(regression.newtonian, equations))
         details = {"equations": list(equations), "newtonian": newtonian}
-        constant = regression.constant(equations)
-        results.add(Record("constant", identity, constant, details=details))
+        results.add(Record("constant", identity, regression.constant(equations), details=details))
         print(f"{model.name} {seed}: {found['equation']}  (score {found['score']:.2f})", flush=True)
 
 

@@ -61,17 +61,13 @@ BATCH = 64  # sequences; fixed, so that predictions do not depend on where they 
 def main(argv: list[str]) -> int:
     options, overrides = parse_arguments(argv)
     (pretrained,) = open_checkpoints([options.run])
-    attention = pretrained.config.to_dict()["attention"]
-    overrides = [
-        *(f"--attention.{key}={value}" for key, value in attention.items()),
-        f"--train.init_from={options.run}",
-        f"--log.name={pretrained.info.run}-{options.task}",
-        *overrides,
-    ]
+    name = f"{pretrained.info.run}-{options.task}"
+    given = [f"--attention.{k}={v}" for k, v in pretrained.config.to_dict()["attention"].items()]
+    overrides = [*given, f"--train.init_from={options.run}", f"--log.name={name}", *overrides]
     config = load_config(options.config, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:
-        given = f"{options.config} has no outputs of the task {options.task!r}"
-        raise UserError(f"{given}; see --config")
+        wrong = f"{options.config} has no outputs of the task {options.task!r}"
+        raise UserError(f"{wrong}; see --config")
     folder = config.run_directory
     if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
         other = f"{folder} was fine-tuned from other weights than {options.run} has now"

@@ -134,9 +134,7 @@ def orbits(options: Namespace) -> tuple[str, int, dict]:
     left = [task for task in tasks if not task[0].exists()]
     workers = min(options.workers, len(left))
     done = in_processes(write_orbits, left, workers) if workers > 1 else map(write_orbits, left)
-    with tqdm(total=len(tasks), initial=len(tasks) - len(left), unit="shard", disable=None) as bar:
-        for _ in done:
-            bar.update()
+    list(tqdm(done, total=len(tasks), initial=len(tasks) - len(left), unit="shard", disable=None))
     total = options.sequences + options.val_sequences
     return f"{total:,} sequences of {options.points} points, {len(tasks)} shards", 0, {}
 

@@ -123,13 +123,11 @@ def magnitude(states: np.ndarray) -> np.ndarray:
     return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
 
 
-def random_orbits(
-    seed: int, kind: str, first: int, count: int, planets=0, heavy=False
-) -> Iterator[tuple]:
-    """Stars `first` ... `first + count - 1` of a kind, in groups of one number of planets.
+def random_orbits(seed: int, kind: str, first: int, count: int, planets=0, heavy=False) -> Iterator:
+    """(which of them, orbits) of stars `first` ... `first + count - 1`, by their number of planets.
 
-    Yields (which of them, their orbits); `planets` above 0 fixes their number, and `heavy` ones
-    move a star of one solar mass so far that their own mass can be read from the tokens.
+    `planets` above 0 fixes that number, and `heavy` ones move a star of one solar mass so far that
+    their own mass can be read from the tokens.
     """
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         number, drawn = draw_block(seed, kind, block)

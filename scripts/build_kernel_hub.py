@@ -19,7 +19,6 @@ import json
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -86,10 +85,9 @@ def compile_kernels(folder: Path) -> None:
     """The shared libraries that `lssar/cpu.py` looks for before it compiles one itself."""
     folder.mkdir(parents=True)
     for level, architecture in LEVELS.items():
-        machine = [f"-march={architecture}", "-fopenmp"]
-        target = ["-o", str(cpu.prebuilt(folder, level))]
-        compiler = [*cpu._compiler(), *cpu.FLAGS, *cpu.CONSTANTS, *machine]
-        done = subprocess.run([*compiler, str(cpu.SOURCE), *target], capture_output=True, text=True)
+        compiler, target = cpu._compiler(), str(cpu.prebuilt(folder, level))
+        flags = [*cpu.FLAGS, *cpu.CONSTANTS, f"-march={architecture}", "-fopenmp"]
+        done = cpu._run_compiler([*compiler, *flags, str(cpu.SOURCE), "-o", target])
         if done.returncode:
             raise UserError(f"{compiler[0]} cannot build the kernel: {done.stderr.strip()[:200]}")
 

@@ -31,9 +31,8 @@ END = "<!-- end -->"
 def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; default: all")
-    parser.add_argument(
-        "--write", type=Path, nargs="+", metavar="FILE", help="replace the tables in these files"
-    )
+    write = {"metavar": "FILE", "help": "replace the tables in these files", "default": []}
+    parser.add_argument("--write", type=Path, nargs="+", **write)
     return parser
 
 
@@ -52,7 +51,6 @@ from support.files import read_text, write_text
 
 SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORKS = "works"
-LAYERS = ("layer_types", "mlp_layer_types")  # a config's kinds of layers
 
 
 def sizes(kind: str) -> dict:
@@ -65,7 +63,7 @@ def tiny_config(config: PreTrainedConfig, own: dict) -> PreTrainedConfig:
     given = {k: v for k, v in SIZES["common"].items() if k in known}
     if "qk_rope_head_dim" in known:
         given |= SIZES["latent"]
-    for name in LAYERS:  # one layer of each kind that the type has
+    for name in ("layer_types", "mlp_layer_types"):  # one layer of each kind that the type has
         kinds = list(dict.fromkeys(config.to_dict().get(name) or ()))
         if kinds and name not in own:
             given["num_hidden_layers"] = count = max(given.get("num_hidden_layers", 2), len(kinds))
@@ -185,16 +183,14 @@ def main(argv: list[str]) -> int:
     outcomes, failed = {}, False
     for kind in arguments.types or TYPES:
         try:
-            outcomes[kind] = tried(kind)
-            print(f"{kind}: {outcomes[kind]}", file=sys.stderr, flush=True)
+            said = outcomes[kind] = tried(kind)
         except Exception as error:  # whatever it is, it must not occur
-            failed, said = True, f"{type(error).__name__}: {str(error).strip()[:300]}"
-            print(f"{kind}: FAILED: {said}", file=sys.stderr, flush=True)
+            failed, said = True, f"FAILED: {type(error).__name__}: {str(error).strip()[:300]}"
+        print(f"{kind}: {said}", file=sys.stderr, flush=True)
     found = tables(outcomes)
     print(found["all"])
-    for path in arguments.write or ():
-        if not failed:
-            put(found, path)
+    for path in [] if failed else arguments.write:
+        put(found, path)
     return int(failed)
 
 

@@ -19,7 +19,7 @@ from benchmarks.attention_study import (
     PAPER,
     PHASES,
     Case,
-    fill_shape,
+    complete,
     make_inputs,
     mechanism_of,
     steps_of,
@@ -42,7 +42,7 @@ SMALL = ("--heads", "2", "--head-dim", "8", "--rounds", "2", "--device", "cpu")
 def options_of(*arguments):
     options = benchmark.make_parser("attention").parse_args(["--device", "cpu", *arguments])
     options.dtype, options.threads = options.dtype or "fp32", options.threads or 1
-    fill_shape(options)
+    complete(options)
     return options
 
 
