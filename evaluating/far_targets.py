@@ -96,34 +96,25 @@ def _sampled(*columns: np.ndarray) -> np.ndarray:
     return rows
 
 
-def scores(model: GPT, inputs, rows, places, wanted, device, label: str) -> np.ndarray:
+def scores(model: GPT, targets: FarTargets, device, label: str, near: int = 0) -> np.ndarray:
     """(2, targets): the loss of each, and whether it is the likeliest token.
 
-    Target i is what follows inputs[rows[i], places[i]].
+    In view is its segment up to it, or with `near` only so many tokens before it, computed alone.
     """
-    found, size = np.zeros((2, len(wanted))), max(1, BATCH_TOKENS // inputs.shape[1])
+    inputs, rows, places = targets.tokens[:, :-1], targets.segment, targets.place - 1
+    if near:
+        inputs, rows = targets.near(near), np.arange(len(rows))
+        places, label = np.full_like(rows, near - 1), f"{label}, near context"
+    found, size = np.zeros((2, len(rows))), max(1, BATCH_TOKENS // inputs.shape[1])
     with progress(len(inputs), label, "sequence") as bar, torch.no_grad():
         for first in range(0, len(inputs), size):
             batch = torch.from_numpy(inputs[first : first + size]).to(device)
             here = np.flatnonzero(rows // size == first // size)
             if len(here):
                 logits = model.logits(model.hidden(batch)[rows[here] - first, places[here]])
-                answers = torch.from_numpy(wanted[here]).to(device)
+                answers = torch.from_numpy(targets.wanted[here]).to(device)
                 losses = F.cross_entropy(logits, answers, reduction="none")
                 right = (logits.argmax(-1) == answers).float()
                 found[:, here] = torch.stack((losses, right)).cpu().double().numpy()
             bar.update(len(batch))
     return found
-
-
-def full_scores(model: GPT, targets: FarTargets, device, label: str) -> np.ndarray:
-    """With the whole of the segment up to the target in view."""
-    where = targets.tokens[:, :-1], targets.segment, targets.place - 1
-    return scores(model, *where, targets.wanted, device, label)
-
-
-def near_scores(model: GPT, targets: FarTargets, near: int, device, label: str) -> np.ndarray:
-    """With the `near` tokens before the target in view, and nothing else."""
-    rows = np.arange(len(targets.place))
-    where = targets.near(near), rows, np.full_like(rows, near - 1)
-    return scores(model, *where, targets.wanted, device, f"{label}, near context")
