@@ -86,7 +86,6 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     eot = checkpoint.tokeniser().eot
     ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     config = LssarConfig(**described, train_length=train_length, **ends)
-    config.architectures = ["LssarForCausalLM"]
     config.auto_map = {f"Auto{kind}": f"{MODEL_MODULE}.{name}" for kind, name in CLASSES.items()}
     model = LssarForCausalLM(config)
     model.model.gpt = load_model(checkpoint.path)[0]

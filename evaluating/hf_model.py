@@ -87,7 +87,6 @@ class Seen:
 class LssarPreTrainedModel(PreTrainedModel):
     config_class = LssarConfig
     base_model_prefix = "model"
-    main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - transformers reads them from the class
 

@@ -73,7 +73,7 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
                 if data is not None:
                     folders.append(localise(name, *folders, scratch / name, data))
             elif name in COUNTS:
-                task = str(write_task(scratch, corpus, name))
+                task = write_task(scratch, corpus, name)
             return TaskManager(include_defaults=False, include_path=folders).load([task])
     except UserError:
         raise
@@ -174,8 +174,8 @@ def score_line(doc: dict, results: list[str]) -> dict[str, float]:
     return {"chrf": chrf, "rouge1": rouge1} | {"exact_match": float(text.strip() == target.strip())}
 
 
-def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
-    """Write a nano task's documents into `folder`; returns its YAML file."""
+def write_task(folder: Path, corpus: Path | None, name: str) -> dict:
+    """Write a nano task's documents into `folder`; returns its description."""
     if corpus is None:
         raise UserError(f"{name} is made from a corpus' held-out text; give --corpus DIR")
     draw, find = random.Random(0), FINDERS[name]
@@ -188,9 +188,7 @@ def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
     file = folder / f"{name}.jsonl"
     write_text(file, "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
     data = {"data_files": {"test": str(file.resolve())}}
-    task = {"include": str(OURS / f"{name}.yaml"), "dataset_kwargs": data}
-    write_json(folder / f"{name}.yaml", task)
-    return folder / f"{name}.yaml"
+    return load_yaml(OURS / f"{name}.yaml") | {"dataset_kwargs": data}
 
 
 def held_out_texts(corpus: Path) -> list[str]:
