@@ -58,11 +58,8 @@ SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
     """The attention module of `layer`, and what it is given for tokens (B, L): x, rope, first."""
     attention, seen = model.blocks[layer].attention, []
-    hook = attention.register_forward_pre_hook(lambda module, given: seen.extend(given))
-    try:
+    with attention.register_forward_pre_hook(lambda module, given: seen.extend(given)):
         model.hidden(tokens)
-    finally:
-        hook.remove()
     x, rope, _, first = seen
     return attention, x, rope, first
 

@@ -90,14 +90,11 @@ class Targets:
         within = arguments.within_documents
         starts = self._within_documents() if within else np.arange(available // segment) * segment
         self.count = min(asked // segment, len(starts))
-        last = max(1, self.count - 1)
-        if not self.spread:
-            self.starts = starts[: self.count]
-        elif within:
-            self.starts = starts[np.arange(self.count) * (len(starts) - 1) // last]
-        else:
-            self.starts = np.arange(self.count) * (available - segment) // last
-        self.tokens = self.count * segment
+        if self.spread:
+            last = len(starts) - 1 if within else available - segment
+            places = np.arange(self.count) * last // max(1, self.count - 1)
+            starts = starts[places] if within else places
+        self.starts, self.tokens = starts[: self.count], self.count * segment
         self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
 
     def _within_documents(self) -> np.ndarray:

@@ -21,7 +21,6 @@ of eval_extrapolation.py.
 """
 
 import math
-import os
 import re
 import sys
 import time
@@ -56,7 +55,7 @@ from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
 from support import plots
-from support.files import are_checked, checked_line, open_regular, read_line, writing
+from support.files import are_checked, checked_line, open_regular, read_line, sync, writing
 from support.text import short_number
 from training.distributed import World
 
@@ -133,10 +132,10 @@ class Answers:
         self._remember(answers)
         if not save:
             return
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(map(checked_line, answers))
-            file.flush()
-            os.fsync(file.fileno())
+        with writing(self.path):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(map(checked_line, answers))
+            sync(self.path)
 
 
 def answer_batch(model: GPT, prompts: list[Prompt], device) -> torch.Tensor:

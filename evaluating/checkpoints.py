@@ -59,11 +59,9 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
     """A short name for each of the `runs` of a results file: the first that tells all apart."""
+    models = {i: model_label(ModelConfig.from_dict(run["model"])) for i, run in runs.items()}
     for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
-        names = {}
-        for identity, run in runs.items():
-            mechanism = model_label(ModelConfig.from_dict(run["model"]))
-            names[identity] = form.format_map(run | {"mechanism": mechanism, "identity": identity})
+        names = {i: form.format(**run, mechanism=models[i], identity=i) for i, run in runs.items()}
         if len(set(names.values())) == len(names):
             break
     return names

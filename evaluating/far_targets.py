@@ -67,11 +67,11 @@ def text_targets(tokens: np.ndarray, near: int, gram: int) -> FarTargets:
     """Tokens beyond the near context whose k-gram last occurred beyond it, or never."""
     distance = np.stack([last_occurrences(row, gram) for row in tokens])
     distance[:, :near] = -1
-    far = _sampled(*np.nonzero(distance > near))
+    far = _sampled(np.argwhere(distance > near))
     if not len(far):
         rare = f"none of the {distance[:, near:].size} tokens follows a {gram}-gram that last"
         raise UserError(f"{rare} occurred more than {near} tokens before it; use other --data")
-    unseen = _sampled(*np.nonzero(distance == UNSEEN))
+    unseen = _sampled(np.argwhere(distance == UNSEEN))
     segment, place = np.concatenate((far, unseen)).T
     return FarTargets(tokens, segment, place, distance[segment, place])
 
@@ -83,14 +83,13 @@ def task_targets(
     asked = [ask(task, tokeniser, length, number, seed) for number in range(count)]
     found = [(i, *answer) for i, one in enumerate(asked) for answer in one.answers]
     chosen = [answer for answer in found if answer[2] > beyond]
-    segment, place, distance = _sampled(*np.array(chosen).reshape(-1, 3).T).T
+    segment, place, distance = _sampled(np.array(chosen).reshape(-1, 3)).T
     tokens = np.stack([one.tokens for one in asked]).astype(np.int64)
     return FarTargets(tokens, segment, place, distance)
 
 
-def _sampled(*columns: np.ndarray) -> np.ndarray:
-    """All rows (n, columns), or MOST of them drawn evenly."""
-    rows = np.stack(columns, axis=1)
+def _sampled(rows: np.ndarray) -> np.ndarray:
+    """All of them, or MOST of them drawn evenly."""
     if len(rows) > MOST:
         rows = rows[np.sort(np.random.default_rng(0).permutation(len(rows))[:MOST])]
     return rows

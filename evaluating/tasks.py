@@ -29,7 +29,7 @@ from data.tokeniser import get_tokeniser
 from evaluating.results import Record
 from evaluating.task_columns import TASKS
 from lssar.errors import UserError, did_you_mean
-from support.files import write_json, write_text
+from support.files import first_line, write_json, write_text
 
 # The nano tasks: three from the held-out text of a corpus, for models too small for the others.
 # With passages of 224 a model trained at 128 reads beyond its training length.
@@ -78,14 +78,12 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        kind = type(error).__name__
+        reason = f"its documents cannot be read: {first_line(error)}"
         if name in PLACES and data is None:
-            repository, folder = PLACES[name]["repository"], local_folder(name, Path("DIR"))
-            reason = f"the data set {repository} is not reachable on the hub ({kind})"
-            remedy = f"give a local copy with --data-dir DIR, in {folder}"
-            raise UserError(f"{name}: {reason}; {remedy}") from None
-        reason = next(iter(str(error).splitlines()), "") or kind
-        raise UserError(f"{name}: its documents cannot be read: {reason}") from None
+            away = f"is not reachable on the hub ({type(error).__name__})"
+            remedy = f"give a local copy with --data-dir DIR, in {local_folder(name, Path('DIR'))}"
+            reason = f"the data set {PLACES[name]['repository']} {away}; {remedy}"
+        raise UserError(f"{name}: {reason}") from None
 
 
 def local_folder(name: str, data: Path, configuration: str | None = None) -> Path:
