@@ -12,7 +12,7 @@ Per head, over rows i > 3 (the first rows have little choice):
     top_cosine   mean cosine between the query and the key that has it
 """
 
-from evaluating.protocol import EvaluationParser
+from evaluating import EvaluationParser
 from support.command import answer_early, positive, run
 
 CAPTION_TEXT = (
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from data.tokeniser import Tokeniser
 from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
+from evaluating.extrapolation_report import save_figure
 from evaluating.protocol import open_results
 from evaluating.results import Record
 from lssar.errors import UserError
@@ -57,11 +58,8 @@ SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
     """The attention module of `layer`, and what it is given for tokens (B, L): x, rope, first."""
     attention, seen = model.blocks[layer].attention, []
-    hook = attention.register_forward_pre_hook(lambda module, given: seen.extend(given))
-    try:
+    with attention.register_forward_pre_hook(lambda module, given: seen.extend(given)):
         model.hidden(tokens)
-    finally:
-        hook.remove()
     x, rope, _, first = seen
     return attention, x, rope, first
 
@@ -155,12 +153,11 @@ def main(argv: list[str]) -> None:
                 records.append(Record(quantity, identity, float(np.mean(heads)), **more))
             results.add(*records)
         title = f"{name}, layer {layer}"
-        shown = token_names(checkpoint.tokeniser(), tokens)
-        figure = draw(weights, statistics["sink"], shown, title)
         print(f"\n{title}\n{heads_table(statistics)}")
+        shown = token_names(checkpoint.tokeniser(), tokens)
         file = "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
-        for path in plots.save(figure, results.sibling(f"-{file}.png")):
-            print(f"figure: {path}")
+        figure = draw(weights, statistics["sink"], shown, title)
+        save_figure(results, figure, f"-{file}.png")
 
 
 def tokens_and_layer(checkpoint: Checkpoint, arguments) -> tuple[np.ndarray, int]:

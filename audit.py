@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
-from evaluating.protocol import EvaluationParser
+from evaluating import EvaluationParser
 from support.command import answer_early, positive, quiet_imports, run, seed_number, whole
 
 if __name__ == "__main__":
@@ -71,21 +71,12 @@ from data.shards import describe_set
 from eval_extrapolation import Targets, open_data
 from evaluating import extrapolation_report as report
 from evaluating import far_targets as far
-from evaluating.checkpoints import (
-    Case,
-    Checkpoint,
-    labels,
-    open_checkpoints,
-    series_label,
-    unmeasured,
-    variants,
-)
-from evaluating.protocol import measuring
+from evaluating.checkpoints import Case, Checkpoint, labels, series_label, unmeasured
+from evaluating.protocol import measuring, opened
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
 from paper.statistic import MARGIN, OPEN, Comparison, t_quantile
-from support import plots
 from support.text import table
 from training import distributed
 
@@ -94,7 +85,6 @@ ACCURACY_MARGIN = 0.05
 LEARNED = 0.9  # of the answers at 1x: what a verdict on a task requires
 USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
 OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
-NOT_LEARNED = "not learned at 1x"
 
 
 class Scale:
@@ -123,13 +113,13 @@ class Scale:
         mean = self.by_block(scores[chosen], block)
         error = mean.half_width and mean.half_width / t_quantile(mean.n - 1)
         details = {"interval": mean.interval, "by_block": mean.differences}
-        size = {"tokens": int(chosen.sum()), "details": details}
-        return {"value": mean.mean, "error": error} | size
+        count = int(chosen.sum())
+        return {"value": mean.mean, "error": error, "tokens": count, "details": details}
 
     def verdict(self, gain: Comparison, right: float = 1.0) -> str:
         """`right`: the share of right answers at 1x, of a task."""
         if right < LEARNED:
-            return f"{NOT_LEARNED} ({right:.1%} right, the bar is {LEARNED:.0%})"
+            return f"not learned at 1x ({right:.1%} right, the bar is {LEARNED:.0%})"
         if gain.equivalent:
             return IGNORES
         return HARMED if gain.mean is None else {1: USES, -1: HARMED, 0: OPEN}[gain.sign]
@@ -154,16 +144,15 @@ class Audit:
         self.settings = {"near": self.near, "times": arguments.times, "task": self.task}
         self.about, self.coverage = {}, ""
         self.targets = self._answers(checkpoints) if self.task else self._text(checkpoints)
-        self.settings["segments"] = len(self.targets.tokens)
-        self.settings["targets_sha256"] = self.targets.sha256
+        found = {"segments": len(self.targets.tokens), "targets_sha256": self.targets.sha256}
+        self.settings |= found
 
     def _text(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
         asked, data = self.arguments, open_data(self.arguments.data, checkpoints)
         size = {"tokens": asked.segments * self.length, "lengths": [self.length], "segment": None}
-        within = {"within_documents": asked.within_documents}
-        segments = Targets(data, SimpleNamespace(**size, **within, spread=True))
+        segments = Targets(data, SimpleNamespace(**vars(asked), **size, spread=True))
         gram = far.GRAM[checkpoints[0].tokeniser().name]
-        self.settings |= {"gram": gram} | within
+        self.settings |= {"gram": gram, "within_documents": asked.within_documents}
         self.about = describe_set(asked.data) | segments.documents
         self.coverage = segments.coverage()
         tokens = Windows(data, self.length).read(segments.starts).numpy()
@@ -189,16 +178,17 @@ class Audit:
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
         """What was found in each range of distances, then the gain that the verdict rests on."""
         begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
-        full = far.full_scores(model, targets, device, label)
+        full = far.scores(model, targets, device, label)
         replace(case, length=self.near).configure(model)
-        near = far.near_scores(model, targets, self.near, device, label)
+        near = far.scores(model, targets, device, label, self.near)
         found = np.stack((full, near))[:, 0 if self.task is None else 1]  # losses, or answers
         key, right = case.key | {"task": self.task or ""}, 1.0
-        far_ranges = list(ranges(targets, self.length, self.arguments.times.bit_length() - 1))
-        records = []
-        for upper, chosen in far_ranges:
-            here = key | {"length": upper}
-            records.append(Record("gain_by_distance", **self.far_gain(found, chosen), **here))
+        parts = list(ranges(targets, self.length, self.arguments.times.bit_length() - 1))
+
+        def record(quantity: str, numbers: dict, length: int = self.length) -> Record:
+            return Record(quantity, **(key | numbers | {"length": length}))
+
+        records = [record("gain_by_distance", self.far_gain(found, c), n) for n, c in parts]
         stacked = self.near * case.checkpoint.config.layers
         beyond = stacked if self.task else self.near
         overall = self.far_gain(found, targets.distance > beyond)
@@ -208,16 +198,15 @@ class Audit:
             details["beyond_stacked_windows"] = self.gain(found, targets.distance > stacked)
             details["new"] = self.gain(found, targets.distance == far.UNSEEN)
         else:
-            known = far.full_scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
+            known = far.scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
             right = details["accuracy_at_near"] = float(known.mean())
             at_1x = (self.learnt, known, ranges(self.learnt, self.near, OCTAVES_WITHIN))
-            for scored, answers, parts in (at_1x, (targets, found[0], far_ranges)):
-                for upper, chosen in parts:
-                    here = self.scale.mean(scored, answers, chosen) | key | {"length": upper}
-                    records.append(Record("accuracy_by_distance", **here))
+            for scored, answers, places in (at_1x, (targets, found[0], parts)):
+                means = ((n, self.scale.mean(scored, answers, c)) for n, c in places)
+                records += [record("accuracy_by_distance", mean, n) for n, mean in means]
         details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]), right)
         details["seconds"] = round(time.monotonic() - begun, 2)
-        return [*records, Record("far_gain", **overall, **key)]
+        return [*records, record("far_gain", overall)]
 
     def gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
         """Of a record; scores (2, targets): in full and in near context."""
@@ -245,17 +234,14 @@ def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tupl
             yield upper, chosen
 
 
-def recipe(run: dict) -> tuple:
-    """What runs have in common that differ in nothing but their seed."""
-    name = re.sub(rf"[-_]?s?(eed)?[-_=]?{run['seed']}$", "", run["run"])
-    return name, str(run["model"]), run["train_length"], run["step"]
-
-
 def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
-    """(name, its far gains): one, or those of several seeds."""
+    """(name, its far gains): one, or those of runs that differ in nothing but their seed."""
     groups: dict[tuple, list[Record]] = {}
     for record in results.select(quantity="far_gain"):
-        groups.setdefault((*recipe(results.runs[record.run]), record.variant), []).append(record)
+        run = results.runs[record.run]
+        name = re.sub(rf"[-_]?s?(eed)?[-_=]?{run['seed']}$", "", run["run"])
+        recipe = (name, str(run["model"]), run["train_length"], run["step"], record.variant)
+        groups.setdefault(recipe, []).append(record)
     names = labels(results.runs)
     for (name, *_, variant), records in groups.items():
         seeds = {results.runs[r.run]["seed"] for r in records}
@@ -286,17 +272,16 @@ def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if distributed.world_size() > 1:
         raise UserError("audit.py runs in one process; start it without torchrun")
-    world = distributed.start(arguments.device)
-    checkpoints = open_checkpoints(arguments.checkpoints)
-    chosen = variants(arguments, checkpoints)
-    audit = Audit(arguments, checkpoints)
-    count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
-    print(f"{audit.coverage}{count:,} targets in {segments:,} segments of {audit.length:,} tokens")
-    with measuring(arguments, "audit", audit.settings, audit.about, world) as results:
-        for case, model in unmeasured(results, checkpoints, chosen, [audit.length], world):
-            found = audit.measure(model, case, world.device)
-            results.add(*found)
-            print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
+    with opened(arguments) as (world, checkpoints, chosen):
+        audit = Audit(arguments, checkpoints)
+        count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
+        where = f"{segments:,} segments of {audit.length:,} tokens"
+        print(f"{audit.coverage}{count:,} targets in {where}")
+        with measuring(arguments, "audit", audit.settings, audit.about, world) as results:
+            for case, model in unmeasured(results, checkpoints, chosen, [audit.length], world):
+                found = audit.measure(model, case, world.device)
+                results.add(*found)
+                print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
     show(results, audit.scale)
 
 
@@ -308,13 +293,15 @@ def show(results: Results, scale: Scale) -> None:
     if task is None:
         title = f"nats with everything in view minus with the last {near} tokens (targets)"
         quantity, axis, form = "gain_by_distance", "gain (nats): full − near", "+.3f"
-    cells = {}
-    for key, record in report.by_key(results, quantity).items():
+
+    def cell(record: Record) -> str:
         half = with_interval(record)[1]
         shown = f" ±{half:{form.lstrip('+')}}" if record.details["interval"] else ""
         count = "" if task else f" ({record.tokens})"  # of a task there are eight columns
-        cells[key] = f"{report.number(record.value, form)}{shown}{count}"
-    print(report.table_by_length(results, f"{title}, ± 95 % interval, by distance up to", cells))
+        return f"{report.number(record.value, form)}{shown}{count}"
+
+    title += ", ± 95 % interval, by distance up to"
+    print(report.table_by_length(results, title, quantity, cell))
     print("\n" + verdicts(results, scale))
     words = (axis, "distance up to (tokens)")
     figure, axes = report.figure_by_length(results, quantity, *words, with_interval)
@@ -325,8 +312,7 @@ def show(results: Results, scale: Scale) -> None:
         look = {"xytext": (2, 2), "fontsize": 6, "color": "#555555"}
         axes.annotate(f"with the last {near} tokens only", (0, level), **place, **look)
     axes.axhline(level, color="#777777", linewidth=0.9, zorder=1)
-    for path in plots.save(figure, results.sibling(".png")):
-        print(f"figure: {path}")
+    report.save_figure(results, figure)
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:

@@ -17,9 +17,10 @@ import importlib.util
 import sys
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
-from evaluating.protocol import EvaluationParser
+from evaluating import EvaluationParser
 from support.command import answer_early, positive, run, whole
 
 
@@ -41,6 +42,7 @@ import numpy as np
 
 from data.shards import describe_set
 from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
+from evaluating.extrapolation_report import save_figure
 from evaluating.protocol import measuring
 from evaluating.results import Results
 from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
@@ -67,8 +69,7 @@ def main(argv: list[str]) -> None:
     # Here, because the harness takes seconds to import and may not be installed.
     from evaluating.tasks import BOOTSTRAP, chosen_tasks
 
-    tasks = chosen_tasks(arguments.tasks)
-    checkpoints = open_checkpoints(arguments.checkpoints)
+    tasks, checkpoints = chosen_tasks(arguments.tasks), open_checkpoints(arguments.checkpoints)
     versions = {p: importlib.metadata.version(p) for p in PACKAGES}
     settings = {"fewshot": 0, "limit": arguments.limit, "bootstrap": BOOTSTRAP}
     settings["lm_eval"] = versions["lm_eval"]
@@ -76,35 +77,34 @@ def main(argv: list[str]) -> None:
     about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
     world = distributed.start(arguments.device)
     with measuring(arguments, "downstream", settings, about, world) as results:
-        fill(results, checkpoints, tasks, arguments, world.device)
+        fill(results, list(product(checkpoints, tasks)), arguments, world.device)
     print(tables(results))
-    for figure in plots.save(bars(results), results.sibling(".png")):
-        print(f"figure: {figure}")
+    save_figure(results, bars(results))
 
 
-def fill(results: Results, checkpoints: list[Checkpoint], tasks: list[str], arguments, device):
+def fill(results: Results, pairs: list[tuple[Checkpoint, str]], arguments, device) -> None:
     from evaluating.lm_eval_model import CheckpointLM
     from evaluating.tasks import load_task, measure
 
-    missing = []  # (checkpoint, {task: what its records share}); their length is max_length
-    for checkpoint in checkpoints:
-        length = arguments.max_length or checkpoint.task_length
-        shared = {"run": checkpoint.identity, "length": length}
-        keys = {task: shared | {"task": Path(task).name.removesuffix(".yaml")} for task in tasks}
-        missing.append((checkpoint, {t: k for t, k in keys.items() if not results.find(**k)}))
+    missing = []  # (checkpoint, task, what its records share)
+    for checkpoint, task in pairs:
+        key = {"run": checkpoint.identity, "task": Path(task).name.removesuffix(".yaml")}
+        # As in the paper: 2,048 if trained at 1,024.
+        key["length"] = arguments.max_length or 2 * checkpoint.info.train_length
+        if not results.find(**key):
+            missing.append((checkpoint, task, key))
     with tempfile.TemporaryDirectory() as scratch:
-        places = (Path(scratch), arguments.data_dir, arguments.corpus)
-        for task in dict.fromkeys(task for _, keys in missing for task in keys):
+        places, lm = (Path(scratch), arguments.data_dir, arguments.corpus), None
+        for task in dict.fromkeys(task for _, task, _ in missing):
             load_task(task, *places)  # read every document before computing anything
-        for checkpoint, keys in missing:
-            results.runs.setdefault(checkpoint.identity, checkpoint.describe())
-            sizes = (arguments.max_length, arguments.batch)
-            lm = CheckpointLM(checkpoint, device, *sizes) if keys else None
-            for task, key in keys.items():
-                found = measure(lm, key, load_task(task, *places), arguments.limit)
-                results.add(*found)
-                shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
-                print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
+        for checkpoint, task, key in missing:
+            if lm is None or lm.checkpoint is not checkpoint:
+                results.runs.setdefault(checkpoint.identity, checkpoint.describe())
+                lm = CheckpointLM(checkpoint, device, key["length"], arguments.batch)
+            found = measure(lm, key, load_task(task, *places), arguments.limit)
+            results.add(*found)
+            shown = ", ".join(f"{r.quantity} {r.value:.4g}" for r in found)
+            print(f"{checkpoint.info.run}, {key['task']}: {shown}", file=sys.stderr)
 
 
 def tables(results: Results) -> str:
@@ -130,11 +130,9 @@ def score(results: Results, identity: str, column: Column) -> tuple[float | None
     """Value and error in the unit of the tables, at the longest max_length where there are two."""
     task, metric, _ = column
     found = results.select(run=identity, task=task, quantity=metric)
-    if not found:
-        return None, None
-    record, factor = max(found, key=lambda r: r.length), 100 if metric in PER_CENT else 1
-    value, error = (n if n is None else factor * n for n in (record.value, record.error))
-    return value, error
+    longest = max(found, key=lambda r: r.length, default=None)
+    numbers = (longest.value, longest.error) if longest else (None, None)
+    return tuple(n and n * (100 if metric in PER_CENT else 1) for n in numbers)
 
 
 def cell(value: float | None, error: float | None) -> str:

@@ -34,7 +34,7 @@ import time
 from dataclasses import replace
 from itertools import count, pairwise, takewhile
 
-from evaluating.protocol import EvaluationParser
+from evaluating import EvaluationParser
 from support.command import answer_early, lengths, positive, run
 
 
@@ -55,18 +55,16 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.loader import Windows
 from data.shards import TokenSet, describe_set, open_split
 from data.tokeniser import text_bytes
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Checkpoint, Variant, open_checkpoints, unmeasured, variants
-from evaluating.protocol import BATCH_TOKENS, measuring, progress
+from evaluating.checkpoints import Case, Checkpoint, Variant, unmeasured
+from evaluating.protocol import BATCH_TOKENS, measuring, opened, progress
 from evaluating.results import Record
 from lssar.errors import UserError
 from model import GPT
-from training import distributed
 from training.distributed import World
 
 Spans = list[tuple[int, int]]  # ranges of positions in a window, first included, last not
@@ -92,14 +90,11 @@ class Targets:
         within = arguments.within_documents
         starts = self._within_documents() if within else np.arange(available // segment) * segment
         self.count = min(asked // segment, len(starts))
-        last = max(1, self.count - 1)
-        if not self.spread:
-            self.starts = starts[: self.count]
-        elif within:
-            self.starts = starts[np.arange(self.count) * (len(starts) - 1) // last]
-        else:
-            self.starts = np.arange(self.count) * (available - segment) // last
-        self.tokens = self.count * segment
+        if self.spread:
+            last = len(starts) - 1 if within else available - segment
+            places = np.arange(self.count) * last // max(1, self.count - 1)
+            starts = starts[places] if within else places
+        self.starts, self.tokens = starts[: self.count], self.count * segment
         self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
 
     def _within_documents(self) -> np.ndarray:
@@ -129,8 +124,7 @@ class Targets:
         """(first segment, inputs, targets), both (segments, length of one)."""
         source = Windows(self.data, self.segment)
         for first in range(0, self.count, self.batch):
-            offsets = self.starts[first : first + self.batch]
-            yield first, *source.split(source.read(offsets))
+            yield first, *source.split(source.read(self.starts[first : first + self.batch]))
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -156,16 +150,15 @@ def position_buckets(length: int) -> Spans:
     return list(pairwise([0, *takewhile(lambda edge: edge < length, quarters), length]))
 
 
-def segment_sums(
-    model: GPT, targets: Targets, length: int, keep: int, spans: Spans, world: World, label: str
-) -> Tensor:
-    """Summed losses (segments, spans) of the last `keep` tokens of every window of `length`.
+def segment_sums(model: GPT, case: Case, keep: int, spans: Spans, targets: Targets, world: World):
+    """Summed losses (segments, spans) of the last `keep` tokens of every window of a length.
 
     Batches have the same shape on any process, and each fills its own rows of a matrix that is zero
     elsewhere: the sum over processes is exact, so their number changes nothing.
     """
     sums = torch.zeros(targets.count, len(spans), dtype=torch.float64)
-    with progress(targets.tokens, label, "tok", world.is_main) as bar:
+    length, near = case.length, ", near context" if keep < case.length else ""
+    with progress(targets.tokens, f"{case.label} at {length}{near}", "tok", world.is_main) as bar:
         for number, (first, *pair) in enumerate(targets.batches()):
             if number % world.size == world.rank:
                 segments = len(pair[0])
@@ -175,18 +168,17 @@ def segment_sums(
                     part = losses[:, start:stop].reshape(segments, -1)
                     sums[first : first + segments, column] = part.sum(1)
             bar.update(pair[0].numel())
-    return world.sum(sums)
+    return world.sum(sums).numpy()
 
 
 def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Record]:
-    """The loss and, beyond the training length, the context gain."""
+    """The loss, beyond the training length the context gain, and bits per byte where known."""
     begun = time.monotonic()
     length, train_length = case.length, case.checkpoint.info.train_length
-    windows, label = targets.tokens // length, f"{case.label} at {length}"
-    buckets = position_buckets(length)
+    windows, buckets = targets.tokens // length, position_buckets(length)
     tail = train_length // 2 if length > train_length else 0
     spans = buckets + ([(length - tail, length)] if tail else [])
-    sums = segment_sums(model, targets, length, length, spans, world, label).numpy()
+    sums = segment_sums(model, case, length, spans, targets, world)
     by_bucket = sums[:, : len(buckets)]
     segment_losses = by_bucket.sum(1) / targets.segment
     loss, error = report.mean_and_error(segment_losses)
@@ -198,8 +190,8 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     found = [Record("loss", value=loss, error=error, **size, **case.key)]
     if tail:
         replace(case, length=train_length).configure(model)
-        span, label = [(train_length - tail, train_length)], f"{label}, near context"
-        near = segment_sums(model, targets, length, train_length, span, world, label).numpy()
+        span = [(train_length - tail, train_length)]
+        near = segment_sums(model, case, train_length, span, targets, world)
         scored = tail * targets.segment // length  # tokens per segment
         full, near = sums[:, -1] / scored, near[:, 0] / scored
         gain, error = report.mean_and_error(full - near)
@@ -207,7 +199,7 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
         size = {"tokens": tail * windows, "details": means | {"tokens_per_window": tail}}
         found.append(Record("context_gain", value=gain, error=error, **size, **case.key))
     details["seconds"] = round(time.monotonic() - begun, 2)
-    return found
+    return found + in_bits(found[:1], targets)
 
 
 def in_bits(losses: list[Record], targets: Targets) -> list[Record]:
@@ -224,45 +216,34 @@ def in_bits(losses: list[Record], targets: Targets) -> list[Record]:
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    world = distributed.start(arguments.device)
-    try:
-        evaluate(arguments, world)
-    finally:
-        distributed.finish()
-
-
-def evaluate(arguments, world: World) -> None:
-    checkpoints = open_checkpoints(arguments.checkpoints)
-    chosen = variants(arguments, checkpoints)
-    targets = Targets(open_data(arguments.data, checkpoints), arguments)
-    if world.is_main and targets.tokens != arguments.tokens:
-        asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
-        most = f"the largest multiple of {targets.segment} within --tokens"
-        print(f"{asked}: {most} and the size of {arguments.data}")
-    if world.is_main:
-        print(targets.coverage(), end="")
-    about = describe_set(arguments.data) | targets.documents
-    with measuring(arguments, "extrapolation", targets.settings(), about, world) as results:
-        measured = {r.key[1:] for r in results.select(quantity="bits_per_byte")}
-        old = [r for r in results.select(quantity="loss") if r.key[1:] not in measured]
-        if added := in_bits(old, targets):  # measured before there were bits per byte
-            results.add(*added, save=world.is_main)
-        for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
-            trained = replace(case, variant=Variant())
-            # A variant may change nothing at a length.
-            found = results.select(**trained.key) if case.config == trained.config else []
-            if not found:
-                found = measure(model, case, targets, world)
-                found += in_bits(found[:1], targets)
-            found = [replace(record, variant=case.variant.name) for record in found]
-            results.add(*found, save=world.is_main)
-            if world.is_main:
-                shown = report.number(found[0].value, ".4f")
-                print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
+    with opened(arguments) as (world, checkpoints, chosen):
+        targets = Targets(open_data(arguments.data, checkpoints), arguments)
+        if world.is_main and targets.tokens != arguments.tokens:
+            asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
+            most = f"the largest multiple of {targets.segment} within --tokens"
+            print(f"{asked}: {most} and the size of {arguments.data}")
+        if world.is_main:
+            print(targets.coverage(), end="")
+        about = describe_set(arguments.data) | targets.documents
+        with measuring(arguments, "extrapolation", targets.settings(), about, world) as results:
+            measured = {r.key[1:] for r in results.select(quantity="bits_per_byte")}
+            old = [r for r in results.select(quantity="loss") if r.key[1:] not in measured]
+            if added := in_bits(old, targets):  # measured before there were bits per byte
+                results.add(*added, save=world.is_main)
+            for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
+                trained = replace(case, variant=Variant())
+                # A variant may change nothing at a length.
+                found = results.select(**trained.key) if case.config == trained.config else []
+                found = found or measure(model, case, targets, world)
+                found = [replace(record, variant=case.variant.name) for record in found]
+                results.add(*found, save=world.is_main)
+                if world.is_main:
+                    shown = report.number(found[0].value, ".4f")
+                    print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
     if world.is_main:
         print(report.tables(results, checkpoints[0].identity))
-        for figure in () if arguments.no_figures else report.figures(results):
-            print(f"figure: {figure}")
+        if not arguments.no_figures:
+            report.figures(results)
 
 
 def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:

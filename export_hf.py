@@ -14,7 +14,6 @@ that compute the model. It generates the tokens that `generate.py` does. To publ
     hf upload NAME/MODEL OUT
 """
 
-import ast
 import importlib.util
 import itertools
 import re
@@ -46,16 +45,15 @@ ROOT = Path(__file__).parent
 MODEL = "evaluating.hf_model"
 MODEL_MODULE = "modeling_lssar"
 KERNEL_MODULE = "lssar_cpu_source"
-CLASSES = {  # what transformers finds in the folder, by the name it looks for
-    "AutoConfig": "LssarConfig",
-    "AutoModel": "LssarModel",
-    "AutoModelForCausalLM": "LssarForCausalLM",
-}
+# What transformers finds in the folder, by the name it looks for: AutoConfig, AutoModel, ...
+CLASSES = {"Config": "LssarConfig", "Model": "LssarModel", "ModelForCausalLM": "LssarForCausalLM"}
+IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 CPU_SOURCE = 'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n'
 WRITE_SOURCE = f"""if not SOURCE.exists():
-    from .{KERNEL_MODULE} import TEXT
+    from .{KERNEL_MODULE} import TEXTS
 
-    SOURCE.write_text(TEXT)
+    for name, text in TEXTS.items():  # SOURCE is the last
+        SOURCE.with_name(name).write_text(text)
 """
 
 
@@ -88,8 +86,7 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     eot = checkpoint.tokeniser().eot
     ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     config = LssarConfig(**described, train_length=train_length, **ends)
-    config.architectures = ["LssarForCausalLM"]
-    config.auto_map = {auto: f"{MODEL_MODULE}.{name}" for auto, name in CLASSES.items()}
+    config.auto_map = {f"Auto{kind}": f"{MODEL_MODULE}.{name}" for kind, name in CLASSES.items()}
     model = LssarForCausalLM(config)
     model.model.gpt = load_model(checkpoint.path)[0]
     model.tie_weights()
@@ -177,7 +174,7 @@ Packed sequences are told apart by `position_ids` that start again at 0. LoRA's 
 def write_card(checkpoint: Checkpoint, out: Path) -> None:
     """README.md, which the hub shows: what the model is, its numbers, the command of its run."""
     info, config = checkpoint.info, checkpoint.config
-    file = checkpoint.path.parents[1] / RUN  # of RUN/checkpoints/step-N
+    file = checkpoint.path.resolve().parents[1] / RUN  # of RUN/checkpoints/step-N
     script, *arguments = lookup(file, "command") or [""]
     settings = {k: v for k, v in config.to_dict()["attention"].items() if k != "name"}
     rows = {
@@ -204,36 +201,21 @@ def write_code(out: Path) -> None:
         if module == "lssar.cpu":
             text = text.replace(CPU_SOURCE, CPU_SOURCE + WRITE_SOURCE)
         write_text(out / f"{_flat(module)}.py", text)
-    about = '"""lssar/lssar_cpu.cpp: transformers copies Python files only."""'
-    source = with_headers(ROOT / "lssar/lssar_cpu.cpp", set())
-    write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXT = {source!r}\n")
+    about = '"""The C++ files of lssar/: transformers copies Python files only."""'
+    sources = [*sorted(ROOT.glob("lssar/cpu_*.h")), ROOT / "lssar/lssar_cpu.cpp"]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sources}
+    write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXTS = {texts!r}\n")
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
 
 
-def with_headers(source: Path, included: set[str]) -> str:
-    """A C++ file with its own headers in place of their includes, each once."""
-
-    def header(match: re.Match) -> str:
-        if match[1] in included:
-            return ""
-        included.add(match[1])
-        return with_headers(source.with_name(match[1]), included)
-
-    text = source.read_text(encoding="utf-8").replace("#pragma once\n", "")
-    return re.sub(r'^#include "(.+)"$', header, text, flags=re.MULTILINE)
-
-
-def modules_of(module: str, found: dict[str, None] | None = None) -> list[str]:
+def modules_of(module: str) -> list[str]:
     """The module and every module of this repository that it imports, directly or not."""
-    found = {} if found is None else found
-    found[module] = None
-    for node in ast.walk(ast.parse(_file(module).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            below = [f"{node.module}.{alias.name}" for alias in node.names]
-            for name in (node.module, *below):
-                if name not in found and _file(name).is_file():
-                    modules_of(name, found)
-    return list(found)
+    found = [module]
+    for name in found:  # which grows
+        for _, package, names in IMPORT.findall(_file(name).read_text(encoding="utf-8")):
+            inside = (f"{package}.{part.strip()}" for part in names.split(","))
+            found += [m for m in (package, *inside) if m not in found and _file(m).is_file()]
+    return found
 
 
 def _file(module: str) -> Path:
@@ -259,7 +241,7 @@ def exported(text: str, modules: list[str]) -> str:
         names = [(_flat(m), m.rpartition(".")[2]) for m in inside]
         return "\n".join(indent + line.format(*name) for name in names for line in lines)
 
-    text = re.sub(r"^( *)from ([\w.]+) import (.+)$", relative, text, flags=re.MULTILINE)
+    text = IMPORT.sub(relative, text)
     # transformers requires every package that is imported outside a `try`.
     guarded = r"\1try:\n\1    \2\n\1except ImportError:\n\1    raise"
     return re.sub(r"^( *)((?:import|from) triton\b.*)$", guarded, text, flags=re.MULTILINE)

@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
-from evaluating.protocol import EvaluationParser
+from evaluating import EvaluationParser
 from support.command import answer_early, number, positive, run, seed_number, whole
 
 

@@ -21,7 +21,6 @@ of eval_extrapolation.py.
 """
 
 import math
-import os
 import re
 import sys
 import time
@@ -29,7 +28,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
-from evaluating.protocol import EvaluationParser
+from evaluating import EvaluationParser
 from support.command import answer_early, lengths, run, seed_number, whole
 
 
@@ -47,19 +46,17 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.far_tasks import ANSWER_TOKENS, FORMS, Prompt, make_prompt
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, open_checkpoints, unmeasured, variants
-from evaluating.protocol import BATCH_TOKENS, measuring, progress
+from evaluating.checkpoints import Case, unmeasured
+from evaluating.protocol import BATCH_TOKENS, measuring, opened, progress
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
 from support import plots
-from support.files import are_checked, checked_line, open_regular, read_line, writing
+from support.files import are_checked, checked_line, open_regular, read_line, sync, writing
 from support.text import short_number
-from training import distributed
 from training.distributed import World
 
 DEPTHS = [part / 10 for part in range(11)]  # shares of the filler before the key
@@ -135,13 +132,13 @@ class Answers:
         self._remember(answers)
         if not save:
             return
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.writelines(map(checked_line, answers))
-            file.flush()
-            os.fsync(file.fileno())
+        with writing(self.path):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(map(checked_line, answers))
+            sync(self.path)
 
 
-def answer_batch(model: GPT, prompts: list[Prompt], device) -> Tensor:
+def answer_batch(model: GPT, prompts: list[Prompt], device) -> torch.Tensor:
     """Greedy continuations (B, 10), all at once: prompts of one length need no padding."""
     batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
     steps = list(model.stream(batch, ANSWER_TOKENS, temperature=0))
@@ -168,10 +165,9 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> li
             tokens, new = world.sum(tokens), []  # every row is zero but on one process
             for t, p in prompts.items():
                 text = tokeniser.decode(tokens[t].tolist())
-                asked = {"trial": t, "key": p.key, "depth": round(p.depth, 6)}
-                asked["distance"] = p.distance
-                given = {"answer": text, "right": is_right(text, p.key)}
-                new.append(case.key | {"label": case.label} | asked | given)
+                asked = {"label": case.label, "trial": t, "key": p.key, "depth": round(p.depth, 6)}
+                given = {"distance": p.distance, "answer": text, "right": is_right(text, p.key)}
+                new.append(case.key | asked | given)
             answers.append(new, save=world.is_main)
             bar.update(len(new))
     return [answers.known[key] for key in keys]
@@ -179,62 +175,53 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> li
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    world = distributed.start(arguments.device)
-    try:
-        evaluate(arguments, world)
-    finally:
-        distributed.finish()
-
-
-def evaluate(arguments, world: World) -> None:
-    checkpoints = open_checkpoints(arguments.checkpoints)
-    chosen = variants(arguments, checkpoints)
-    trials = range(arguments.trials)
-    for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
-        # fails if too short
-        make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed, FORMS[arguments.form])
     settings = {key: getattr(arguments, key) for key in ("trials", "seed", "form")}
     settings["answer_tokens"] = ANSWER_TOKENS
-    with measuring(arguments, "passkey", settings, {}, world) as results:
-        path = results.sibling("-answers.jsonl")
-        if path.exists() and not results.path.exists():
-            gone = f"answers of unknown settings, as {results.path} is gone"
-            raise UserError(f"{path} has {gone}; delete it or give another --out")
-        if world.is_main:
-            results.save()  # the settings, before the first answer
-            answers = Answers(path)  # a line that was cut short is removed once
-        world.barrier()
-        if not world.is_main:
-            answers = Answers(path)
-        for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
-            begun = time.monotonic()
-            answered = ask(model, case, arguments, answers, world)
-            found = measure(answered, case.checkpoint.info.train_length)
-            found[0].details["seconds"] = round(time.monotonic() - begun, 2)
-            results.add(*(replace(record, **case.key) for record in found), save=world.is_main)
-            if world.is_main:
-                accuracy = f"{100 * found[0].value:.0f} %"
-                print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
-    if not world.is_main:
-        return
+    with opened(arguments) as (world, checkpoints, chosen):
+        trials, made = range(arguments.trials), (arguments.seed, FORMS[arguments.form])
+        for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
+            make_prompt(checkpoint.tokeniser(), length, trial, *made)  # fails if too short
+        with measuring(arguments, "passkey", settings, {}, world) as results:
+            answers = open_answers(results, world)
+            for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
+                begun = time.monotonic()
+                answered = ask(model, case, arguments, answers, world)
+                found = measure(answered, case.checkpoint.info.train_length)
+                found[0].details["seconds"] = round(time.monotonic() - begun, 2)
+                results.add(*(replace(record, **case.key) for record in found), save=world.is_main)
+                if world.is_main:
+                    accuracy = f"{100 * found[0].value:.0f} %"
+                    print(f"{case.label} at {case.length}: {accuracy}", file=sys.stderr)
+    if world.is_main:
+        show(results)
+
+
+def open_answers(results: Results, world: World) -> Answers:
+    path = results.sibling("-answers.jsonl")
+    if path.exists() and not results.path.exists():
+        gone = f"answers of unknown settings, as {results.path} is gone"
+        raise UserError(f"{path} has {gone}; delete it or give another --out")
+    if world.is_main:
+        results.save()  # the settings, before the first answer
+        Answers(path)  # a line that was cut short is removed once
+    world.barrier()
+    return Answers(path)
+
+
+def show(results: Results) -> None:
+    def share(record: Record) -> str:
+        low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
+        return f"{100 * record.value:.0f} % [{low}, {high}]"
+
     titles = {"accuracy": "passkey accuracy", "far_accuracy": "keys beyond a training length back"}
     for quantity, title in titles.items():
-        cells = {}
-        for key, record in report.by_key(results, quantity).items():
-            low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
-            cells[key] = f"{100 * record.value:.0f} % [{low}, {high}]"
-        title += f", {arguments.trials} trials, 95 % Wilson interval"
-        print(report.table_by_length(results, title, cells))
-    for figure in figures(results):
-        print(f"figure: {figure}")
-
-
-def figures(results: Results) -> list[Path]:
+        title += f", {results.settings['trials']} trials, 95 % Wilson interval"
+        print(report.table_by_length(results, title, quantity, share))
     words = ("passkey accuracy (%)", "prompt length (tokens)")
     figure, axes = report.figure_by_length(results, "accuracy", *words, with_interval)
     axes.set_ylim(0, 100)
-    written = plots.save(figure, results.sibling(".png"))
-    return written + plots.save(accuracy_by_distance(results), results.sibling("-distance.png"))
+    report.save_figure(results, figure)
+    report.save_figure(results, accuracy_by_distance(results), "-distance.png")
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,11 +23,6 @@ class Checkpoint:
     identity: str  # of config and weights, whatever the path
     config: ModelConfig
     info: CheckpointInfo
-
-    @property
-    def task_length(self) -> int:
-        """Default max_length of downstream tasks: 2,048, as in the paper, if trained at 1,024."""
-        return 2 * self.info.train_length
 
     def load(self, device: torch.device) -> GPT:
         return load_model(self.path, device)[0].eval()
@@ -64,11 +59,9 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
     """A short name for each of the `runs` of a results file: the first that tells all apart."""
+    models = {i: model_label(ModelConfig.from_dict(run["model"])) for i, run in runs.items()}
     for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
-        names = {}
-        for identity, run in runs.items():
-            mechanism = model_label(ModelConfig.from_dict(run["model"]))
-            names[identity] = form.format_map(run | {"mechanism": mechanism, "identity": identity})
+        names = {i: form.format(**run, mechanism=models[i], identity=i) for i, run in runs.items()}
         if len(set(names.values())) == len(names):
             break
     return names
@@ -127,37 +120,32 @@ class Variant:
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """The model's config at this evaluation length; `trained` itself where nothing changes."""
-        acts_beyond = {"p": 0, "alpha": trained.attention.train_length, "window": self.value}
-        acts_beyond |= dict.fromkeys(STRETCHES, train_length)
-        acts_beyond["length"] = trained.attention.train_length
+        attention, local = trained.attention, trained.local
+        acts_beyond = {"p": 0, "window": self.value} | dict.fromkeys(STRETCHES, train_length)
+        acts_beyond |= dict.fromkeys(("alpha", "length"), attention.train_length)
         if length <= acts_beyond.get(self.key, length):
             return trained
-        settings = trained.to_dict()
         if self.key in STRETCHES:
-            settings["interpolation"] = trained.interpolation * length / train_length
-            settings["scaling"] = self.key
-        elif self.key == "window":
-            settings["attention"] |= {"window": self.value, "sinks": self.sinks}
-        elif self.key == "length":
-            settings["attention"] |= {"length": self.value}
-        else:
-            if trained.attention.sharpened:
-                settings["attention"] |= {self.key: self.value}
-            if trained.local is not None and trained.local.attention.sharpened:
-                settings["local"]["attention"] |= {self.key: self.value}
-        return ModelConfig.from_dict(settings)
+            stretch = trained.interpolation * length / train_length
+            return replace(trained, interpolation=stretch, scaling=self.key)
+        changes = {self.key: self.value} | ({"sinks": self.sinks} if self.key == "window" else {})
+        sharpens = self.key in ("p", "alpha")
+        if sharpens and local is not None and local.attention.sharpened:
+            local = local._replace(attention=replace(local.attention, **changes))
+        if attention.sharpened or not sharpens:
+            attention = replace(attention, **changes)
+        return replace(trained, attention=attention, local=local)
 
 
 def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
     """As trained, then what the command line adds; every value is checked on the models."""
-    chosen = [Variant()]
+    chosen, sinks = [Variant()], arguments.sinks
     for key in ("p", "alpha", "window"):
         chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
-    if arguments.sinks and not arguments.window:
-        raise UserError(f"--sinks {arguments.sinks} are kept beside a window; give --window too")
-    for window in arguments.window if arguments.sinks else ():
-        name = f"window={window}, sinks={arguments.sinks}"
-        chosen.append(Variant(name, "window", window, arguments.sinks))
+    if sinks and not arguments.window:
+        raise UserError(f"--sinks {sinks} are kept beside a window; give --window too")
+    for window in arguments.window if sinks else ():
+        chosen.append(Variant(f"window={window}, sinks={sinks}", "window", window, sinks))
     chosen += [Variant(STRETCHES[key], key) for key in STRETCHES if getattr(arguments, key)]
     chosen += [Variant("L=current", "length", "current")] if arguments.current_length else []
     for variant in chosen:
@@ -180,8 +168,8 @@ class Case:
     @property
     def key(self) -> dict:
         """The fields that its records share."""
-        names = {"run": self.checkpoint.identity, "variant": self.variant.name}
-        return names | {"length": self.length}
+        run, variant = self.checkpoint.identity, self.variant.name
+        return {"run": run, "variant": variant, "length": self.length}
 
     @property
     def label(self) -> str:
@@ -205,5 +193,5 @@ def unmeasured(results: Results, checkpoints, variants, lengths, world) -> Itera
         missing = [case for case in cases if not results.find(**case.key)]
         model = checkpoint.load(world.device) if missing else None
         for case in missing:
-            model.configure(**vars(case.config))
+            case.configure(model)
             yield case, model

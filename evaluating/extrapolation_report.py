@@ -1,9 +1,8 @@
-"""Tables and figures of `eval_extrapolation.py`, some of them also for `passkey.py`."""
+"""Tables and figures of `eval_extrapolation.py`, some of them also for other evaluations."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from support import plots
 from support.text import short_number, table
 
 LOSS, LENGTH = "validation loss (nats per token)", "evaluation length (tokens)"
+LEGEND_LINE = 0.16  # inches, below the axes; it has two columns
 Key = tuple[str, str, int]  # run, variant, length
 
 
@@ -20,15 +20,15 @@ def by_key(results: Results, quantity: str) -> dict[Key, Record]:
     return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
 
 
-def table_by_length(results: Results, title: str, found: dict[Key, str]) -> str:
-    """One row per series, without those that have no cell; no table without rows."""
-    names = labels(results.runs)
+def table_by_length(results: Results, title: str, quantity: str, show: Callable) -> str:
+    """`show(record)` makes a cell. One row per series that has any; no table without rows."""
+    names, rows = labels(results.runs), []
     lengths = sorted({r.length for r in results.records})
-    rows = []
-    for identity, variant in dict.fromkeys((r.run, r.variant) for r in results.records):
-        cells = [found.get((identity, variant, n), "") for n in lengths]
-        if any(cells):
-            rows.append([series_label(names[identity], variant), *cells])
+    for identity, variant, found in results.series(quantity):
+        cells = {r.length: show(r) for r in found}
+        if any(cells.values()):
+            label = series_label(names[identity], variant)
+            rows.append([label, *(cells.get(n, "") for n in lengths)])
     return f"\n{title}\n" + table(["", *map(str, lengths)], rows) if rows else ""
 
 
@@ -57,32 +57,29 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
 
 def tables(results: Results, reference: str) -> str:
     """Loss, also in bits per byte and as perplexity, context gain and paired differences."""
-    losses, bits, gains = (
-        by_key(results, name).items() for name in ("loss", "bits_per_byte", "context_gain")
-    )
     paired = paired_differences(results, reference).items()
-    # exp of more than 709 overflows.
-    finite = {k: r.value if r.value is not None and r.value < 700 else None for k, r in losses}
-    perplexities = {k: v if v is None else math.exp(v) for k, v in finite.items()}
+    differences = {key: number(value, "+.4f", error) for key, (value, error) in paired}
     title = f"validation loss over {results.settings['tokens']:,} tokens, ± standard error"
     helps = "context gain: full minus near context on the same tokens (< 0: it helps)"
     against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
     parts = (
-        (title, {k: number(r.value, ".4f", r.error) for k, r in losses}),
-        ("bits per byte", {k: number(r.value, ".4f", r.error) for k, r in bits}),
-        ("perplexity", {k: number(value, ".2f") for k, value in perplexities.items()}),
-        (helps, {k: number(r.value, "+.4f", r.error) for k, r in gains}),
-        (against, {k: number(value, "+.4f", error) for k, (value, error) in paired}),
+        (title, "loss", lambda r: number(r.value, ".4f", r.error)),
+        ("bits per byte", "bits_per_byte", lambda r: number(r.value, ".4f", r.error)),
+        ("perplexity", "loss", lambda r: number(perplexity(r.value), ".2f")),
+        (helps, "context_gain", lambda r: number(r.value, "+.4f", r.error)),
+        (against, "loss", lambda r: differences.get((r.run, r.variant, r.length), "")),
     )
     return "\n".join(filter(None, (table_by_length(results, *part) for part in parts)))
 
 
+def perplexity(loss: float | None) -> float | None:
+    return None if loss is None or loss >= 700 else math.exp(loss)  # that of 710 overflows
+
+
 def short_table(results: Results) -> str:
     """Loss by length, its rise, and the context gain at the longest: one line per series."""
-    names, gains = labels(results.runs), by_key(results, "context_gain")
-    bits = by_key(results, "bits_per_byte")
-    lengths = sorted({r.length for r in results.records})
-    body = []
+    names, lengths, rows = labels(results.runs), sorted({r.length for r in results.records}), []
+    gains, bits = (by_key(results, name) for name in ("context_gain", "bits_per_byte"))
     for identity, variant, found in results.series("loss"):
         losses = {r.length: number(r.value, ".3f") for r in found}
         first, last = found[0].value, found[-1].value
@@ -93,9 +90,9 @@ def short_table(results: Results) -> str:
             known = bits.get((identity, variant, found[0].length))
             ends.append(number(known.value, ".3f") if known else "")
         label = series_label(names[identity], variant)
-        body.append([label, *(losses.get(n, "") for n in lengths), *ends])
+        rows.append([label, *(losses.get(n, "") for n in lengths), *ends])
     header = ["validation loss at", *map(str, lengths), "rise", "context gain"]
-    return table([*header, *([f"bits per byte at {lengths[0]}"] if bits else [])], body)
+    return table([*header, *([f"bits per byte at {lengths[0]}"] if bits else [])], rows)
 
 
 def styled_series(results: Results, quantity: str) -> Iterator[tuple[str, dict, list[Record]]]:
@@ -117,7 +114,7 @@ def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH
     """Lines, or bars if there is one length; `point` gives a record's value and its two errors."""
     series = list(styled_series(results, quantity))
     lengths = sorted({r.length for r in results.select(quantity=quantity)})
-    figure, axes = new_figure(series)
+    figure, axes = plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
     for place, (label, style, found) in enumerate(series):
         points = [(r.length, *point(r)) for r in found if r.value is not None]
         if not points:
@@ -139,11 +136,6 @@ def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH
     return figure, axes
 
 
-def new_figure(series: list):
-    """One column wide, with room for the legend below."""
-    return plots.figure(height=2.1 + 0.16 * math.ceil(len(series) / 2))
-
-
 def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: str) -> None:
     """Lengths across, with a mark at the training length if all runs share it; the legend."""
     trained = {run["train_length"] for run in results.runs.values()}
@@ -155,7 +147,7 @@ def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: s
 def loss_by_position(results: Results):
     longest = max(r.length for r in results.records)
     series = list(styled_series(results, "loss"))
-    figure, axes = new_figure(series)
+    figure, axes = plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
     for label, style, found in series:
         buckets = found[-1].details["by_position"]
         if found[-1].length == longest and all(b["loss"] is not None for b in buckets):
@@ -168,12 +160,17 @@ def loss_by_position(results: Results):
     return figure
 
 
-def figures(results: Results) -> list[Path]:
+def figures(results: Results) -> None:
     """Loss by length, context gain by length, and loss by position at the longest length."""
-    figure, _ = figure_by_length(results, "loss", LOSS)
-    written = plots.save(figure, results.sibling(".png"))
+    save_figure(results, figure_by_length(results, "loss", LOSS)[0])
     if results.find(quantity="context_gain"):
         figure, axes = figure_by_length(results, "context_gain", "context gain (nats): full − near")
         axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
-        written += plots.save(figure, results.sibling("-gain.png"))
-    return written + plots.save(loss_by_position(results), results.sibling("-position.png"))
+        save_figure(results, figure, "-gain.png")
+    save_figure(results, loss_by_position(results), "-position.png")
+
+
+def save_figure(results: Results, figure, suffix: str = ".png") -> None:
+    """Beside the results, and say where."""
+    for path in plots.save(figure, results.sibling(suffix)):
+        print(f"figure: {path}")

@@ -67,11 +67,11 @@ def text_targets(tokens: np.ndarray, near: int, gram: int) -> FarTargets:
     """Tokens beyond the near context whose k-gram last occurred beyond it, or never."""
     distance = np.stack([last_occurrences(row, gram) for row in tokens])
     distance[:, :near] = -1
-    far = _sampled(*np.nonzero(distance > near))
+    far = _sampled(np.argwhere(distance > near))
     if not len(far):
         rare = f"none of the {distance[:, near:].size} tokens follows a {gram}-gram that last"
         raise UserError(f"{rare} occurred more than {near} tokens before it; use other --data")
-    unseen = _sampled(*np.nonzero(distance == UNSEEN))
+    unseen = _sampled(np.argwhere(distance == UNSEEN))
     segment, place = np.concatenate((far, unseen)).T
     return FarTargets(tokens, segment, place, distance[segment, place])
 
@@ -83,47 +83,37 @@ def task_targets(
     asked = [ask(task, tokeniser, length, number, seed) for number in range(count)]
     found = [(i, *answer) for i, one in enumerate(asked) for answer in one.answers]
     chosen = [answer for answer in found if answer[2] > beyond]
-    segment, place, distance = _sampled(*np.array(chosen).reshape(-1, 3).T).T
+    segment, place, distance = _sampled(np.array(chosen).reshape(-1, 3)).T
     tokens = np.stack([one.tokens for one in asked]).astype(np.int64)
     return FarTargets(tokens, segment, place, distance)
 
 
-def _sampled(*columns: np.ndarray) -> np.ndarray:
-    """All rows (n, columns), or MOST of them drawn evenly."""
-    rows = np.stack(columns, axis=1)
+def _sampled(rows: np.ndarray) -> np.ndarray:
+    """All of them, or MOST of them drawn evenly."""
     if len(rows) > MOST:
         rows = rows[np.sort(np.random.default_rng(0).permutation(len(rows))[:MOST])]
     return rows
 
 
-def scores(model: GPT, inputs, rows, places, wanted, device, label: str) -> np.ndarray:
+def scores(model: GPT, targets: FarTargets, device, label: str, near: int = 0) -> np.ndarray:
     """(2, targets): the loss of each, and whether it is the likeliest token.
 
-    Target i is what follows inputs[rows[i], places[i]].
+    In view is its segment up to it, or with `near` only so many tokens before it, computed alone.
     """
-    found, size = np.zeros((2, len(wanted))), max(1, BATCH_TOKENS // inputs.shape[1])
+    inputs, rows, places = targets.tokens[:, :-1], targets.segment, targets.place - 1
+    if near:
+        inputs, rows = targets.near(near), np.arange(len(rows))
+        places, label = np.full_like(rows, near - 1), f"{label}, near context"
+    found, size = np.zeros((2, len(rows))), max(1, BATCH_TOKENS // inputs.shape[1])
     with progress(len(inputs), label, "sequence") as bar, torch.no_grad():
         for first in range(0, len(inputs), size):
             batch = torch.from_numpy(inputs[first : first + size]).to(device)
             here = np.flatnonzero(rows // size == first // size)
             if len(here):
                 logits = model.logits(model.hidden(batch)[rows[here] - first, places[here]])
-                answers = torch.from_numpy(wanted[here]).to(device)
+                answers = torch.from_numpy(targets.wanted[here]).to(device)
                 losses = F.cross_entropy(logits, answers, reduction="none")
                 right = (logits.argmax(-1) == answers).float()
                 found[:, here] = torch.stack((losses, right)).cpu().double().numpy()
             bar.update(len(batch))
     return found
-
-
-def full_scores(model: GPT, targets: FarTargets, device, label: str) -> np.ndarray:
-    """With the whole of the segment up to the target in view."""
-    where = targets.tokens[:, :-1], targets.segment, targets.place - 1
-    return scores(model, *where, targets.wanted, device, label)
-
-
-def near_scores(model: GPT, targets: FarTargets, near: int, device, label: str) -> np.ndarray:
-    """With the `near` tokens before the target in view, and nothing else."""
-    rows = np.arange(len(targets.place))
-    where = targets.near(near), rows, np.full_like(rows, near - 1)
-    return scores(model, *where, targets.wanted, device, f"{label}, near context")

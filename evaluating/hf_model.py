@@ -60,13 +60,12 @@ class Seen:
         self.mask: Arrangement | None = None
         if mask is None and place is None and cache is None:
             return
-        if mask is not None and (mask.dim() != 2 or mask.shape[1] < (0 if fixed else keys)):
+        if mask is None:
+            mask = x.new_ones(batch, keys)
+        if mask.dim() != 2 or mask.shape[1] < (0 if fixed else keys):
             shape, wanted = tuple(mask.shape), f"(batch, {keys}), 0 for padding"
             raise ValueError(f"attention_mask of shape {shape}: give {wanted}")
-        tokens = x.new_ones(batch, keys, dtype=torch.bool)
-        if mask is not None:
-            missing = max(0, keys - mask.shape[1])
-            tokens = nn.functional.pad(mask[:, :keys].bool(), (0, missing))
+        tokens = nn.functional.pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])))
         if fixed:
             tokens = tokens & (torch.arange(keys, device=x.device) <= rows[-1])
         count = tokens.cumsum(1)[:, rows]
@@ -87,7 +86,6 @@ class Seen:
 class LssarPreTrainedModel(PreTrainedModel):
     config_class = LssarConfig
     base_model_prefix = "model"
-    main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - transformers reads them from the class
 

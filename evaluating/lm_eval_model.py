@@ -31,20 +31,15 @@ Sequence = tuple[int, ...]  # tokens
 
 
 class CheckpointLM(TemplateLM):
-    def __init__(self, checkpoint: Checkpoint, device, max_length: int | None, batch_size=16):
+    def __init__(self, checkpoint: Checkpoint, device, max_length: int, batch_size=16):
         super().__init__()
         self.checkpoint, self._device, self.batch_size = checkpoint, device, batch_size
         self._tokeniser, self._model = checkpoint.tokeniser(), checkpoint.load(device)
-        self.max_length = max_length or checkpoint.task_length
-        self.max_gen_toks = min(NEW_TOKENS, self.max_length // 2)
+        self.max_length, self.max_gen_toks = max_length, min(NEW_TOKENS, max_length // 2)
 
     @property
     def eot_token_id(self) -> int:
         return self._tokeniser.eot
-
-    @property
-    def tokenizer_name(self) -> str:
-        return self._tokeniser.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         return self._tokeniser.encode(string).tolist()
@@ -81,9 +76,7 @@ class CheckpointLM(TemplateLM):
                 hidden = self._model.hidden(self._padded(batch))  # (B, longest, width)
                 for row, (sequence, places) in zip(hidden, batch.items(), strict=True):
                     for place in places:
-                        text, _, continuation = requests[place]
-                        answers[place] = self._score(row[: len(sequence)], continuation)
-                        self.cache_hook.add_partial("loglikelihood", text, answers[place])
+                        answers[place] = self._score(row[: len(sequence)], requests[place][2])
                         bar.update()
         return answers
 
@@ -97,16 +90,14 @@ class CheckpointLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []
-        for index, (text,) in enumerate(request.args for request in requests):
-            tokens, prefix = self.tok_encode(text), self.prefix_token_id
+        for index, request in enumerate(requests):
+            tokens, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
             for window in get_rolling_token_windows(tokens, prefix, self.max_length, 1):
-                windows.append(((text, ""), *make_disjoint_window(window)))
+                windows.append((request.args, *make_disjoint_window(window)))
                 owners.append(index)
         totals = [0.0] * len(requests)
         for owner, (likely, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
             totals[owner] += likely
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
@@ -123,10 +114,8 @@ class CheckpointLM(TemplateLM):
                 for batch in self._batches(prompts):
                     texts = self._continue(list(batch), settings)
                     for text, places in zip(texts, batch.values(), strict=True):
-                        for index in (members[place] for place in places):
-                            answers[index] = text
-                            given = requests[index].args
-                            self.cache_hook.add_partial("generate_until", given, text)
+                        for place in places:
+                            answers[members[place]] = text
                             bar.update()
         return answers
 

@@ -78,13 +78,12 @@ class Results:
         self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
         self._claim: files.Claim | None = None
         self._opened_as = self._version()
-        if self.path.exists():
-            self._take_over(read_results(self.path))
         files.make_folder(self.path.parent)
-
-    def _take_over(self, found: "Results") -> None:
-        if found.kind != self.kind:
-            held = f"{self.path} holds results of {found.kind!r}, not of {self.kind!r}"
+        if not self.path.exists():
+            return
+        found = read_results(self.path)
+        if found.kind != kind:
+            held = f"{self.path} holds results of {found.kind!r}, not of {kind!r}"
             raise UserError(f"{held}; give another --out")
         for key in self.settings | found.settings:
             old, new = found.settings.get(key), self.settings.get(key)

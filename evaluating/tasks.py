@@ -29,7 +29,7 @@ from data.tokeniser import get_tokeniser
 from evaluating.results import Record
 from evaluating.task_columns import TASKS
 from lssar.errors import UserError, did_you_mean
-from support.files import write_json, write_text
+from support.files import first_line, write_json, write_text
 
 # The nano tasks: three from the held-out text of a corpus, for models too small for the others.
 # With passages of 224 a model trained at 128 reads beyond its training length.
@@ -73,19 +73,17 @@ def load_task(name: str, scratch: Path, data: Path | None, corpus: Path | None) 
                 if data is not None:
                     folders.append(localise(name, *folders, scratch / name, data))
             elif name in COUNTS:
-                task = str(write_task(scratch, corpus, name))
+                task = write_task(scratch, corpus, name)
             return TaskManager(include_defaults=False, include_path=folders).load([task])
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        kind = type(error).__name__
+        reason = f"its documents cannot be read: {first_line(error)}"
         if name in PLACES and data is None:
-            repository, folder = PLACES[name]["repository"], local_folder(name, Path("DIR"))
-            reason = f"the data set {repository} is not reachable on the hub ({kind})"
-            remedy = f"give a local copy with --data-dir DIR, in {folder}"
-            raise UserError(f"{name}: {reason}; {remedy}") from None
-        reason = next(iter(str(error).splitlines()), "") or kind
-        raise UserError(f"{name}: its documents cannot be read: {reason}") from None
+            away = f"is not reachable on the hub ({type(error).__name__})"
+            remedy = f"give a local copy with --data-dir DIR, in {local_folder(name, Path('DIR'))}"
+            reason = f"the data set {PLACES[name]['repository']} {away}; {remedy}"
+        raise UserError(f"{name}: {reason}") from None
 
 
 def local_folder(name: str, data: Path, configuration: str | None = None) -> Path:
@@ -174,8 +172,8 @@ def score_line(doc: dict, results: list[str]) -> dict[str, float]:
     return {"chrf": chrf, "rouge1": rouge1} | {"exact_match": float(text.strip() == target.strip())}
 
 
-def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
-    """Write a nano task's documents into `folder`; returns its YAML file."""
+def write_task(folder: Path, corpus: Path | None, name: str) -> dict:
+    """Write a nano task's documents into `folder`; returns its description."""
     if corpus is None:
         raise UserError(f"{name} is made from a corpus' held-out text; give --corpus DIR")
     draw, find = random.Random(0), FINDERS[name]
@@ -188,9 +186,7 @@ def write_task(folder: Path, corpus: Path | None, name: str) -> Path:
     file = folder / f"{name}.jsonl"
     write_text(file, "".join(json.dumps(d, ensure_ascii=False) + "\n" for d in documents))
     data = {"data_files": {"test": str(file.resolve())}}
-    task = {"include": str(OURS / f"{name}.yaml"), "dataset_kwargs": data}
-    write_json(folder / f"{name}.yaml", task)
-    return folder / f"{name}.yaml"
+    return load_yaml(OURS / f"{name}.yaml") | {"dataset_kwargs": data}
 
 
 def held_out_texts(corpus: Path) -> list[str]:

@@ -17,7 +17,7 @@ from data.shards import header_bytes, open_split
 from data.tokeniser import get_tokeniser
 from evaluating import far_targets
 from evaluating.checkpoints import open_checkpoints
-from evaluating.far_targets import full_scores, last_occurrences, near_scores, text_targets
+from evaluating.far_targets import last_occurrences, scores, text_targets
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
 
@@ -173,8 +173,8 @@ def test_scores_are_those_of_whole_forward_passes_one_by_one():
     near, model = 20, tiny_model("lssar").double()
     tokens = np.random.default_rng(0).integers(0, 5, (3, 101))
     targets = text_targets(tokens, near, 3)
-    full = full_scores(model, targets, "cpu", "")
-    seen = near_scores(model, targets, near, "cpu", "")
+    full = scores(model, targets, "cpu", "")
+    seen = scores(model, targets, "cpu", "", near)
     for i in range(0, len(targets.place), 7):
         row, place = torch.from_numpy(tokens[targets.segment[i]]), targets.place[i]
         for context, found in ((row[:place], full), (row[place - near : place], seen)):

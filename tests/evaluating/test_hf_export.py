@@ -200,6 +200,13 @@ def test_an_export_of_another_meaning_is_refused(tmp_path, meaning):
         LssarForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def test_a_checkpoint_may_be_named_from_within_its_folder(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "step-00000007", tiny_model(), run="my-run", tokeniser="bytes")
+    monkeypatch.chdir(tmp_path)
+    export_hf.main(["step-00000007", "out"])
+    assert "# my-run" in (tmp_path / "out/README.md").read_text()
+
+
 def test_mistakes_are_one_line(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "run", tiny_model(), tokeniser="bytes")
     (tmp_path / "full").mkdir()
