@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without ever holding the logits of the whole sequence.
+"""The losses of a model: cross-entropy of a linear head, squared error of labelled numbers.
 
 The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed for
 one chunk of tokens at a time, together with its loss and, in training, its gradients: these are
@@ -35,6 +35,13 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) 
     chunks = _chunks(flat, weight)
     losses = [_losses(flat[rows], weight, wanted[rows], classes)[0] for rows in chunks]
     return torch.cat(losses).view(targets.shape)
+
+
+def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:
+    """Mean of (predicted - target)^2 over the targets that are not NaN."""
+    labelled = ~targets.isnan()
+    error = predicted - torch.where(labelled, targets, predicted.detach())
+    return error.square().sum() / labelled.sum().clamp(min=1)
 
 
 def _chunks(hidden: Tensor, weight: Tensor):
