@@ -292,14 +292,13 @@ class GPT(nn.Module):
 
     def _losses(self, loss: Callable, hidden: Tensor, targets: Tensor) -> list[Tensor]:
         """`loss(hidden, the head's weight, targets, classes)` of each channel."""
-        classes = self.config.vocab_size
+        classes, rows = self.config.vocab_size, self.config.vocab_rows
         if self.head is None:
             return [loss(hidden, self.embedding.weight, targets, classes)]
         # The bias becomes the weight of an input of ones; seven zeros keep the rows aligned.
         hidden = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, 7))
         weight = F.pad(torch.cat((self.head.weight, self.head.bias.unsqueeze(1)), dim=1), (0, 7))
-        parts = enumerate(weight.split(self.config.vocab_rows))
-        return [loss(hidden, part, targets[..., i], classes) for i, part in parts]
+        return [loss(hidden, w, targets[..., i], classes) for i, w in enumerate(weight.split(rows))]
 
     @torch.no_grad()
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -181,13 +181,13 @@ class Run:
         if t.micro_batch == "auto":
             self._rehearse()
         self.numbers: list[Tensor] = []  # (norm, losses by rank) of each step that is not settled
-        self.timed_steps, self.seconds = 0, 0.0  # since the last report
-        self.log.start(self.progress.step, estimate.summary(self.config, self.plan, world.device))
+        self.reported, self.seconds = self.progress.step, 0.0  # the last step, the time since then
+        self.log.start(self.reported, estimate.summary(self.config, world.size, world.device.type))
 
     def _split(self, config: Config) -> None:
         """Take the micro-batch of this config. What one step computes does not depend on it."""
-        self.config, self.plan = config, estimate.batch_plan(config, self.world.size)
-        self.batches = Batches(config, self.plan, self.world.rank, self.world.device)
+        self.config, plan = config, estimate.batch_plan(config, self.world.size)
+        self.batches = Batches(config, plan, self.world.rank, self.world.device)
 
     def _rehearse(self) -> None:
         """Halve the micro-batch until every rank has room for a step. Changes nothing else."""
@@ -232,7 +232,6 @@ class Run:
         self.optimiser.zero_grad(set_to_none=True)
         p.step, p.val_loss = p.step + 1, None
         self.log.bar.update()
-        self.timed_steps += 1
         self.seconds += time.perf_counter() - began
 
     def settle(self) -> None:
@@ -259,7 +258,7 @@ class Run:
         loader, total = self.batches.loader, torch.zeros((), device=self.world.device)
         divisors = loader.divisors(step)
         for i, (inputs, targets) in enumerate(loader.micro_batches(step)):
-            last = i == self.plan.accumulation - 1
+            last = i == loader.accumulation - 1
             total += self._backward(inputs, targets, divisors[i], synchronise=last)
         return total
 
@@ -275,7 +274,8 @@ class Run:
     def report(self) -> None:
         self.settle()
         t, step = self.config.train, self.progress.step
-        rate = self.timed_steps * t.batch_tokens / self.seconds
+        pace = self.seconds / (step - self.reported)  # per step
+        rate = t.batch_tokens / pace
         peak = estimate.peak_flops(self.world.device)
         self.log.step(
             step,
@@ -284,9 +284,9 @@ class Run:
             grad_norm=self.norm,
             tokens_per_s=rate,
             mfu=peak and self.model.flops_per_token(t.length) * rate / (peak * self.world.size),
-            seconds_left=(t.steps - step) * self.seconds / self.timed_steps,
+            seconds_left=(t.steps - step) * pace,
         )
-        self.timed_steps, self.seconds = 0, 0.0
+        self.reported, self.seconds = step, 0.0
 
     @torch.no_grad()
     def validate(self) -> None:

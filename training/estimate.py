@@ -16,7 +16,7 @@ from lssar.errors import UserError
 from lssar.reference import resolve
 from model import ModelConfig
 from training.config import Config
-from training.distributed import World, takes_bf16
+from training.distributed import World, product_type
 from training.hours import device_called, gpu_hours, model_of, planned_device, source
 from training.losses import CHUNK_LOGITS
 
@@ -77,7 +77,7 @@ def estimate(config: Config, backends: list[str], device: str = "cuda") -> Estim
     model, t = model_of(config), config.train
     m = model.config
     rows, parameters = config.micro_batch * t.length, model.parameter_count()
-    half = _precision(config, device).itemsize  # bytes of an activation under autocast
+    half = product_type(device, t.precision).itemsize  # bytes of an activation under autocast
     # Maps of B x H x L x L floats that eager keeps for the backward pass, three for a two-stage
     # mechanism (stage one, its shift, its power). The other backends recompute them.
     layers = zip(m.all_layers, backends, strict=True)
@@ -109,10 +109,6 @@ def disk_line(checkpoints: float, data: float = 0) -> str:
     written += f", {data / GIB:,.2f} GiB of data" if data else ""
     short = "" if checkpoints + data < free else "; too little: make room before starting"
     return f"{written}; {free / GIB:,.0f} GiB are free{short}"
-
-
-def _precision(config: Config, device: str) -> torch.dtype:
-    return torch.bfloat16 if takes_bf16(device, config.train.precision) else torch.float32
 
 
 CARDS = (24, 40, 80)  # GB of common GPUs
@@ -186,13 +182,13 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
 
 
 def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:
-    """The attention backend of each layer in the training step; `everywhere`: as if all were
-    installed."""
+    """The attention backend of each layer in training; `everywhere`: as if all were installed."""
     m, t = config.model_config(), config.train
     if config.attention.backend != "auto":
         return [config.attention.backend] * m.layers
     entries, backends = config.micro_batch * m.heads * t.length**2, []
-    call = Call(device, _precision(config, device), entries, m.head_dim, compiled=t.compile)
+    dtype = product_type(device, t.precision)
+    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
     for attention, positions in m.all_layers:
         spans = m.documents or (attention.window or t.length) < t.length
         here = replace(call, spans=spans, decays=positions in ("alibi", "fox"))
@@ -214,23 +210,21 @@ def described_layers(m: ModelConfig) -> str:
     return "; ".join(f"layers {', '.join(found)}: {kind}" for kind, found in kinds.items())
 
 
-def summary(
-    config: Config, plan: BatchPlan, device: torch.device, planned=False, gpu: str | None = None
-) -> list[str]:
+def summary(config: Config, processes: int, device: str, planned=False, gpu=None) -> list[str]:
     """What a run prints before its first step; `planned`: for a device that need not be here,
     a GPU of the kind `gpu` where it is one."""
-    backends = planned_backends(config, device.type, everywhere=planned)
-    e, t, m = estimate(config, backends, device.type), config.train, config.model_config()
+    plan = batch_plan(config, processes)
+    backends = planned_backends(config, device, everywhere=planned)
+    e, t, m = estimate(config, backends, device), config.train, config.model_config()
     chosen = ", ".join(dict.fromkeys(backends))
-    plans = f", planned for {device.type}: backend {chosen}" if planned else ""
+    plans = f", planned for {device}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
-    on_gpu = device.type == "cuda"
-    hours = f" = {hours_line(config, backends, e, plan.world_size, gpu)}" if on_gpu else ""
+    hours = f" = {hours_line(config, backends, e, processes, gpu)}" if device == "cuda" else ""
     return [
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
         f"attention  {described_layers(m)}{plans}",
-        f"batch      {t.batch_tokens:,} tokens per step = {plan.world_size} processes x "
+        f"batch      {t.batch_tokens:,} tokens per step = {processes} processes x "
         f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
         f"{t.warmup} warm-up",
@@ -248,21 +242,19 @@ def hours_line(config: Config, backends: list[str], e: Estimate, processes: int,
 
 
 def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None) -> list[str]:
-    """The summary for a device that need not be here ("auto": a GPU), the disk, and the state of
-    the data."""
+    """The summary for a device that need not be here (a GPU if "auto"), the disk and the data."""
     device = "cuda" if device == "auto" else device
-    t, cards, place = config.train, on_cards(config, world_size), torch.device(device)
+    t, cards, on_gpu = config.train, on_cards(config, world_size), device == "cuda"
     if t.micro_batch == "auto":
-        free = planned_device(gpu).memory * GIB if device == "cuda" else free_memory(place)
+        free = planned_device(gpu).memory * GIB if on_gpu else free_memory(torch.device(device))
         config = fit(config, world_size, free, device) or config.with_micro_batch(1)
-    plan = batch_plan(config, world_size)
-    lines = summary(config, plan, place, planned=True, gpu=gpu)
+    lines = summary(config, world_size, device, planned=True, gpu=gpu)
     e = estimate(config, planned_backends(config, device), device)
     lines += [f"GPUs       {cards}", f"disk       {disk_line(checkpoint_bytes(config, e))}"]
     directory = Path(config.data.directory)
     if not directory.exists():
         return [*lines, f"data       {directory} is not there yet"]
-    data = Batches(config, plan)
+    data = Batches(config, batch_plan(config, world_size))
     tokens, validation = data.train_set.total_tokens, data.val_set.total_tokens
     found = f"{tokens:,} training tokens ({t.steps * t.batch_tokens / tokens:.3f} epochs)"
     return [*lines, f"data       {directory}: {found}, {validation:,} for validation"]
