@@ -22,7 +22,7 @@ from support.files import read_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them stays quick and exact
-# What a resumed run may change.
+# What a resumed run may change: the beginnings of `section.key`.
 FREE = ("eval.", "checkpoint.", "log.", "data.directory", "data.prepare", "attention.backend")
 FREE += ("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_")
 
