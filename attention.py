@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.backends import attend
-from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
+from lssar.errors import UserError
+from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
-from lssar.spans import attend_padded, shifted_keys
+from lssar.spans import attend_padded, document_starts, shifted_keys
 
 __all__ = ["MECHANISMS", "Attention", "KVCache", "attend", "attention_weights", "get_mechanism"]
 
@@ -33,7 +34,7 @@ class KVCache:
         self.capacity, self.length = capacity, 0
         # For a padded batch: which keys are tokens (B, keys), new ones included.
         self.mask: Tensor | None = None
-        self.document: Tensor | int = 0  # (B, 1): where the last token's document starts
+        self._document: Tensor | int = 0  # (B, 1): where the last token's document starts
         self._layers: dict[int, list[Tensor]] = {}
 
     def extend(self, layer: int, *new: Tensor, window: int | None = None) -> list[Tensor]:
@@ -55,16 +56,24 @@ class KVCache:
             room[:, :, self.length : end] = x
         return [room[:, :, :end] for room in self._layers[layer]]
 
+    def document_starts(self, starts: Tensor) -> Tensor | None:
+        """Where each new token's document starts; `starts` (B, L) is True where one begins."""
+        if self.mask is not None:
+            if starts[:, self.length == 0 :].any():
+                several = "a padded batch holds several documents per row"
+                raise UserError(f"{several}; pass them one by one")
+            return None
+        first = torch.where(starts.cummax(1).values, self.length + document_starts(starts), 0)
+        first = first.clamp(min=self._document)
+        self._document = first[:, -1:]
+        return first
+
 
 Rope = tuple[Tensor, ...]  # cos and sin; then those that turn a query towards its sinks, if any
 
 
 def rope_at(
-    position: Tensor,
-    head_dim: int,
-    interpolation: float,
-    scaling: str = "pi",
-    train_length: int = 1024,
+    position: Tensor, head_dim: int, interpolation: float, scaling="pi", train_length=1024
 ) -> Rope:
     """cos and sin (..., 1, 1, head_dim / 2) of positions (L,), or (B, L) where rows differ.
 
@@ -102,43 +111,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        mechanism: Mechanism,
-        layer: int,
-        positions: str | int,
-        shift: bool = False,
-    ):
+    def __init__(self, config, layer: int):
+        """One layer, counted from 0, of a `model.ModelConfig`."""
         super().__init__()
-        self.layer, self.heads, self.mechanism = layer, heads, mechanism
-        self.positions, self.shift, self.backend = positions, shift, "auto"
+        width, self.heads, self.layer, self.backend = config.width, config.heads, layer, "auto"
+        self.configure(config)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        init = mechanism.parameter_init
-        self.head_scale = None if init is None else nn.Parameter(torch.full((heads,), init))
-        self.forget = nn.Linear(width, heads) if positions == "fox" else None
+        init = self.mechanism.parameter_init
+        self.head_scale = None if init is None else nn.Parameter(torch.full((self.heads,), init))
+        self.forget = nn.Linear(width, self.heads) if self.positions == "fox" else None
+
+    def configure(self, config) -> None:
+        self.mechanism, self.positions = config.layer(self.layer)
+        self.shift = config.shifts(self.layer)
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None, first=None) -> Tensor:
         m, (q, k, v) = self.mechanism, self.queries_keys_values(x, rope)
         gates = [] if self.forget is None else [self.gates(x)]
+        mask = None if cache is None else cache.mask
         if cache is not None:
             # Padding may lie between the tokens of a window, and the current length counts all.
-            whole = cache.mask is not None or m.length == "current" or m.sinks
+            whole = mask is not None or m.length == "current" or m.sinks
             window = None if whole or m.window is None else m.window + self.shift
             k, v, *gates = cache.extend(self.layer, k, v, *gates, window=window)
             if first is not None:
                 first = first - (cache.length + x.shape[1] - k.shape[2])
-        decay, padded = self.decay(k, *gates), cache is not None and cache.mask is not None
-        if self.shift and not padded:
-            k = shifted_keys(k, first)
+        options = {"params": self.head_scale, "backend": self.backend}
+        options["decay"] = self.decay(k, *gates)
         if m.sinks and self.positions == "rope":
             q, k = self.near_sinks(q, k, rope[2:])
-        options = {"params": self.head_scale, "decay": decay, "backend": self.backend}
-        if padded:
-            out = attend_padded(q, k, v, m, cache.mask, shift=self.shift, **options)
+        if mask is not None:
+            out = attend_padded(q, k, v, m, mask, shift=self.shift, **options)
         else:
+            k = shifted_keys(k, first) if self.shift else k
             out = attend(q, k, v, m, first=first, **options)  # (B, H, L, d)
         return self.proj(out.transpose(1, 2).reshape(x.shape))
 

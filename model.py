@@ -15,8 +15,8 @@ position, a learned table of `positions`, a regression head with `outputs` numbe
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -28,19 +28,14 @@ from attention import POSITIONS, Attention, KVCache, Rope, rope_at
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
 from lssar.spans import document_starts, token_positions
-from training.cross_entropy import linear_cross_entropy, token_losses
+from training.losses import labelled_mse, linear_cross_entropy, token_losses
 
 # What the weights mean: raised by every change after which the same weights compute something
 # else. Checkpoints and exports carry it, and those of another meaning are refused.
 #   1, or none: RoPE turns dimension i together with i + d/2
 #   2: RoPE turns dimensions 2i and 2i + 1
 MEANING = 2
-LEAST_TEMPERATURE = 1e-6  # below it logits would overflow, and sampling is the argmax anyway
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
-TEXT = {"channels": 1, "outputs": 0}  # a text model's values, and the least
-# What a description leaves out: the identity of a model has no key that is newer than the model.
-ABSENT = TEXT | {"positions": "rope", "scaling": "pi", "pattern": ("global",), "local": None}
-ABSENT |= {"shift": False, "documents": False}
 
 
 def require(holds: object, rule: str) -> None:
@@ -48,9 +43,7 @@ def require(holds: object, rule: str) -> None:
         raise UserError(f"model: {rule}")
 
 
-class Layer(NamedTuple):
-    """What layers can differ in."""
-
+class Layer(NamedTuple):  # what layers can differ in
     attention: Mechanism
     positions: str | int
 
@@ -83,8 +76,8 @@ class ModelConfig:
 
     def layer(self, number: int) -> Layer:
         """Of the layers from 0; no window is wider than the one of `attention`."""
-        kind, _, window = self.pattern[number % len(self.pattern)].partition(":")
         plain = Layer(self.attention, self.positions)
+        kind, _, window = self.pattern[number % len(self.pattern)].partition(":")
         if kind == "global":
             return plain
         attention, positions = self.local or plain
@@ -100,11 +93,11 @@ class ModelConfig:
         return [self.layer(number) for number in range(self.layers)]
 
     def __post_init__(self):
-        least = dict.fromkeys(("layers", "heads", "width", "vocab_size", "vocab_rows"), 1) | TEXT
-        for key, lowest in least.items():
-            value = getattr(self, key)
+        object.__setattr__(self, "pattern", tuple(self.pattern))  # TOML and JSON have lists
+        for key in ("layers", "heads", "width", "vocab_size", "vocab_rows", "channels", "outputs"):
+            value, least = getattr(self, key), 0 if key == "outputs" else 1
             require(type(value) is int, f"{key} = {value!r} is of a wrong type, must be int")
-            require(value >= lowest, f"{key} = {value} must be at least {lowest}")
+            require(value >= least, f"{key} = {value} must be at least {least}")
         require(self.layers <= MOST_LAYERS, f"layers = {self.layers} must be at most {MOST_LAYERS}")
         even = f"width = {self.width} must be an even multiple of heads = {self.heads}"
         require(self.width % (2 * self.heads) == 0, f"{even} (RoPE turns pairs of dimensions)")
@@ -114,14 +107,14 @@ class ModelConfig:
         rows, vocab, stretch = self.vocab_rows, self.vocab_size, self.interpolation
         require(rows >= vocab, f"vocab_rows = {rows} must be at least vocab_size = {vocab}")
         require(0 < stretch < math.inf, f"interpolation = {stretch} must be positive")
-        self._check_layers()
-        none = f"interpolation = {stretch} stretches RoPE, positions = {self.positions} replaces it"
-        rotary = any(layer.positions == "rope" for layer in self.all_layers)
-        require(rotary or stretch == 1, f"{none}; leave one out")
+        require(type(self.shift) is bool, f"shift = {self.shift!r} must be true or false")
+        sinks = f"shifted keys and sinks = {self.attention.sinks} do not go together"
+        require(not (self.shift and self.attention.sinks), f"{sinks}; leave one out")
         require(self.scaling in ("pi", "ntk", "yarn"), f"scaling = {self.scaling!r} is unknown")
+        self._check_layers()
 
     def _check_layers(self) -> None:
-        pattern, place = self.pattern, self.positions
+        pattern, place, stretch = self.pattern, self.positions, self.interpolation
         for entry in pattern:
             known = re.fullmatch(r"global|local:[1-9][0-9]{0,11}", str(entry))
             require(known, f"pattern has {entry!r:.50}; write 'global', or 'local:32' for a window")
@@ -130,35 +123,32 @@ class ModelConfig:
         table = type(place) is int and place >= 1
         known = f"choose from {', '.join(POSITIONS)}, or the rows of a learned table"
         require(table or place in POSITIONS, f"positions = {place!r}; {known}")
-        require(type(self.shift) is bool, f"shift = {self.shift!r} must be true or false")
-        sinks = f"shifted keys and sinks = {self.attention.sinks} do not go together"
-        require(not (self.shift and self.attention.sinks), f"{sinks}; leave one out")
-        if self.local is None:
-            return
-        local, own = self.local.positions, any(entry != "global" for entry in pattern)
-        require(own, f"[local] is for local layers, and pattern = {list(pattern)} has none")
-        suits = local == place if table else local in POSITIONS
-        require(suits, f"positions = {local!r} of local layers do not go with {place!r}")
+        if self.local is not None:
+            local, own = self.local.positions, set(pattern) != {"global"}
+            require(own, f"[local] is for local layers, and pattern = {list(pattern)} has none")
+            suits = local == place if table else local in POSITIONS
+            require(suits, f"positions = {local!r} of local layers do not go with {place!r}")
+        rotary = any(layer.positions == "rope" for layer in self.all_layers)
+        none = f"interpolation = {stretch} stretches RoPE, positions = {place} replaces it"
+        require(rotary or stretch == 1, f"{none}; leave one out")
 
     def to_dict(self) -> dict:
         """Plain JSON values; attention by its name and its changed settings."""
-        plain = {k: v for k, v in vars(self).items() if k not in ABSENT or v != ABSENT[k]}
+        # Without defaults: the identity of a model has no key that is newer than the model.
+        new = {f.name: f.default for f in fields(self) if f.name != "interpolation"}
+        plain = {k: v for k, v in vars(self).items() if v != new.get(k)}
         plain["attention"] = _changes(self.attention)
         if self.local is not None:
             plain["local"] = self.local._asdict() | {"attention": _changes(self.local.attention)}
-        if "pattern" in plain:
-            plain["pattern"] = list(self.pattern)
-        return plain
+        return plain | ({"pattern": list(self.pattern)} if "pattern" in plain else {})
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
         try:
             found = values | {"attention": get_mechanism(**values["attention"])}
-            if local := found.get("local"):
+            if local := values.get("local"):
                 mechanism = get_mechanism(**local["attention"])
                 found["local"] = Layer(**(local | {"attention": mechanism}))
-            if "pattern" in found:
-                found["pattern"] = tuple(found["pattern"])
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
@@ -181,18 +171,16 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 
-def preset(
-    name: str, attention: str | Mechanism = "softmax", tokeniser: str | None = None, **changes
-) -> ModelConfig:
-    """A model of the paper by its size, perhaps for another tokeniser's vocabulary; `changes` are
-    other values for ModelConfig's fields."""
+def preset(name: str, attention="softmax", tokeniser: str | None = None, **changes) -> ModelConfig:
+    """A model of the paper by its size, with a mechanism or the name of one, perhaps for another
+    tokeniser's vocabulary; `changes` are other values for ModelConfig's fields."""
     if name not in PRESETS:
         raise UserError(f"unknown model preset {name!r}; {did_you_mean(name, PRESETS)}")
-    sizes = dict(PRESETS[name])
+    sizes = PRESETS[name]
     if tokeniser is not None:
         guess = did_you_mean(tokeniser, VOCABULARIES)
         require(tokeniser in VOCABULARIES, f"unknown tokeniser {tokeniser!r}; {guess}")
-        sizes |= VOCABULARIES[tokeniser]
+        sizes = sizes | VOCABULARIES[tokeniser]
         ids, size = sizes["vocab_size"], changes.get("vocab_size")
         other = f"vocab_size = {size} contradicts it; leave one out"
         require(size in (None, ids), f"tokeniser = {tokeniser!r} has {ids} ids, {other}")
@@ -204,10 +192,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
-        sizes, kind = (config.width, config.heads), config.layer(layer)
-        self.attention = Attention(
-            *sizes, kind.attention, layer, kind.positions, config.shifts(layer)
-        )
+        self.attention = Attention(config, layer)
         self.norm_mlp = nn.LayerNorm(config.width)
         self.mlp_in = nn.Linear(config.width, 4 * config.width)
         self.mlp_out = nn.Linear(4 * config.width, config.width)
@@ -253,9 +238,7 @@ class GPT(nn.Module):
             return self.logits(hidden)
         if self.config.outputs:
             return labelled_mse(self.logits(hidden), targets)
-        parts = self._channels(hidden, targets)
-        losses = [linear_cross_entropy(*part, self.config.vocab_size) for part in parts]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        return torch.stack(self._losses(linear_cross_entropy, hidden, targets)).mean()
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, L, width); with a cache, of the tokens that follow it."""
@@ -264,8 +247,11 @@ class GPT(nn.Module):
         place = torch.arange(start, start + length, device=x.device)
         if cache is not None and cache.mask is not None:
             place = token_positions(cache.mask, length)
+        first = None
+        if self.config.documents:
+            starts = tokens == self.config.end_of_text
+            first = document_starts(starts) if cache is None else cache.document_starts(starts)
         rope = self.rope(place)
-        first = self._first(tokens, cache) if self.config.documents else None
         for block in self.blocks:
             x = block(x, rope, cache, first)
         if cache is not None:
@@ -277,26 +263,11 @@ class GPT(nn.Module):
         c, m = self.config, self.config.attention
         if not any(block.attention.positions == "rope" for block in self.blocks):
             return None
-        rope = rope_at(place, c.head_dim, c.interpolation, c.scaling, m.train_length)
+        stretch = (c.head_dim, c.interpolation, c.scaling, m.train_length)
+        rope = rope_at(place, *stretch)
         if m.sinks:  # which stand right before the window
-            behind = (m.window + m.sinks - 1 - place).clamp(max=0)
-            rope += rope_at(behind, c.head_dim, c.interpolation, c.scaling, m.train_length)
+            rope += rope_at((m.window + m.sinks - 1 - place).clamp(max=0), *stretch)
         return rope
-
-    def _first(self, tokens: Tensor, cache: KVCache | None) -> Tensor | None:
-        """The place where each token's document starts, (B, L)."""
-        starts = tokens == self.config.end_of_text
-        if cache is None:
-            return document_starts(starts)
-        if cache.mask is not None:
-            if starts[:, cache.length == 0 :].any():
-                several = "a padded batch holds several documents per row"
-                raise UserError(f"{several}; pass them one by one")
-            return None
-        first = torch.where(starts.cummax(1).values, cache.length + document_starts(starts), 0)
-        first = first.clamp(min=cache.document)
-        cache.document = first[:, -1:]
-        return first
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         c, end = self.config, start + tokens.shape[1]
@@ -319,21 +290,20 @@ class GPT(nn.Module):
         out = self.head(hidden).float()
         return out if c.outputs else out.unflatten(-1, (c.channels, -1))[..., : c.vocab_size]
 
-    def _channels(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(hidden, the head's weight, targets) of each channel."""
+    def _losses(self, loss: Callable, hidden: Tensor, targets: Tensor) -> list[Tensor]:
+        """`loss(hidden, the head's weight, targets, classes)` of each channel."""
+        classes, rows = self.config.vocab_size, self.config.vocab_rows
         if self.head is None:
-            return [(hidden, self.embedding.weight, targets)]
+            return [loss(hidden, self.embedding.weight, targets, classes)]
         # The bias becomes the weight of an input of ones; seven zeros keep the rows aligned.
         hidden = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, 7))
         weight = F.pad(torch.cat((self.head.weight, self.head.bias.unsqueeze(1)), dim=1), (0, 7))
-        parts = weight.split(self.config.vocab_rows)
-        return [(hidden, part, targets[..., i]) for i, part in enumerate(parts)]
+        return [loss(hidden, w, targets[..., i], classes) for i, w in enumerate(weight.split(rows))]
 
+    @torch.no_grad()
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss of every token, in the shape of the targets, without gradients."""
-        with torch.no_grad():
-            parts = self._channels(self.hidden(tokens), targets)
-        losses = [token_losses(*part, self.config.vocab_size) for part in parts]
+        losses = self._losses(token_losses, self.hidden(tokens), targets)
         return losses[0] if self.head is None else torch.stack(losses, dim=-1)
 
     def configure(self, **changes) -> "GPT":
@@ -346,9 +316,8 @@ class GPT(nn.Module):
                 lacks = f"lacks the parameters of {new.name!r}, positions {place!r}"
                 raise UserError(f"a model trained with {has} {lacks}")
         self.config = config
-        for number, (block, layer) in enumerate(zip(self.blocks, config.all_layers, strict=True)):
-            block.attention.mechanism, block.attention.positions = layer
-            block.attention.shift = config.shifts(number)
+        for block in self.blocks:
+            block.attention.configure(config)
         return self
 
     def use_backend(self, name: str) -> "GPT":
@@ -378,13 +347,11 @@ class GPT(nn.Module):
         return [decayed, {"params": others, "weight_decay": 0.0}]
 
     @torch.inference_mode()
-    def stream(
-        self, prompt: Tensor, max_new_tokens: int, *, stop: tuple[int, ...] = (), **sampling
-    ) -> Iterator[Tensor]:
+    def stream(self, prompt: Tensor, max_new_tokens: int, stop=(), **sampling) -> Iterator[Tensor]:
         """Yield the next token of each sequence (B,), one step at a time, through a KV cache.
 
         `sampling`: the options of `sample`. A sequence repeats its stop token once it has produced
-        one; the stream ends when all have, or after max_new_tokens.
+        one of them; the stream ends when all have, or after max_new_tokens.
         """
         cache = KVCache(prompt.shape[1] + max_new_tokens)
         tokens, last = prompt, prompt[:, -1]
@@ -405,21 +372,9 @@ class GPT(nn.Module):
         return torch.cat((prompt, *new), dim=1)
 
 
-def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Mean of (predicted - target)^2 over the targets that are not NaN."""
-    labelled = ~targets.isnan()
-    error = predicted - torch.where(labelled, targets, predicted.detach())
-    return error.square().sum() / labelled.sum().clamp(min=1)
-
-
-def sample(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One token per row of logits (B, V); temperature 0 is the argmax."""
+def sample(logits: Tensor, temperature=1.0, top_k=None, top_p=None, generator=None) -> Tensor:
+    """One token per row of logits (B, V): of all, of the `top_k` most likely, or of the fewest
+    whose probabilities reach `top_p`; temperature 0 is the argmax."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature = {temperature} must be 0 (greedy) or more")
     if top_k is not None and top_k < 1:
@@ -428,7 +383,7 @@ def sample(
         raise UserError(f"top_p = {top_p} must be in (0, 1]; leave it out to keep all tokens")
     if not logits.isfinite().all():
         raise UserError("the model's logits are not finite, there is no token to choose from them")
-    if temperature < LEAST_TEMPERATURE:
+    if temperature < 1e-6:  # logits would overflow, and it is the argmax anyway
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:

@@ -21,10 +21,9 @@ import math
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
 
 from support.command import Parser, answer_early, out_of_memory, positive, run
-from training.config import Config, load_config, parse_config, read_config
+from training.config import Config, load_config, read_config
 from training.hours import DEVICES
 
 
@@ -54,11 +53,9 @@ from data.loader import Batches
 from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
 from lssar.errors import UserError
-from model import GPT
 from support.files import first_line, lookup
-from training import checkpoint, distributed
+from training import checkpoint, distributed, estimate
 from training.distributed import StopSignal, World
-from training.estimate import choose_micro_batch, dry_run, peak_flops, refuse_too_large, summary
 from training.optimiser import Optimiser
 from training.run_log import RUN, RunLog, machine, other_machine
 
@@ -68,12 +65,11 @@ EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
 def main(argv: list[str]) -> int:
     arguments, overrides = parse_arguments(argv)
+    size = arguments.world_size if arguments.dry_run else distributed.world_size()
+    config = load_config(arguments.config, overrides, size)
     if arguments.dry_run:
-        config = load_config(arguments.config, overrides, arguments.world_size)
-        device = "cuda" if arguments.device == "auto" else arguments.device
-        print("\n".join(dry_run(config, arguments.world_size, device, arguments.gpu)))
+        print("\n".join(estimate.dry_run(config, size, arguments.device, arguments.gpu)))
         return 0
-    config = load_config(arguments.config, overrides, distributed.world_size())
     if arguments.status:
         return status(config)
     world = distributed.start(arguments.device)
@@ -146,16 +142,6 @@ def learning_rate(config: Config, step: int) -> float:
     return t.lr * 0.5 * (1 + math.cos(math.pi * (step - t.warmup) / (t.steps - t.warmup)))
 
 
-@dataclass
-class Progress:
-    """Where a run is; saved with every checkpoint."""
-
-    step: int = 0  # optimiser steps done
-    skipped: int = 0  # non-finite steps in a row
-    val_loss: float | None = None  # if the model was validated at this step
-    best: float = math.inf  # lowest val_loss of a saved checkpoint
-
-
 class Run:
     """Everything one run needs, made in order, and what the loop does with it."""
 
@@ -167,17 +153,17 @@ class Run:
         if world.is_main:
             self.store.remove_leftovers()  # of a run that was killed; the lock is ours
 
-        refuse_too_large(config, world.device)
+        estimate.refuse_too_large(config, world.device)
         torch.manual_seed(t.seed)
-        self.model, self.progress, saved = initial_state(config, self.store, resume)
+        self.model, self.progress, saved = checkpoint.initial_state(config, self.store, resume)
         if saved is not None:
             folder, share = self.batches.train_set.directory, slice(world.rank, None, world.size)
             data = resumed(saved["data"], self.data, folder, accept_data, share)
             for warning in filter(None, (data, other_machine(saved["machine"], machine(world)))):
                 log.say(f"warning: {warning}")
         if t.micro_batch == "auto":
-            before = parse_config(saved["config"], "").micro_batch if saved else 0
-            self._split(choose_micro_batch(config, world, before, log.say))
+            before = saved["config"].micro_batch if saved else 0
+            self._split(estimate.choose_micro_batch(config, world, before, log.say))
         self.model.to(world.device).use_backend(config.attention.backend)
         self.optimiser = Optimiser(self.model, t)
         if saved is not None:
@@ -195,13 +181,13 @@ class Run:
         if t.micro_batch == "auto":
             self._rehearse()
         self.numbers: list[Tensor] = []  # (norm, losses by rank) of each step that is not settled
-        self.timed_steps, self.seconds = 0, 0.0  # since the last report
-        self.log.start(self.progress.step, summary(self.config, self.plan, world.device))
+        self.reported, self.seconds = self.progress.step, 0.0  # the last step, the time since then
+        self.log.start(self.reported, estimate.summary(self.config, world.size, world.device.type))
 
     def _split(self, config: Config) -> None:
         """Take the micro-batch of this config. What one step computes does not depend on it."""
-        self.config, self.plan = config, config.batch_plan(self.world.size)
-        self.batches = Batches(config, self.plan, self.world.rank, self.world.device)
+        self.config, plan = config, estimate.batch_plan(config, self.world.size)
+        self.batches = Batches(config, plan, self.world.rank, self.world.device)
 
     def _rehearse(self) -> None:
         """Halve the micro-batch until every rank has room for a step. Changes nothing else."""
@@ -246,7 +232,6 @@ class Run:
         self.optimiser.zero_grad(set_to_none=True)
         p.step, p.val_loss = p.step + 1, None
         self.log.bar.update()
-        self.timed_steps += 1
         self.seconds += time.perf_counter() - began
 
     def settle(self) -> None:
@@ -273,7 +258,7 @@ class Run:
         loader, total = self.batches.loader, torch.zeros((), device=self.world.device)
         divisors = loader.divisors(step)
         for i, (inputs, targets) in enumerate(loader.micro_batches(step)):
-            last = i == self.plan.accumulation - 1
+            last = i == loader.accumulation - 1
             total += self._backward(inputs, targets, divisors[i], synchronise=last)
         return total
 
@@ -289,8 +274,9 @@ class Run:
     def report(self) -> None:
         self.settle()
         t, step = self.config.train, self.progress.step
-        rate = self.timed_steps * t.batch_tokens / self.seconds
-        peak = peak_flops(self.world.device)
+        pace = self.seconds / (step - self.reported)  # per step
+        rate = t.batch_tokens / pace
+        peak = estimate.peak_flops(self.world.device)
         self.log.step(
             step,
             loss=torch.tensor(self.losses).mean().item(),
@@ -298,9 +284,9 @@ class Run:
             grad_norm=self.norm,
             tokens_per_s=rate,
             mfu=peak and self.model.flops_per_token(t.length) * rate / (peak * self.world.size),
-            seconds_left=(t.steps - step) * self.seconds / self.timed_steps,
+            seconds_left=(t.steps - step) * pace,
         )
-        self.timed_steps, self.seconds = 0, 0.0
+        self.reported, self.seconds = step, 0.0
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -358,41 +344,6 @@ class Run:
 
 class Diverged(RuntimeError):
     """The numbers are no longer finite."""
-
-
-def initial_state(config: Config, store: checkpoint.Store, resume: bool) -> tuple:
-    """(model, progress, trainer's state or None): a new model, perhaps with another run's weights,
-    or the latest checkpoint that can be read."""
-    candidates = store.candidates()
-    if candidates and not resume:
-        has = f"{config.run_directory} already holds {candidates[0].name}"
-        raise UserError(f"{has}; rerun with --resume, or choose another --log.name")
-    for path in candidates:
-        try:
-            model, _ = checkpoint.load_model(path)
-            state = checkpoint.read_trainer(path)
-            saved = parse_config(state["config"], str(path))
-            progress = Progress(**state["progress"])
-        except (UserError, KeyError, TypeError) as error:
-            print(f"warning: passing over {path}: {error}", file=sys.stderr)
-            continue
-        if changed := saved.differences(config):
-            hint = "undo the change or choose another --log.name"
-            if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
-                start = f"--train.init_from={config.run_directory} --train.init_optimiser=true"
-                hint += f" (for a cosine over other steps, start a new run with {start})"
-            why = "; ".join([*changed, hint])
-            raise UserError(f"--resume contradicts {path} (saved -> now): {why}")
-        if config.train.steps < progress.step:
-            given = f"train.steps = {config.train.steps}"
-            raise UserError(f"{given}, but {path} has done {progress.step}; give at least that")
-        return model, progress, state
-    if candidates:
-        raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
-    model = GPT(config.model_config())
-    if config.train.init_from:
-        checkpoint.take_weights(model, config.train.init_from)
-    return model, Progress(), None
 
 
 if __name__ == "__main__":

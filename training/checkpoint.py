@@ -11,7 +11,9 @@ model.json has the sha256 of every file: damaged files are refused, and so are n
 """
 
 import json
+import math
 import shutil
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -22,8 +24,19 @@ from safetensors.torch import load_file, save_file
 from lssar.errors import UserError
 from model import GPT, MEANING, ModelConfig
 from support import files
+from training.config import Config, parse_config
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint."""
+
+    step: int = 0  # optimiser steps done
+    skipped: int = 0  # non-finite steps in a row
+    val_loss: float | None = None  # if the model was validated at this step
+    best: float = math.inf  # lowest val_loss of a saved checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,8 +70,7 @@ def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
 def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
     """The model of a run directory (its latest checkpoint) or of one checkpoint directory."""
     file = find(path) / WEIGHTS
-    config, info = read_description(file.parent)
-    _refuse_damage(file)
+    config, info = read_description(file.parent, WEIGHTS)
     try:
         weights = load_file(file)
         with torch.device("meta"):
@@ -90,12 +102,8 @@ def find(path: str | Path) -> Path:
     raise UserError(f"{path} is not a checkpoint: give a run directory or one that holds {WEIGHTS}")
 
 
-def read_description(directory: Path) -> tuple[ModelConfig, CheckpointInfo]:
-    return _description(directory)[:2]
-
-
-def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str, str]]:
-    """The model's config, the rest of model.json, and the sha256 of the other files."""
+def read_description(directory: Path, intact: str = "") -> tuple[ModelConfig, CheckpointInfo]:
+    """What model.json says; refuses if the file `intact` is not the one that it describes."""
     file = directory / DESCRIPTION
     try:
         description = files.unseal(json.loads(files.read_text(file)))
@@ -104,19 +112,17 @@ def _description(directory: Path) -> tuple[ModelConfig, CheckpointInfo, dict[str
             raise UserError(f"{other}; use the revision that made them, or train again")
         info = CheckpointInfo(**description["info"])
         recorded = dict(description.get("files", {}))
-        return ModelConfig.from_dict(description["model"]), info, recorded
+        config = ModelConfig.from_dict(description["model"])
     except FileNotFoundError:
         raise UserError(f"{directory} is incomplete: {DESCRIPTION} is missing") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
-
-
-def _refuse_damage(file: Path) -> None:
-    recorded = _description(file.parent)[2]
-    if file.name in recorded and files.sha256_of(file) != recorded[file.name]:
-        raise UserError(f"{file} is damaged (sha256 unlike {DESCRIPTION}); use another checkpoint")
+    if intact in recorded and files.sha256_of(directory / intact) != recorded[intact]:
+        damaged = f"{directory / intact} is damaged (sha256 unlike {DESCRIPTION})"
+        raise UserError(f"{damaged}; use another checkpoint")
+    return config, info
 
 
 class Store:
@@ -153,9 +159,8 @@ class Store:
             with (temporary / TRAINER).open("wb") as file:
                 torch.save(trainer, file)
             save_model(temporary, model, info)
-            for file in temporary.iterdir():
-                files.sync(file)
-            files.sync(temporary)
+            for path in (*temporary.iterdir(), temporary):
+                files.sync(path)
             if final.exists():
                 self._remove(final)  # damaged: resuming has skipped it
             temporary.rename(final)
@@ -195,7 +200,7 @@ class Store:
 def read_trainer(directory: Path) -> dict:
     """Optimiser, step and RNG states; reading cannot run code."""
     file = directory / TRAINER
-    _refuse_damage(file)
+    read_description(directory, TRAINER)
     try:
         with files.open_regular(file) as opened:
             return torch.load(opened, map_location="cpu", weights_only=True)
@@ -225,3 +230,38 @@ def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
         other = f"the state of {path} is not that of this model's parameters and optimiser"
         raise UserError(f"train.init_optimiser: {other}; leave it out to take the weights alone")
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
+
+
+def initial_state(config: Config, store: Store, resume: bool) -> tuple:
+    """(model, progress, trainer's state or None): a new model, perhaps with another run's weights,
+    or the latest checkpoint that can be read."""
+    candidates = store.candidates()
+    if candidates and not resume:
+        has = f"{config.run_directory} already holds {candidates[0].name}"
+        raise UserError(f"{has}; rerun with --resume, or choose another --log.name")
+    for path in candidates:
+        try:
+            model, _ = load_model(path)
+            state = read_trainer(path)
+            state["config"] = saved = parse_config(state["config"], str(path))
+            progress = Progress(**state["progress"])
+        except (UserError, KeyError, TypeError) as error:
+            print(f"warning: passing over {path}: {error}", file=sys.stderr)
+            continue
+        if changed := saved.differences(config):
+            hint = "undo the change or choose another --log.name"
+            if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
+                start = f"--train.init_from={config.run_directory} --train.init_optimiser=true"
+                hint += f" (for a cosine over other steps, start a new run with {start})"
+            why = "; ".join([*changed, hint])
+            raise UserError(f"--resume contradicts {path} (saved -> now): {why}")
+        if config.train.steps < progress.step:
+            given = f"train.steps = {config.train.steps}"
+            raise UserError(f"{given}, but {path} has done {progress.step}; give at least that")
+        return model, progress, state
+    if candidates:
+        raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
+    model = GPT(config.model_config())
+    if config.train.init_from:
+        take_weights(model, config.train.init_from)
+    return model, Progress(), None

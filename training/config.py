@@ -14,15 +14,17 @@ import tomllib
 import typing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
 from support.files import read_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-LARGEST_FILE = 2**16  # characters; ours have a thousand
 LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them stays quick and exact
+# What a resumed run may change: the beginnings of `section.key`.
+FREE = ("eval.", "checkpoint.", "log.", "data.directory", "data.prepare", "attention.backend")
+FREE += ("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_")
 
 RULES = {
     "must be above 0": lambda x: 0 < x < math.inf,
@@ -66,9 +68,7 @@ class AttentionSection:
 
 
 @dataclass(frozen=True)
-class LocalSection:
-    """What the local layers of model.pattern have in place of [attention] and model.positions."""
-
+class LocalSection:  # what local layers have in place of [attention] and model.positions
     name: str | None = None  # None: as the global layers, here and below
     p: float | None = None
     positions: str | int | None = None
@@ -130,15 +130,6 @@ class LogSection:
     wandb_project: str = "lssar"
 
 
-class BatchPlan(NamedTuple):
-    """How one optimiser step is split: sequences = world_size * accumulation * micro_batch."""
-
-    sequences: int
-    world_size: int
-    accumulation: int
-    micro_batch: int
-
-
 @dataclass(frozen=True)
 class Config:
     model: ModelSection = ModelSection()
@@ -173,8 +164,6 @@ class Config:
 
         changes, own = _given(self.model), _given(self.local)
         changes["documents"] = self.data.document_mask
-        if "pattern" in changes:
-            changes["pattern"] = tuple(changes["pattern"])
         if own:
             positions = own.pop("positions", changes.get("positions", "rope"))
             changes["local"] = Layer(self.mechanism(**own), positions)
@@ -184,30 +173,9 @@ class Config:
         """The arguments of `data.loader.open_data` that make the data fit this model."""
         m, d = self.model_config(), self.data
         own = f"data/prepare.py text FILES --tokeniser {'bytes' if m.vocab_size == 257 else 'gpt2'}"
-        if m.channels > 1 or m.outputs:
-            own = "physics/simulate.py orbits"
-        command = f"python {d.prepare or own} --out {shlex.quote(d.directory)}"
+        own = "physics/simulate.py orbits" if m.channels > 1 or m.outputs else own
         ends = {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
-        return ends | {"command": command}
-
-    def batch_plan(self, world_size: int = 1) -> BatchPlan:
-        """The accumulation that makes exactly train.batch_tokens, or an error with the numbers."""
-        t = self.train
-        if t.batch_tokens % t.length:
-            nearest = max(1, round(t.batch_tokens / t.length)) * t.length
-            what = f"train.batch_tokens = {t.batch_tokens} is not a multiple of length = {t.length}"
-            raise UserError(f"{what}; nearest: {nearest}")
-        sequences = t.batch_tokens // t.length
-        step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
-        if sequences % world_size:
-            can = f"nearest number that can: {_nearest_divisor(sequences, world_size)}"
-            raise UserError(f"{step} cannot be shared by {world_size} processes; {can}")
-        share = sequences // world_size
-        if share % self.micro_batch:
-            does = f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
-            each = f"{share} of the {step} for each of {world_size} processes"
-            raise UserError(f"train.micro_batch = {t.micro_batch} does not divide {each}; {does}")
-        return BatchPlan(sequences, world_size, share // self.micro_batch, self.micro_batch)
+        return ends | {"command": f"python {d.prepare or own} --out {shlex.quote(d.directory)}"}
 
     def to_toml(self) -> str:
         """The whole resolved configuration; reads back as an equal one."""
@@ -220,18 +188,12 @@ class Config:
 
     def flat(self) -> dict[str, object]:
         """The values by `section.key`."""
-        sections = asdict(self).items()
-        return {f"{s}.{key}": value for s, values in sections for key, value in values.items()}
+        return {f"{s}.{k}": v for s, values in asdict(self).items() for k, v in values.items()}
 
     def differences(self, other: "Config") -> list[str]:
         """`section.key: mine -> other's` for everything that a resumed run may not change."""
-        free = (
-            *("eval.", "checkpoint.", "log.", "data.directory", "data.prepare"),
-            "attention.backend",
-            *("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_"),
-            # The steps so far are the same, however many follow.
-            *(["train.steps"] if self.train.schedule == "constant" else []),
-        )
+        # At a constant rate the steps so far are the same, however many follow.
+        free = (*FREE, "train.steps") if self.train.schedule == "constant" else FREE
         mine, theirs = self.flat(), other.flat()
         changed = [n for n in mine if mine[n] != theirs[n] and not n.startswith(free)]
         return [f"{name}: {mine[name]!r} -> {theirs[name]!r}" for name in changed]
@@ -257,11 +219,6 @@ def _given(section) -> dict:
     return {key: value for key, value in asdict(section).items() if value is not None}
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return min((*small, *(number // d for d in small)), key=lambda d: abs(d - wanted))
-
-
 def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1) -> Config:
     """Read `path` and its bases, apply `--section.key=value` overrides, check everything."""
     config, origin = read_config(path, overrides)
@@ -272,7 +229,7 @@ def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1
 def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict[str, str]]:
     """The config with only names and types checked, and where each `section.key` is from."""
     path = _find(Path(path))
-    found = _read(path, seen=())
+    found = _read(path)
     for text in overrides:
         found |= _parse_override(text)
     places = [found.get(f"data.{key}", ("", ""))[1] for key in ("directory", "prepare")]
@@ -288,7 +245,7 @@ def parse_config(text: str, where: str) -> Config:
     """A configuration from the text that `to_toml` wrote; `where` names it in errors."""
     try:
         values = tomllib.loads(text)
-    except (*_NOT_TOML, TypeError) as error:
+    except (*_NOT_TOML, TypeError, AttributeError) as error:
         raise UserError(f"{where}: cannot be read as TOML: {error}") from None
     return _build(_flatten(values, where))
 
@@ -310,11 +267,11 @@ _NOT_TOML = (ValueError, RuntimeError)
 Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it is from
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> Found:
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> Found:
     """A file's values, on top of those of its bases."""
     try:
         resolved = path.resolve()
-        values = tomllib.loads(read_text(path, limit=LARGEST_FILE))
+        values = tomllib.loads(read_text(path, limit=2**16))  # ours have a thousand characters
     except FileNotFoundError:
         beside = () if path.parent == Path() else path.parent.glob("*.toml")
         known = {p.name for p in beside} or {p.name for p in CONFIGS.glob("*.toml")}
@@ -335,9 +292,8 @@ def _flatten(values: dict, where: str) -> Found:
     found = {}
     for section, content in values.items():
         if not isinstance(content, dict):
-            known = "], [".join(_SECTIONS)
             outside = f"{section} = {_shown(content)} is outside any section"
-            raise UserError(f"{where}: {outside}; put it under one of [{known}]")
+            raise UserError(f"{where}: {outside}; put it under one of [{'], ['.join(_SECTIONS)}]")
         if section not in _SECTIONS:
             guess = did_you_mean(section, _SECTIONS)
             raise UserError(f"{where}: unknown section [{section:.50}]; {guess}")
@@ -383,17 +339,18 @@ def _build(found: Found) -> Config:
 
 def _typed(value, kinds: tuple, where: str):
     """The value with the type of its key, or an error."""
-    found, words = type(value), [k for k in kinds if isinstance(k, str) and k not in RULES]
+    words = [kind for kind in kinds if isinstance(kind, str) and kind not in RULES]
+    strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    found = list[str] if strings else type(value)
     if value in words:
         return value
     if len(words) == len(kinds):
-        raise UserError(f"{where}: unknown; {did_you_mean(str(value), words)}")
+        guess = did_you_mean(_shown(value).strip("'"), words)
+        raise UserError(f"{where}: unknown; {guess}")
     if found is int and abs(value) > LARGEST:
         raise UserError(f"{where}: is beyond {LARGEST}")
     if found is str and any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{where}: is not text; write it in UTF-8")
-    if found is list and list[str] in kinds and all(type(item) is str for item in value):
-        return value
     if found is int and float in kinds:
         value = float(value)
     elif found in (int, float, bool) and found not in kinds and str in kinds:
@@ -410,28 +367,29 @@ def _typed(value, kinds: tuple, where: str):
 
 def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
     """Refuse values that have the right type but are impossible."""
-    from lssar.backends import BACKENDS  # imports torch
+    from lssar.backends import BACKENDS  # these import torch
+    from training.estimate import batch_plan
 
-    def require(holds: bool, name: str, rule: str):
+    t, m, tokens, run = config.train, config.model, config.eval.tokens, config.log.name
+    backend, known = config.attention.backend, ("auto", *BACKENDS)
+    table = m.positions if type(m.positions) is int else t.length
+    has_moments = t.init_from and not m.outputs  # a regression head starts from scratch
+    nearest = max(1, tokens // t.length) * t.length
+    plain = Path(run).name == run and run != ".." and run.isprintable()
+    needs = "needs train.init_from, and a model without model.outputs"
+    rules = {
+        "attention.backend": (backend in known, f"unknown; {did_you_mean(backend, known)}"),
+        "train.length": (t.length <= table, f"is above model.positions = {table}"),
+        "train.warmup": (t.warmup <= t.steps, f"is longer than train.steps = {t.steps}"),
+        "train.init_optimiser": (has_moments or not t.init_optimiser, needs),
+        "eval.tokens": (tokens % t.length == 0, f"not a multiple of length; nearest: {nearest}"),
+        "log.name": (plain, "must be a plain name: no slashes, no control characters"),
+    }
+    for name, (holds, rule) in rules.items():
         if not holds:
             raise UserError(f"{origin.get(name, path)}: {name} = {config.flat()[name]!r}: {rule}")
-
-    t, tokens, run = config.train, config.eval.tokens, config.log.name
-    backend, known = config.attention.backend, ("auto", *BACKENDS)
-    rule = f"unknown; {did_you_mean(backend, known)}"
-    require(backend in known, "attention.backend", rule)
-    table = config.model.positions if type(config.model.positions) is int else t.length
-    require(t.length <= table, "train.length", f"is above model.positions = {table}")
-    require(t.warmup <= t.steps, "train.warmup", f"is longer than train.steps = {t.steps}")
-    has_moments = t.init_from and not config.model.outputs  # a regression head starts from scratch
-    rule = "needs train.init_from, and a model without model.outputs"
-    require(has_moments or not t.init_optimiser, "train.init_optimiser", rule)
-    nearest = max(1, tokens // t.length) * t.length
-    require(tokens % t.length == 0, "eval.tokens", f"not a multiple of length; nearest: {nearest}")
-    plain = Path(run).name == run and run != ".." and run.isprintable()
-    require(plain, "log.name", "must be a plain name: no slashes, no control characters")
     checks = {"attention": config.mechanism, "model": config.model_config}
-    checks["train"] = lambda: config.batch_plan(world_size)
+    checks["train"] = lambda: batch_plan(config, world_size)
     for section, check in checks.items():
         try:
             check()

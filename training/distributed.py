@@ -32,11 +32,10 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all processes, on every process."""
-        if self.size == 1:
-            return values
-        result = values.clone()
-        dist.all_reduce(result)
-        return result
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The tensors of all processes, which must have the same shape, in rank order."""
@@ -106,24 +105,25 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
         without_cuda = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else without_cuda
-    if name == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise UserError("--device cuda: no GPU found; use --device cpu, or leave it out")
-        if local_rank >= count:
-            found = f"process {local_rank} of this machine has no GPU: {count} found"
-            raise UserError(f"{found}; start torchrun with --nproc_per_node={count}")
-        return torch.device("cuda", local_rank)
-    return torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("--device cuda: no GPU found; use --device cpu, or leave it out")
+    if local_rank >= count:
+        found = f"process {local_rank} of this machine has no GPU: {count} found"
+        raise UserError(f"{found}; start torchrun with --nproc_per_node={count}")
+    return torch.device("cuda", local_rank)
 
 
-def takes_bf16(device: str, precision: str) -> bool:
-    """Whether products are in bfloat16; "auto": on a GPU only."""
-    return precision == "bf16" or (precision == "auto" and device == "cuda")
+def product_type(device: str, precision: str) -> torch.dtype:
+    """What products are computed in; "auto": bfloat16 on a GPU only."""
+    bf16 = precision == "bf16" or (precision == "auto" and device == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    bf16 = takes_bf16(device.type, precision)
+    bf16 = product_type(device.type, precision) == torch.bfloat16
     if bf16 and device.type == "cpu":
         _avoid_missing_amx()
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)

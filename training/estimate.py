@@ -1,10 +1,12 @@
 """What a run will take: memory, time and arithmetic, before anything starts."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,24 +15,55 @@ from lssar.backends import Call, choose_backend
 from lssar.errors import UserError
 from lssar.reference import resolve
 from model import ModelConfig
-from training.config import BatchPlan, Config
-from training.cross_entropy import CHUNK_LOGITS
-from training.distributed import World, takes_bf16
-from training.hours import Device, device_called, gpu_hours, model_of, planned_device, source
+from training.config import Config
+from training.distributed import World, product_type
+from training.hours import device_called, gpu_hours, model_of, planned_device, source
+from training.losses import CHUNK_LOGITS
 
 GIB = 2**30
 
 
+class BatchPlan(NamedTuple):
+    """How one optimiser step is split: sequences = world_size * accumulation * micro_batch."""
+
+    sequences: int
+    world_size: int
+    accumulation: int
+    micro_batch: int
+
+
+def batch_plan(config: Config, world_size: int = 1) -> BatchPlan:
+    """The accumulation that makes exactly train.batch_tokens, or an error with the numbers."""
+    t, micro_batch = config.train, config.micro_batch
+    if t.batch_tokens % t.length:
+        nearest = max(1, round(t.batch_tokens / t.length)) * t.length
+        what = f"train.batch_tokens = {t.batch_tokens} is not a multiple of length = {t.length}"
+        raise UserError(f"{what}; nearest: {nearest}")
+    sequences = t.batch_tokens // t.length
+    step = f"{sequences} sequences per step ({t.batch_tokens} tokens / {t.length})"
+    if sequences % world_size:
+        can = f"nearest number that can: {_nearest_divisor(sequences, world_size)}"
+        raise UserError(f"{step} cannot be shared by {world_size} processes; {can}")
+    share = sequences // world_size
+    if share % micro_batch:
+        does = f"nearest that does: {_nearest_divisor(share, t.micro_batch)}"
+        each = f"{share} of the {step} for each of {world_size} processes"
+        raise UserError(f"train.micro_batch = {t.micro_batch} does not divide {each}; {does}")
+    return BatchPlan(sequences, world_size, share // micro_batch, micro_batch)
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min((*small, *(number // d for d in small)), key=lambda d: abs(d - wanted))
+
+
 def peak_flops(device: torch.device) -> float | None:
     """The device's peak, None when it is not in the table."""
-    if device.type != "cuda":
-        return None
-    known = device_called(torch.cuda.get_device_name(device))
+    known = device_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return known and known.flops
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """For one process of a run."""
 
     parameters: int
@@ -44,14 +77,11 @@ def estimate(config: Config, backends: list[str], device: str = "cuda") -> Estim
     model, t = model_of(config), config.train
     m = model.config
     rows, parameters = config.micro_batch * t.length, model.parameter_count()
-    half = _precision(config, device).itemsize  # bytes of an activation under autocast
+    half = product_type(device, t.precision).itemsize  # bytes of an activation under autocast
     # Maps of B x H x L x L floats that eager keeps for the backward pass, three for a two-stage
     # mechanism (stage one, its shift, its power). The other backends recompute them.
-    maps = sum(
-        3 if layer.attention.sharpened else 2
-        for layer, backend in zip(m.all_layers, backends, strict=True)
-        if backend == "eager"
-    )
+    layers = zip(m.all_layers, backends, strict=True)
+    maps = sum(2 + layer.attention.sharpened for layer, name in layers if name == "eager")
     chunk = CHUNK_LOGITS.get(device, CHUNK_LOGITS["default"])
     head = min(rows * m.vocab_rows, chunk) * (4 + half) + 4 * m.channels * m.vocab_rows * m.width
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
@@ -81,10 +111,6 @@ def disk_line(checkpoints: float, data: float = 0) -> str:
     return f"{written}; {free / GIB:,.0f} GiB are free{short}"
 
 
-def _precision(config: Config, device: str) -> torch.dtype:
-    return torch.bfloat16 if takes_bf16(device, config.train.precision) else torch.float32
-
-
 CARDS = (24, 40, 80)  # GB of common GPUs
 ROOM = 0.9  # of the free memory that an estimate may fill
 
@@ -93,17 +119,20 @@ def free_memory(device: torch.device) -> int:
     """Bytes for this process: of its GPU, or its share of the main memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    pages, info = os.sysconf("SC_PHYS_PAGES") // 2, Path("/proc/meminfo")
-    free = pages * os.sysconf("SC_PAGE_SIZE")
+    free, info = main_memory() // 2, Path("/proc/meminfo")
     if info.exists():
         free = 1024 * int(info.read_text().split("MemAvailable:")[1].split()[0])
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def main_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def fit(config: Config, world_size: int, free: int, device: str, most: int = 0) -> Config | None:
     """With the largest micro-batch that fits `free` bytes: a power of two, or `most` and its
     halves; None if a single sequence is too much."""
-    share = config.with_micro_batch(1).batch_plan(world_size).accumulation
+    share = batch_plan(config.with_micro_batch(1), world_size).accumulation
     sequences = most if most and share % most == 0 else share & -share
     while sequences:
         fitted = config.with_micro_batch(sequences)
@@ -130,13 +159,12 @@ def on_cards(config: Config, world_size: int) -> str:
     asked, parts = config.train.micro_batch, []
     for card in CARDS:
         fitted = fit(config, world_size, card * GIB, "cuda")
-        if fitted is None:
-            parts.append(f"{card} GB: too small; lower train.length, model.width or model.layers")
-        elif asked == "auto" or asked <= fitted.micro_batch:
-            fits = f"up to {fitted.micro_batch}" if asked != "auto" else f"{fitted.micro_batch}"
-            parts.append(f"{card} GB: micro-batch {fits}")
-        else:
-            parts.append(f"{card} GB: too small; --train.micro_batch={fitted.micro_batch} or auto")
+        what = "too small; lower train.length, model.width or model.layers"
+        if fitted is not None and (asked == "auto" or asked <= fitted.micro_batch):
+            what = f"micro-batch {'' if asked == 'auto' else 'up to '}{fitted.micro_batch}"
+        elif fitted is not None:
+            what = f"too small; --train.micro_batch={fitted.micro_batch} or auto"
+        parts.append(f"{card} GB: {what}")
     return ", ".join(parts)
 
 
@@ -146,8 +174,7 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
     parameters = m.vocab_rows * m.width + 12 * m.layers * m.width**2  # without norms and biases
     # Weights are initialised in main memory; on a CPU gradients and moments are there too.
     needed = parameters * (16 if device.type == "cpu" else 4)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    if needed > (there := main_memory()):
         takes = f"{parameters:,} parameters takes {needed / GIB:,.0f} GiB of main memory"
         sizes = f"model.width ({m.width}), model.layers ({m.layers})"
         remedy = f"lower {sizes} or model.vocab_rows ({m.vocab_rows})"
@@ -155,20 +182,17 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
 
 
 def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:
-    """The attention backend of each layer in the training step; `everywhere`: as if all were
-    installed."""
+    """The attention backend of each layer in training; `everywhere`: as if all were installed."""
     m, t = config.model_config(), config.train
     if config.attention.backend != "auto":
         return [config.attention.backend] * m.layers
-    dtype = _precision(config, device)
-    entries = config.micro_batch * m.heads * t.length**2
+    entries, backends = config.micro_batch * m.heads * t.length**2, []
+    dtype = product_type(device, t.precision)
     call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
-    backends = []
     for attention, positions in m.all_layers:
         spans = m.documents or (attention.window or t.length) < t.length
         here = replace(call, spans=spans, decays=positions in ("alibi", "fox"))
-        attention = resolve(attention, t.length)
-        backends.append(choose_backend(attention, here, everywhere=everywhere))
+        backends.append(choose_backend(resolve(attention, t.length), here, everywhere=everywhere))
     return backends
 
 
@@ -186,24 +210,21 @@ def described_layers(m: ModelConfig) -> str:
     return "; ".join(f"layers {', '.join(found)}: {kind}" for kind, found in kinds.items())
 
 
-def summary(
-    config: Config, plan: BatchPlan, device: torch.device, planned=False, gpu: str | None = None
-) -> list[str]:
+def summary(config: Config, processes: int, device: str, planned=False, gpu=None) -> list[str]:
     """What a run prints before its first step; `planned`: for a device that need not be here,
     a GPU of the kind `gpu` where it is one."""
-    backends = planned_backends(config, device.type, everywhere=planned)
-    e, t, m = estimate(config, backends, device.type), config.train, config.model_config()
+    plan = batch_plan(config, processes)
+    backends = planned_backends(config, device, everywhere=planned)
+    e, t, m = estimate(config, backends, device), config.train, config.model_config()
     chosen = ", ".join(dict.fromkeys(backends))
-    plans = f", planned for {device.type}: backend {chosen}" if planned else ""
+    plans = f", planned for {device}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
-    hours = ""
-    if device.type == "cuda":
-        hours = f" = {hours_line(config, backends, planned_device(gpu), plan.world_size, e.flops)}"
+    hours = f" = {hours_line(config, backends, e, processes, gpu)}" if device == "cuda" else ""
     return [
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
         f"attention  {described_layers(m)}{plans}",
-        f"batch      {t.batch_tokens:,} tokens per step = {plan.world_size} processes x "
+        f"batch      {t.batch_tokens:,} tokens per step = {processes} processes x "
         f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
         f"{t.warmup} warm-up",
@@ -212,30 +233,28 @@ def summary(
     ]
 
 
-def hours_line(
-    config: Config, backends: list[str], gpu: Device, processes: int, flops: float
-) -> str:
-    hours = gpu_hours(config, backends, gpu, processes)
-    busy = flops / (hours * 3600 * gpu.flops)
-    on_all = f", {hours / processes:,.2f} hours on {processes}" if processes > 1 else ""
-    return f"{hours:,.2f} {gpu.name}-hours with validation{on_all} ({busy:.0%} MFU, {source(gpu)})"
+def hours_line(config: Config, backends: list[str], e: Estimate, processes: int, gpu) -> str:
+    device = planned_device(gpu)
+    hours = gpu_hours(config, backends, device, processes)
+    took = f"{hours:,.2f} {device.name}-hours with validation"
+    took += f", {hours / processes:,.2f} hours on {processes}" if processes > 1 else ""
+    return f"{took} ({e.flops / (hours * 3600 * device.flops):.0%} MFU, {source(device)})"
 
 
 def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None) -> list[str]:
-    """The summary for a device that need not be here, the disk, and the state of the data."""
-    t, cards = config.train, on_cards(config, world_size)
+    """The summary for a device that need not be here (a GPU if "auto"), the disk and the data."""
+    device = "cuda" if device == "auto" else device
+    t, cards, on_gpu = config.train, on_cards(config, world_size), device == "cuda"
     if t.micro_batch == "auto":
-        on_gpu = device == "cuda"
         free = planned_device(gpu).memory * GIB if on_gpu else free_memory(torch.device(device))
         config = fit(config, world_size, free, device) or config.with_micro_batch(1)
-    plan = config.batch_plan(world_size)
-    lines = summary(config, plan, torch.device(device), planned=True, gpu=gpu)
+    lines = summary(config, world_size, device, planned=True, gpu=gpu)
     e = estimate(config, planned_backends(config, device), device)
     lines += [f"GPUs       {cards}", f"disk       {disk_line(checkpoint_bytes(config, e))}"]
     directory = Path(config.data.directory)
     if not directory.exists():
         return [*lines, f"data       {directory} is not there yet"]
-    data = Batches(config, plan)
+    data = Batches(config, batch_plan(config, world_size))
     tokens, validation = data.train_set.total_tokens, data.val_set.total_tokens
     found = f"{tokens:,} training tokens ({t.steps * t.batch_tokens / tokens:.3f} epochs)"
     return [*lines, f"data       {directory}: {found}, {validation:,} for validation"]

@@ -21,7 +21,6 @@ ASSUMED = _DATA["assumed"]
 
 @dataclass(frozen=True)
 class Device:
-    key: str
     name: str  # a part of what the driver calls it
     flops: float  # the fields of devices.toml
     memory: int
@@ -33,7 +32,7 @@ class Device:
         return size / (self.bandwidth * ASSUMED["bandwidth"])
 
 
-DEVICES = {key: Device(key, **fields) for key, fields in _DATA["devices"].items()}
+DEVICES = {key: Device(**fields) for key, fields in _DATA["devices"].items()}
 
 
 def device_called(name: str) -> Device | None:
@@ -106,8 +105,7 @@ def attention_seconds(
 def counted_ratio(mechanism: Mechanism, device: Device, head_dim: int, training: bool) -> float:
     """Time of the Triton kernel relative to flash softmax, from the instructions it compiles to."""
     rows = _DATA["counts"]
-    row = rows.get(mechanism.phi, rows["other"])
-    row = rows["two_stage"] if mechanism.sharpened else row
+    row = rows["two_stage"] if mechanism.sharpened else rows.get(mechanism.phi, rows["other"])
     phase = "forward+backward" if training else "forward"
     return counts()[row, f"{phase}, D={64 if head_dim <= 64 else 128}, {device.counts}"]
 
@@ -129,16 +127,14 @@ def measured(device: Device) -> dict[tuple[str, str, bool], dict[int, float]]:
     if device.name not in (lookup(path, "machine", "name") or ""):
         return found
     with json_record(path) as check:
-        results = [row["result"] for row in check["checks"] if "result" in row]
-        for result in results:
+        for result in (row["result"] for row in check["checks"] if "result" in row):
             s, runs = result["settings"], result["runs"]
             for r in result["records"]:
                 backend, *others = r["variant"].split(", ")
                 if r["quantity"] in QUANTITIES and len(others) < 3:  # a third: not full rows
-                    name = runs[r["run"]]["attention"]["name"]
+                    name, training = runs[r["run"]]["attention"]["name"], QUANTITIES[r["quantity"]]
                     scores = s["batch"] * s["heads"] * r["length"] ** 2
-                    key = (name, backend, QUANTITIES[r["quantity"]])
-                    found[key][r["length"]] = r["value"] / 1000 / scores
+                    found[name, backend, training][r["length"]] = r["value"] / 1000 / scores
     return found
 
 

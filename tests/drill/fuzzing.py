@@ -30,6 +30,7 @@ from model import GPT
 from support.command import as_user_errors
 from training.checkpoint import load_model, read_trainer
 from training.config import load_config
+from training.estimate import batch_plan
 
 from .attack import Told, attack
 
@@ -129,7 +130,7 @@ def config_overrides(times: int, folder: Path) -> Told:
 
     def feed(overrides: list[str]) -> None:
         config = load_config("configs/nano-lssar.toml", overrides)
-        config.batch_plan(1)
+        batch_plan(config, 1)
         config.model_config()
         text = config.to_toml()
         (folder / "x.toml").write_text(text, encoding="utf-8")

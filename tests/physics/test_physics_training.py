@@ -19,6 +19,7 @@ from physics import force
 from physics.simulate import main as simulate
 from training.checkpoint import WEIGHTS, Store, load_model, read_trainer, save_model
 from training.config import load_config
+from training.estimate import batch_plan
 
 ENDS = {"vocab_size": 53, "vocab_rows": 53, "channels": 2, "positions": 24}
 TINY = (
@@ -67,14 +68,14 @@ def test_the_109m_model_has_exactly_the_parameters_of_the_source():
     config = load_config(ROOT / "configs/physics-109m-softmax.toml")
     with torch.device("meta"):
         assert GPT(config.model_config()).parameter_count() == 108_530_870
-    t, plan = config.train, config.batch_plan(world_size=8)
+    t, plan = config.train, batch_plan(config, world_size=8)
     assert (plan.sequences, t.length, t.lr, t.schedule) == (512, 999, 6e-4, "constant")
     assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
     assert t.steps * 512 <= 10_000_000 < (t.steps + 1) * 512  # one epoch
     for name, outputs, lr, sequences in (("magnitude", 1, 6e-4, 64), ("vector", 2, 2e-4, 8)):
         tuned = load_config(ROOT / f"configs/physics-109m-{name}.toml")
         assert (tuned.model.outputs, tuned.train.lr, tuned.train.steps) == (outputs, lr, 10_000)
-        assert tuned.batch_plan().sequences == sequences
+        assert batch_plan(tuned).sequences == sequences
 
 
 @pytest.mark.parametrize("size", ["nano", "109m"])

@@ -17,6 +17,7 @@ from lssar.errors import UserError
 from paper.experiments import SCALES
 from physics import simulate
 from training.config import Config, load_config
+from training.estimate import batch_plan
 
 ALL = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 CONFIGS = [p for p in ALL if not p.stem.startswith("physics")]  # those: test_physics_training.py
@@ -95,7 +96,7 @@ def test_schedules_are_those_of_the_paper(path):
     assert t.batch_tokens == 524_288
     assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
     assert t.micro_batch == "auto"
-    plan = load_config(path).with_micro_batch(micro_batch or 1).batch_plan(world_size=8)
+    plan = batch_plan(load_config(path).with_micro_batch(micro_batch or 1), world_size=8)
     assert plan.sequences == 524_288 // length
     assert plan.sequences == 8 * plan.accumulation * plan.micro_batch
     if micro_batch:
@@ -117,7 +118,7 @@ def test_the_token_budget_is_less_than_one_epoch_of_fineweb():
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "nano" in p.stem], ids=lambda p: p.stem)
 def test_nano_runs_on_one_process(path):
     config = load_config(path)
-    plan = config.batch_plan()
+    plan = batch_plan(config)
     assert plan.world_size == 1
     assert plan.accumulation * plan.micro_batch * config.train.length == config.train.batch_tokens
     assert config.train.steps * config.train.batch_tokens < 2e7  # within an hour on one core
@@ -339,14 +340,14 @@ def test_an_error_about_a_default_names_the_file_that_was_given(tmp_path):
 )
 def test_impossible_batches_are_refused_with_the_numbers(overrides, world_size, parts):
     with pytest.raises(UserError) as error:
-        shipped(SOFTMAX, *overrides).batch_plan(world_size)
+        batch_plan(shipped(SOFTMAX, *overrides), world_size)
     for part in parts:
         assert part in str(error.value)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16, 128])
 def test_the_global_batch_does_not_depend_on_the_processes(world_size):
-    plan = shipped(SOFTMAX).batch_plan(world_size)
+    plan = batch_plan(shipped(SOFTMAX), world_size)
     assert plan.world_size * plan.accumulation * plan.micro_batch == plan.sequences == 512
 
 

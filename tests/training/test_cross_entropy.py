@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from largest_tensor import LargestTensor
 
-from training import cross_entropy
-from training.cross_entropy import IGNORE, linear_cross_entropy, token_losses
+from training import losses
+from training.losses import IGNORE, linear_cross_entropy, token_losses
 
 CLASSES, ROWS, WIDTH = 37, 41, 12
 
@@ -28,7 +28,7 @@ def plain(hidden, weight, targets, **options):
 @pytest.fixture(params=[1, 41, 41 * 5, 41 * 17, 41 * 50 + 3, 2**24], ids=lambda n: f"{n}-logits")
 def chunk(request, monkeypatch):
     """A token a chunk; chunks that do and do not divide the 51 tokens; all at once."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cpu": request.param, "default": 1})
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": request.param, "default": 1})
 
 
 @pytest.mark.parametrize("ignored", [(), (0, 7, 50), tuple(range(0, 50))], ids=len)
@@ -109,7 +109,7 @@ def test_bf16_autocast_rounds_the_products_only():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_logits_of_the_sequence_never_exist(training, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", {"cpu": 16 * 512, "default": 1})
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": 16 * 512, "default": 1})
     hidden = torch.randn(1, 1000, 8).requires_grad_(training)
     weight = torch.randn(512, 8).requires_grad_(training)
     targets = torch.randint(500, (1, 1000))

@@ -14,7 +14,7 @@ from model import GPT
 from training import estimate
 from training.checkpoint import find, read_trainer
 from training.config import load_config, parse_config
-from training.estimate import CARDS, GIB, fit, planned_backends
+from training.estimate import CARDS, GIB, batch_plan, fit, planned_backends
 
 GPT2 = "gpt2-124m-softmax"
 # 8 sequences per step; a checkpoint at every step.
@@ -31,7 +31,7 @@ def test_auto_is_the_largest_power_of_two_that_fits(name, card):
     fitted = fit(load_config(name), 8, card * GIB, "cuda")
     n = fitted.micro_batch
     assert needed(fitted) <= 0.9 * card * GIB
-    assert n & (n - 1) == 0 and fitted.batch_plan(8).sequences == 524_288 // fitted.train.length
+    assert n & (n - 1) == 0 and batch_plan(fitted, 8).sequences == 524_288 // fitted.train.length
     assert (
         n == 524_288 // fitted.train.length // 8
         or needed(fitted.with_micro_batch(2 * n)) > 0.9 * card * GIB

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without ever holding the logits of the whole sequence.
+"""The losses of a model: cross-entropy of a linear head, squared error of labelled numbers.
 
 The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed for
 one chunk of tokens at a time, together with its loss and, in training, its gradients: these are
@@ -37,19 +37,27 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) 
     return torch.cat(losses).view(targets.shape)
 
 
+def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:
+    """Mean of (predicted - target)^2 over the targets that are not NaN."""
+    labelled = ~targets.isnan()
+    error = predicted - torch.where(labelled, targets, predicted.detach())
+    return error.square().sum() / labelled.sum().clamp(min=1)
+
+
 def _chunks(hidden: Tensor, weight: Tensor):
     logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["default"])
     size = max(1, logits // weight.shape[0])
     return (slice(i, i + size) for i in range(0, hidden.shape[0], size))
 
 
-def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The loss of each row, zero for IGNORE, and the log-probabilities."""
+def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, ...]:
+    """The loss of each row, zero for IGNORE; the log-probabilities; the targets as an index."""
     # All rows of the weight are multiplied: padding makes the product faster.
     log_probability = (hidden @ weight.T)[:, :classes].float().log_softmax(-1)
     ignored = targets == IGNORE
     index = targets.masked_fill(ignored, 0).unsqueeze(-1)
-    return -log_probability.gather(-1, index).squeeze(-1).masked_fill(ignored, 0), log_probability
+    losses = -log_probability.gather(-1, index).squeeze(-1).masked_fill(ignored, 0)
+    return losses, log_probability, index
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -67,12 +75,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             table = weight.to(dtype)
             for rows in _chunks(hidden, weight):
                 h = hidden[rows].to(dtype)
-                losses, log_probability = _losses(h, table, targets[rows], classes)
+                losses, log_probability, index = _losses(h, table, targets[rows], classes)
                 total += losses.sum()
                 if training:
                     # d loss / d logits = (softmax - onehot) / count, made in place.
                     delta = log_probability.exp_()
-                    index = targets[rows].masked_fill(~counted[rows], 0).unsqueeze(-1)
                     delta.scatter_add_(-1, index, delta.new_full(index.shape, -1.0))
                     delta = delta.mul_((counted[rows] / count).unsqueeze(-1)).to(dtype)
                     grad_hidden[rows] = delta @ table[:classes]
