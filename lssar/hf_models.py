@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from lssar.backends import _constant  # runs while a graph is traced, and leaves nothing in it
 from lssar.errors import UserError
-from lssar.hf_masks import family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
 
 REGISTERED: dict[str, Mechanism] = {}  # by the name that `attn_implementation` takes
@@ -91,19 +90,15 @@ def _recall(record: dict, register: Callable[[str, Mechanism], None]) -> None:
     if known is None:
         register(name, mechanism)
     elif known != mechanism:
-        meant = ", ".join(
-            f"{f.name} = {getattr(known, f.name)!r}, not {getattr(mechanism, f.name)!r}"
-            for f in fields(Mechanism)
-            if getattr(known, f.name) != getattr(mechanism, f.name)
-        )
+        pairs = zip(vars(known).items(), vars(mechanism).values(), strict=True)
+        meant = ", ".join(f"{key} = {a!r}, not {b!r}" for (key, a), b in pairs if a != b)
         what = f"the weights were trained with another attention {name!r}: here {meant}"
         raise UserError(f"{what}; register that one under another name")
 
 
 def _described(m: Mechanism) -> dict[str, Any]:
     """The fields that are not the defaults."""
-    values = {f.name: (getattr(m, f.name), f.default) for f in fields(m)}
-    return {k: v for k, (v, default) in values.items() if default is MISSING or v != default}
+    return {f.name: value for f in fields(m) if (value := getattr(m, f.name)) != f.default}
 
 
 @contextmanager
@@ -160,6 +155,10 @@ def _asks_the_interface(model: type[PreTrainedModel]) -> bool:
     if re.search(r"_CLASSES\[.*_attn_implementation\]", code):  # a layer class per name (GIT)
         return False
     return not code or "ALL_ATTENTION_FUNCTIONS" in code or model._can_set_attn_implementation()
+
+
+def family_of(config) -> str:
+    return f"a model of type {config.model_type!r}" if config is not None else "a model"
 
 
 def _refuse_model(model: PreTrainedModel, name: str):
