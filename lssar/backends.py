@@ -6,7 +6,6 @@ row block by row block or at once, and never by something else.
 """
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -139,7 +138,7 @@ class Computes:
             return "it has no windows, packed documents or padding"
         if call.grouped and not self.grouped:
             return "it takes one head of k and v for each of q"
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and self.devices == ("cuda",)
+        interpreted = triton_op.interpreting() and self.devices == ("cuda",)
         if self.devices is not None and call.device not in self.devices and not interpreted:
             places = {"cpu": "the CPU", "cuda": "a GPU"}
             return f"it computes on {places[self.devices[0]]}, not on {call.device}"
@@ -232,15 +231,7 @@ def used_backend(m: Mechanism) -> str | None:
 # --- the backends --------------------------------------------------------------------------------
 
 
-def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    m: Mechanism,
-    params: Tensor | None,
-    span: Span,
-    decay: Tensor | None = None,
-) -> Tensor:
+def _eager(q, k, v, m: Mechanism, params, span: Span, decay: Tensor | None = None) -> Tensor:
     weights = weights_of_span(q, k, m, params, span, decay)
     if span.first is not None and not span.sinks:
         v = without_unseen(v, span.first)
@@ -248,16 +239,13 @@ def _eager(
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
+def _sdpa(q, k, v, m: Mechanism, params, span: Span) -> Tensor:
     """PyTorch's flash attention; other scales are factors of q."""
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale != "1/sqrt(d)":
-        wide = torch.promote_types(q.dtype, torch.float32)
-        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=wide)
-        dtype = k.dtype
-        q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count.unsqueeze(-1)))
+        wide, dtype = torch.promote_types(q.dtype, torch.float32), k.dtype
+        row_count = span.counts(length, keys, q.device).to(wide)
+        q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count))
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # SDPA aligns is_causal with the first key, a cache needs the last.

@@ -58,33 +58,30 @@ def attention_weights(
     return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
 
 
-def weights_of_span(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span, decay: Tensor | None
-) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+def weights_of_span(q, k, m: Mechanism, params, span: Span, decay) -> Tensor:
+    """The same of arguments that `parameters_of`, `span_of` and `decay_of` have checked."""
+    dtype = _working_type(q)
     with no_autocast(q):
         return _weights(q.to(dtype), k.to(dtype), m, params, span, decay)
+
+
+def _working_type(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def _weights(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span, decay: Tensor | None
-) -> Tensor:
+def _weights(q, k, m: Mechanism, params, span: Span, decay: Tensor | None) -> Tensor:
     queries, keys = q.shape[-2], k.shape[-2]
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
     key = torch.arange(keys, device=q.device)
     visible = key <= position  # (Lq, Lk)
-    row_count = position + 1
     first = span.firsts(queries, keys, q.device)
     if first is not None:
-        first = first[:, None, :, None]
-        visible = visible & ((key >= first) | (key < span.sinks))  # (B, 1, Lq, Lk)
-        row_count = position + 1 - first + first.clamp(max=span.sinks)
-        row_count = row_count.clamp(min=1)  # a row that sees nothing ends as zeros
-    row_count = row_count.to(q.dtype)
+        visible = visible & ((key >= first[:, None, :, None]) | (key < span.sinks))
+    row_count = span.counts(queries, keys, q.device).to(q.dtype)
 
     x = _scores(q, k, m, row_count, params)
     if decay is not None:
@@ -93,14 +90,13 @@ def _weights(
         return _broken_stick(x, visible, own=key == position)
     a = _normalise(_activate(x, visible, m), m, row_count, params)
     a = _post_step(a, m, row_count, visible)
-    bound = _score_bound(q, k, m, row_count, params) if m.sharpened else 0.0
-    return sharpen(a, m, row_count, bound) if m.sharpened else a
+    if not m.sharpened:
+        return a
+    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count, params))
 
 
 @torch.no_grad()
-def _score_bound(
-    q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor, params: Tensor | None
-) -> Tensor | float:
+def _score_bound(q, k, m: Mechanism, row_count: Tensor, params) -> Tensor | float:
     """The largest score each row could have; its rounding is a few eps of that."""
     d = q.shape[-1]
     if m.cosine:
@@ -291,7 +287,7 @@ def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
             f"decay must be a floating-point tensor (B, H, Lk), here {shape}; "
             f"got {decay.dtype} {tuple(decay.shape)}"
         )
-    return decay.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return decay.to(_working_type(q))
 
 
 def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | None:
@@ -300,11 +296,10 @@ def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | No
         if params is not None:
             raise UserError(f"attention {m.name!r} has no learnable parameter; leave params out")
         return None
-    heads, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
+    heads = q.shape[1]
     if params is None:
-        return torch.full((heads,), m.parameter_init, device=q.device, dtype=dtype)
+        params = torch.full((heads,), m.parameter_init, device=q.device, dtype=torch.float64)
     if params.shape != (heads,):
-        raise UserError(
-            f"attention {m.name!r} takes params of shape ({heads},), not {tuple(params.shape)}"
-        )
-    return params.to(dtype)
+        shape = tuple(params.shape)
+        raise UserError(f"attention {m.name!r} takes params of shape ({heads},), not {shape}")
+    return params.to(_working_type(q))

@@ -21,14 +21,7 @@ BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
 
 
 def attend_by_row_blocks(
-    attend_eager,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mechanism: Mechanism,
-    params: Tensor | None,
-    span: Span,
-    decay: Tensor | None = None,
+    attend_eager, q, k, v, mechanism: Mechanism, params, span: Span, decay=None
 ) -> Tensor:
     """`attend_eager(q, k, v, mechanism, params, span, decay)`, recomputed in backward."""
     batch, heads = q.shape[:2]
