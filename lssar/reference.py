@@ -101,7 +101,7 @@ def _score_bound(q, k, m: Mechanism, row_count: Tensor, params) -> Tensor | floa
     d = q.shape[-1]
     if m.cosine:
         return _cosine_scale(d, m, row_count, params)
-    longest = k.norm(dim=-1).cummax(-1).values[..., k.shape[-2] - q.shape[-2] :]
+    longest = _of_the_rows(k.norm(dim=-1).cummax(-1).values, q.shape[-2])
     longest = longest.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
 
@@ -158,7 +158,12 @@ def _log_decay(decay: Tensor, queries: int) -> Tensor:
     """
     wide = decay if decay.device.type == "mps" else decay.double()
     since = _sum_after(wide).to(decay.dtype)
-    return since.unsqueeze(-2) - since[..., decay.shape[-1] - queries :].unsqueeze(-1)
+    return since.unsqueeze(-2) - _of_the_rows(since, queries).unsqueeze(-1)
+
+
+def _of_the_rows(x: Tensor, rows: int) -> Tensor:
+    """x (..., Lk) at the last `rows` keys; zero before the first, where a row sees nothing."""
+    return F.pad(x, (rows - x.shape[-1], 0))
 
 
 def _sum_after(x: Tensor) -> Tensor:
