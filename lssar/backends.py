@@ -155,17 +155,13 @@ class Computes:
         return "it takes q, k and v of one type" if call.mixed and not self.mixed_types else None
 
 
-def _present() -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Backend:
     """`run(q, k, v, mechanism, params, span)`, what it computes, and why it may be missing here."""
 
     run: Callable[..., Tensor]
     computes: Computes | None = None  # None: every call, and `run` takes a decay too
-    missing: Callable[[], str | None] = _present
+    missing: Callable[[], str | None] = lambda: None
     transforms: bool = False  # made of operations that torch.func can transform
 
     def refuses(self, m: Mechanism, call: Call) -> str | None:
@@ -232,10 +228,10 @@ def used_backend(m: Mechanism) -> str | None:
 
 
 def _eager(q, k, v, m: Mechanism, params, span: Span, decay: Tensor | None = None) -> Tensor:
-    weights = weights_of_span(q, k, m, params, span, decay)
     if span.first is not None and not span.sinks:
         v = without_unseen(v, span.first)
     with no_autocast(q):
+        weights = weights_of_span(q, k, m, params, span, decay)
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
@@ -244,7 +240,7 @@ def _sdpa(q, k, v, m: Mechanism, params, span: Span) -> Tensor:
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale != "1/sqrt(d)":
         wide, dtype = torch.promote_types(q.dtype, torch.float32), k.dtype
-        row_count = span.counts(length, keys, q.device).to(wide)
+        row_count = span.counts(q, k).to(wide)
         q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count))
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -52,6 +52,9 @@ class Unavailable(RuntimeError):
     """The kernel cannot be built or loaded here; the message is one line that says why."""
 
 
+_ask = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace")
+
+
 def _compiler() -> list[str]:
     if chosen := os.environ.get("CXX"):
         return shlex.split(chosen)
@@ -88,7 +91,7 @@ def build(*extra: str) -> Path:
     """The shared library for this machine, from the cache or compiled now."""
     compiler = _compiler()
     try:
-        version = _run_compiler([*compiler, "--version"]).stdout
+        version = _ask([*compiler, "--version"]).stdout
     except OSError as error:
         raise Unavailable(f"cannot run the C++ compiler {shlex.join(compiler)}: {error}") from None
     sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h")))]
@@ -116,10 +119,6 @@ def build(*extra: str) -> Path:
     )
 
 
-def _run_compiler(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, errors="replace")
-
-
 def _intact(folder: Path, name: str) -> Path | None:
     """A library built before that still has the sha256 in its name: loading half of one would end
     the process with SIGBUS."""
@@ -139,7 +138,7 @@ def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: st
         partial = Path(temporary) / "kernel.so"
         for variant in VARIANTS:
             flags = [*FLAGS, *CONSTANTS, *variant, *extra]
-            result = _run_compiler([*compiler, *flags, str(SOURCE), "-o", str(partial)])
+            result = _ask([*compiler, *flags, str(SOURCE), "-o", str(partial)])
             if result.returncode == 0:
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())

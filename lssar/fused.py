@@ -51,7 +51,7 @@ def attend(run: Callable, q, k, v, m: Mechanism, params: Tensor | None, span: Sp
     divisor: Tensor | float | None = m.train_length if m.norm == "L" else None
     count = None
     if params is not None:
-        count = span.counts(q.shape[2], k.shape[2], q.device)
+        count = span.counts(q, k)
         if m.norm == "gamma sqrt(N/2)":
             divisor = params.view(-1, 1, 1) * (count / 2).sqrt()
     if m.scale not in OWN_SCALES:

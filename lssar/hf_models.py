@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ REGISTERED: dict[str, Mechanism] = {}  # by the name that `attn_implementation` 
 FIELD = "lssar_attention"  # of a config: the name, the mechanism, whether heads have a scalar
 WATCHED = "_lssar_watched"
 HEAD_SCALE = "head_scale"
+DEFAULTS = {field.name: field.default for field in fields(Mechanism)}
 
 
 def install(register: Callable[[str, Mechanism], None]) -> None:
@@ -96,11 +96,6 @@ def _recall(record: dict, register: Callable[[str, Mechanism], None]) -> None:
         raise UserError(f"{what}; register that one under another name")
 
 
-def _described(m: Mechanism) -> dict[str, Any]:
-    """The fields that are not the defaults."""
-    return {f.name: value for f in fields(m) if (value := getattr(m, f.name)) != f.default}
-
-
 @contextmanager
 def _recorded(model: PreTrainedModel) -> Iterator[None]:
     """While the model is saved, its configs say with which attention it runs."""
@@ -111,7 +106,9 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
             name = m.config._attn_implementation
             if name in REGISTERED:
                 scales = any(hasattr(layer, HEAD_SCALE) for layer in m.modules())
-                record = {"name": name, "mechanism": _described(REGISTERED[name])}
+                values = vars(REGISTERED[name]).items()
+                changed = {key: value for key, value in values if value != DEFAULTS[key]}
+                record = {"name": name, "mechanism": changed}
                 setattr(m.config, FIELD, record | ({"head_scales": True} if scales else {}))
                 # Without this library, transformers refuses a name that it does not know.
                 m.config.attn_implementation = name
@@ -147,10 +144,9 @@ def _settle(model: PreTrainedModel) -> None:
 
 def _asks_the_interface(model: type[PreTrainedModel]) -> bool:
     """Whether the attention layers of the model's file look up the attention by its name."""
-    module = sys.modules.get(model.__module__)
     try:
-        code = inspect.getsource(module) if module else ""
-    except (OSError, TypeError):
+        code = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):
         code = ""
     if re.search(r"_CLASSES\[.*_attn_implementation\]", code):  # a layer class per name (GIT)
         return False

@@ -55,37 +55,33 @@ def attention_weights(
     check_shapes(q, k)
     m = resolve(mechanism, keys=k.shape[2])
     params, span = parameters_of(m, params, q), span_of(first, m, q, k)
-    return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
-
-
-def weights_of_span(q, k, m: Mechanism, params, span: Span, decay) -> Tensor:
-    """The same of arguments that `parameters_of`, `span_of` and `decay_of` have checked."""
-    dtype = _working_type(q)
     with no_autocast(q):
-        return _weights(q.to(dtype), k.to(dtype), m, params, span, decay)
-
-
-def _working_type(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+        return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def _weights(q, k, m: Mechanism, params, span: Span, decay: Tensor | None) -> Tensor:
-    queries, keys = q.shape[-2], k.shape[-2]
+def _working_type(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def weights_of_span(q, k, m: Mechanism, params, span: Span, decay: Tensor | None) -> Tensor:
+    """The same without autocast, of arguments that have been checked."""
+    dtype, queries, keys = _working_type(q), q.shape[-2], k.shape[-2]
+    q, k = q.to(dtype), k.to(dtype)
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
     key = torch.arange(keys, device=q.device)
     visible = key <= position  # (Lq, Lk)
-    first = span.firsts(queries, keys, q.device)
+    first = span.firsts(q, k)
     if first is not None:
         visible = visible & ((key >= first[:, None, :, None]) | (key < span.sinks))
-    row_count = span.counts(queries, keys, q.device).to(q.dtype)
+    row_count = span.counts(q, k).to(dtype)
 
     x = _scores(q, k, m, row_count, params)
     if decay is not None:
-        x = x + _log_decay(decay, queries).to(q.dtype)
+        x = x + _log_decay(decay, queries).to(dtype)
     if m.norm == "stick":
         return _broken_stick(x, visible, own=key == position)
     a = _normalise(_activate(x, visible, m), m, row_count, params)

@@ -161,8 +161,7 @@ def dq_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
     position = k_length - q_length + rows
-    first, first_column = None, None
-    seeing = inside
+    first, first_column, seeing = None, None, inside
     if FORM.spans:
         FIRST += (pair // heads).to(tl.int64) * first_stride
         first = tiles.first_keys(FIRST, first_row, q_length, BLOCK_M)
@@ -259,13 +258,12 @@ def _dkv_pass(
         rows = start + tl.arange(0, BLOCK_M)
         position = past + rows
         inside = rows < q_length
-        first, seen, seeing = None, None, inside
+        first, seeing = None, inside
         if FORM.spans:
             first = tiles.first_keys(FIRST, start, q_length, BLOCK_M)
             seeing = first <= position
             first = first[None, :]
-        if MASKED:
-            seen = tiles.is_seen(keys[:, None], first, position[None, :])
+        seen = tiles.is_seen(keys[:, None], first, position[None, :]) if MASKED else None
         q = tiles.load_rows(Q, start, q_stride, seeing, d, BLOCK_M, BLOCK_D)
         row_scale = tiles.load_vector(STATS + plane * SCALE, start, inside, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * row_scale[None, :]

@@ -60,15 +60,12 @@ def _mean_pass(
 
     Of exp, top is the largest score of each column, and f relative to it."""
     for begin in tl.range(start, hi, BLOCK_N):
-        inside = None
         keys = begin + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = tiles.is_seen(keys, lo, hi - 1)
+        inside = tiles.is_seen(keys, lo, hi - 1) if MASKED else None
         k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
         inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
         s = tiles.scores(q, k, row_scale, inv_k, shift)
-        if MASKED:
-            seen = tiles.is_seen(keys[None, :], first, position)
+        seen = tiles.is_seen(keys[None, :], first, position) if MASKED else None
         if FORM.phi == "exp":
             if MASKED:
                 s = tl.where(seen, s, float("-inf"))
@@ -102,15 +99,12 @@ def _value_pass(
     Without a mean pass, top is the largest score so far of exp, and the sums relative to it; of any
     other activation the largest |w|."""
     for begin in tl.range(start, hi, BLOCK_N):
-        inside = None
         keys = begin + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = tiles.is_seen(keys, lo, hi - 1)
+        inside = tiles.is_seen(keys, lo, hi - 1) if MASKED else None
         k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
         inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
         s = tiles.scores(q, k, row_scale, inv_k, shift)
-        if MASKED:
-            seen = tiles.is_seen(keys[None, :], first, position)
+        seen = tiles.is_seen(keys[None, :], first, position) if MASKED else None
         if FORM.online:
             if MASKED:
                 s = tl.where(seen, s, float("-inf"))
@@ -176,8 +170,7 @@ def forward_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
     position = k_length - q_length + rows
-    first, first_column = None, None
-    seeing = inside
+    first, first_column, seeing = None, None, inside
     if FORM.spans:
         FIRST += (pair // heads).to(tl.int64) * first_stride
         first = tiles.first_keys(FIRST, first_row, q_length, BLOCK_M)
@@ -204,9 +197,7 @@ def forward_kernel(
         # and gives identical keys a mean equal to their f.
         pivot = zeros + float("inf")
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        top = total
-        if FORM.phi == "exp":
-            top = total + LOWEST
+        top = total + LOWEST if FORM.phi == "exp" else total
         if not FORM.spans and FORM.phi != "exp":
             probed = tl.arange(0, PROBE) < k_length
             k = tiles.load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)

@@ -53,11 +53,7 @@ CONFIGS = {
 }
 # A few query rows at the end of a long cache: the smallest row block that tl.dot has.
 DECODE_ROWS = 16
-DECODE_CONFIGS = {
-    "forward": [(16, 32, 4, 3)],
-    "dq": [(16, 32, 4, 2)],
-    "dkv": [(16, 32, 4, 2)],
-}
+DECODE_CONFIGS = {"forward": [(16, 32, 4, 3)], "dq": [(16, 32, 4, 2)], "dkv": [(16, 32, 4, 2)]}
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -122,10 +118,8 @@ def _run(q, k, v, first: Tensor | None, settings: Settings, save: bool) -> Tenso
 def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tensor:
     """What re-centring takes off the output: the mean of the values that each row sees."""
     span = Span(first, window or None)
-    queries, keys = q.shape[2], v.shape[2]
-    counts = span.counts(queries, keys, q.device)
-    end = torch.arange(keys - queries + 1, keys + 1, device=q.device)
-    first = span.firsts(queries, keys, q.device)
+    counts, first = span.counts(q, v), span.firsts(q, v)
+    end = torch.arange(v.shape[2] - q.shape[2] + 1, v.shape[2] + 1, device=q.device)
     if first is not None:
         v = without_unseen(v, first)
     sums = torch.nn.functional.pad(v.double().cumsum(2), (0, 0, 1, 0))
@@ -304,10 +298,10 @@ _forward, _ = fused.operators(
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):
     """The first key that each row sees and the last row that sees each key, with their strides
     over the batch; None where every row sees all keys up to its own."""
-    queries, keys = q.shape[2], k.shape[2]
-    first = Span(first, window or None).firsts(queries, keys, q.device)
+    first = Span(first, window or None).firsts(q, k)
     if first is None:
         return None, 0, None, 0
+    queries, keys = q.shape[2], k.shape[2]
     rows = torch.arange(queries, device=q.device)
     last = first.new_full((len(first), keys + 1), -1)
     last = last.scatter_reduce(1, first, rows.expand_as(first), "amax").cummax(1).values
@@ -321,8 +315,7 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
     (batch, heads, rows, d), (groups, keys), d_v = q.shape, k.shape[1:3], v.shape[3]
     block_d, block_v = padded(d), padded(d_v)
     side, programs = ("BLOCK_N", groups) if name == "dkv" else ("BLOCK_M", heads)
-    wide = max(block_d, block_v)
-    kernel, fixed = _kernel(name, wide, q.element_size(), rows <= DECODE_ROWS)
+    kernel, fixed = _kernel(name, max(block_d, block_v), q.element_size(), rows <= DECODE_ROWS)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         kernel[lambda meta: (-(-blocked // meta[side]), batch * programs)](
             *tensors, *strides, heads, heads // groups, rows, keys, batch * heads * rows,
@@ -338,18 +331,12 @@ def padded(d: int) -> int:
 
 def kernel_function(name: str):
     """The Triton function "forward", "dq" or "dkv"."""
-    _ensure_cache()
+    # Triton keeps what it compiles below the home folder, and fails where that cannot be.
+    home, kept = os.environ.get("TRITON_HOME") or "~", "Triton's compiled kernels"
+    ensure_writable("TRITON_CACHE_DIR", f"{home}/.triton/cache", "triton", kept)
     from lssar import triton_backward, triton_forward
 
     return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
-
-
-@functools.cache
-def _ensure_cache() -> None:
-    """Triton keeps what it compiles below the home folder, and fails where that cannot be."""
-    home = os.environ.get("TRITON_HOME") or "~"
-    default = f"{home}/.triton/cache"
-    ensure_writable("TRITON_CACHE_DIR", default, "triton", "Triton's compiled kernels")
 
 
 @functools.cache
