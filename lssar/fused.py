@@ -14,6 +14,7 @@ from lssar.spans import Span
 PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
 OWN_SCALES = ("1/sqrt(d)", "log d log N")  # others are factors of q
 CAN_SHARPEN = ("exp", "sigmoid", "softplus")
+LARGEST_HEAD_DIM = 256
 COSINE, L1, LOG_N, RECENTRE, RECENTRE_L1 = 1, 2, 4, 8, 16  # Flags in cpu_call.h
 
 
