@@ -188,9 +188,9 @@ def _view(x: Tensor) -> tuple[int, ...]:
 
 def _call(function, first: Tensor | None, settings, inputs, outputs) -> None:
     """Fill the outputs; inputs and outputs are the views of a struct Call, in its order."""
-    tensors = [*map(readable, inputs), *outputs]
-    (b, h, lq, d), (_, groups, lk, _), (*_, d_v) = (x.shape for x in tensors[:3])
-    if not b * h * d * d_v:
+    q, k, v, *rest = map(readable, inputs)
+    (b, h, lq, d), (_, groups, lk, d_v) = q.shape, (*k.shape[:3], v.shape[3])
+    if not (q.numel() and v.numel()):
         for x in outputs:
             x.zero_()
         return
@@ -200,7 +200,7 @@ def _call(function, first: Tensor | None, settings, inputs, outputs) -> None:
     if first is not None:
         first = first.contiguous()
         span = (first.data_ptr(), lq if len(first) > 1 else 0)
-    views = [number for x in tensors for number in _view(x)]
+    views = [number for x in (q, k, v, *rest, *outputs) for number in _view(x)]
     call = _Call(*shape, s.train_length, s.window, s.phi, s.flags, *span, *views)
     if function(call, _Numbers(s.p, s.alpha, s.bias)):
         raise MemoryError(f"the attention kernel found no scratch memory for {lk} keys")

@@ -121,9 +121,7 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     return x
 
 
-def over_root_d(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, row_count: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def over_root_d(q, k, m: Mechanism, params, row_count: Tensor | None) -> tuple[Tensor, Tensor]:
     """q and k whose product over sqrt(d) is the score, for kernels that compute no other.
 
     `row_count` broadcasts against q (B, H, Lq, d); a scale without N needs none.
@@ -220,9 +218,7 @@ def _post_step(a: Tensor, m: Mechanism, row_count: Tensor, visible: Tensor) -> T
     return _l1(a, signed=True) if m.post == "recentre, l1" else a
 
 
-def sharpen(
-    stage_one: Tensor, m: Mechanism, row_count: Tensor, score_bound: Tensor | float = 0.0
-) -> Tensor:
+def sharpen(stage_one, m: Mechanism, row_count, score_bound: Tensor | float = 0.0) -> Tensor:
     """l1(relu(N A - 1[N > 3])^p), the re-weighting of stage-one rows A.
 
     Scaling a row changes nothing, so the safe form raises y / max(y) in [0, 1] to the power. A row
