@@ -8,7 +8,7 @@ their gradients share their strides. Loops and loads are those of `lssar/triton_
 import triton
 import triton.language as tl
 
-from lssar.triton_math import LOG2_E, head_of, load_rows, load_vector, store_rows
+from lssar.tiles import LOG2_E, head_of, load_rows, load_vector, store_rows
 
 # (BLOCK_M rows, BLOCK_N keys, warps, stages): of several tried, the best by `benchmark.py counts`
 # over both architectures. Some spill a few registers.

@@ -23,8 +23,7 @@ from tqdm import tqdm
 from data import pipeline
 from lssar.errors import UserError
 from lssar.fused import PHI
-from lssar.triton_form import Form
-from lssar.triton_op import CONFIGS, DECODE_CONFIGS, kernel_function
+from lssar.triton_op import CONFIGS, DECODE_CONFIGS, Form, kernel_function
 from support.files import write_json
 from support.text import table
 

@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    **dict.fromkeys(("MECHANISMS", "OVERRIDES", "Mechanism", "get_mechanism"), "mechanisms"),
-    "attention_weights": "reference",
-    **dict.fromkeys(("BACKENDS", "attend", "choose_backend", "used_backend"), "backends"),
-    **dict.fromkeys(("attend_padded", "token_positions"), "spans"),
-    "UserError": "errors",
-    "spans": "spans",
-}
 __all__ = [
     "BACKENDS",
     "MECHANISMS",
@@ -45,7 +37,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
-    return module if name == _HOME[name] else getattr(module, name)
+    homes = (
+        "errors",
+        "mechanisms",
+        "spans",
+        "reference",
+        "backends",
+    )  # two that need no torch first
+    for home in homes if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if name == home or hasattr(module, name):
+            return getattr(module, name, module)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

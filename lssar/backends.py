@@ -6,10 +6,9 @@ row block by row block or at once, and never by something else.
 """
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -108,26 +107,28 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None)
 
 
 @dataclass(frozen=True)
-class Computes:
-    """What a backend computes. Of a part that is not named here it computes the first of PARTS."""
+class Backend:
+    """`run(q, k, v, mechanism, params, span)`, what it computes, and why it may be missing here.
 
-    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    sharpened: tuple[bool, ...] = (False,)
-    spans: bool = False
-    grouped: bool = False
-    devices: tuple[str, ...] | None = None  # None: any, here and below
-    dtypes: tuple[torch.dtype, ...] | None = None
-    largest_head_dim: int | None = None
-    most_keys: Callable[[int], int] | None = None  # of a head dimension, on the cosine
-    combination: Callable[[Mechanism], str | None] | None = None  # why its parts do not go together
-    mixed_types: bool = False
+    Of a part of mechanisms that is not named in `parts` it computes the first of PARTS.
+    """
+
+    run: Callable[..., Tensor]
+    parts: dict[str, tuple[str, ...]] | None = None  # None: every call, and `run` takes a decay too
+    device: str | None = None  # of a fused kernel; None: full rows, not re-weighted, on any device
+    missing: Callable[[], str | None] = lambda: None
+    transforms: bool = False  # made of operations that torch.func can transform
 
     def refuses(self, m: Mechanism, call: Call) -> str | None:
         """Why it cannot take the call; None: it can."""
+        if call.transformed and not self.transforms:
+            return "torch.func cannot transform it; use backend='eager'"
+        if self.parts is None:
+            return None
         for part, values in PARTS.items():
             if getattr(m, part) not in self.parts.get(part, values[:1]):
                 return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
-        if m.sharpened not in self.sharpened:
+        if m.sharpened and self.device is None:
             return f"it does not compute {m.name!r}: p = {m.p!r}"
         if m.softcap is not None:
             return f"it does not cap scores: softcap = {m.softcap!r}"
@@ -135,44 +136,31 @@ class Computes:
             return "its scores do not decay"
         if m.sinks and call.spans:
             return f"it sees nothing outside of a window: sinks = {m.sinks}"
-        if call.spans and not self.spans:
+        if self.device is not None:
+            return self._kernel_refuses(m, call)
+        if call.spans:
             return "it has no windows, packed documents or padding"
-        if call.grouped and not self.grouped:
+        if call.grouped:
             return "it takes one head of k and v for each of q"
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and self.devices == ("cuda",)
-        if self.devices is not None and call.device not in self.devices and not interpreted:
-            places = {"cpu": "the CPU", "cuda": "a GPU"}
-            return f"it computes on {places[self.devices[0]]}, not on {call.device}"
-        if self.dtypes is not None and call.dtype not in self.dtypes:
+        return "it takes q, k and v of one type" if call.mixed else None
+
+    def _kernel_refuses(self, m: Mechanism, call: Call) -> str | None:
+        interpreted = self.device == "cuda" and triton_op.interpreting()
+        if call.device != self.device and not interpreted:
+            place = "the CPU" if self.device == "cpu" else "a GPU"
+            return f"it computes on {place}, not on {call.device}"
+        if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it computes in float32, not {call.dtype}"
         widest = max(call.head_dim, call.value_dim or 0)
-        if self.largest_head_dim is not None and widest > self.largest_head_dim:
-            return f"it takes head dimensions up to {self.largest_head_dim}, not {widest}"
-        own = m.scale == "log d log N"  # the scale that kernels compute themselves
-        if self.most_keys and own and call.keys > (most := self.most_keys(call.head_dim)):
+        if widest > fused.LARGEST_HEAD_DIM:
+            return f"it takes head dimensions up to {fused.LARGEST_HEAD_DIM}, not {widest}"
+        limited = self.device == "cpu" and m.scale == "log d log N"
+        if limited and call.keys > (most := cpu.most_keys(call.head_dim)):
             return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
-        if self.combination and (reason := self.combination(m)):
+        if reason := fused.unfused(m):
             return reason
-        return "it takes q, k and v of one type" if call.mixed and not self.mixed_types else None
-
-
-def _present() -> str | None:
-    return None
-
-
-@dataclass(frozen=True)
-class Backend:
-    """`run(q, k, v, mechanism, params, span)`, what it computes, and why it may be missing here."""
-
-    run: Callable[..., Tensor]
-    computes: Computes | None = None  # None: every call, and `run` takes a decay too
-    missing: Callable[[], str | None] = _present
-    transforms: bool = False  # made of operations that torch.func can transform
-
-    def refuses(self, m: Mechanism, call: Call) -> str | None:
-        if call.transformed and not self.transforms:
-            return "torch.func cannot transform it; use backend='eager'"
-        return None if self.computes is None else self.computes.refuses(m, call)
+        mixed = call.mixed and self.device != "cpu"
+        return "it takes q, k and v of one type" if mixed else None
 
 
 def _constant(function: Callable) -> Callable:
@@ -232,32 +220,21 @@ def used_backend(m: Mechanism) -> str | None:
 # --- the backends --------------------------------------------------------------------------------
 
 
-def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    m: Mechanism,
-    params: Tensor | None,
-    span: Span,
-    decay: Tensor | None = None,
-) -> Tensor:
-    weights = weights_of_span(q, k, m, params, span, decay)
+def _eager(q, k, v, m: Mechanism, params, span: Span, decay: Tensor | None = None) -> Tensor:
     if span.first is not None and not span.sinks:
         v = without_unseen(v, span.first)
     with no_autocast(q):
+        weights = weights_of_span(q, k, m, params, span, decay)
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
+def _sdpa(q, k, v, m: Mechanism, params, span: Span) -> Tensor:
     """PyTorch's flash attention; other scales are factors of q."""
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale != "1/sqrt(d)":
-        wide = torch.promote_types(q.dtype, torch.float32)
-        row_count = torch.arange(keys - length + 1, keys + 1, device=q.device, dtype=wide)
-        dtype = k.dtype
-        q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count.unsqueeze(-1)))
+        wide, dtype = torch.promote_types(q.dtype, torch.float32), k.dtype
+        row_count = span.counts(q, k).to(wide)
+        q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count))
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # SDPA aligns is_causal with the first key, a cache needs the last.
@@ -287,23 +264,13 @@ def _with_notice(device: str, reason: str | None) -> str | None:
 
 _SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
 # Both fused kernels know every other part; `fused.unfused` says which of them do not go together.
-_FUSED = Computes(
-    PARTS | {"numerics": ("safe",), "norm": ("l1", "none", "L", "gamma sqrt(N/2)")},
-    sharpened=(False, True),
-    spans=True,
-    grouped=True,
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    largest_head_dim=256,
-    combination=fused.unfused,
-)
-_ON_THE_GPU = replace(_FUSED, devices=("cuda",))
-_ON_THE_CPU = replace(_FUSED, devices=("cpu",), most_keys=cpu.most_keys, mixed_types=True)
+_FUSED = PARTS | {"numerics": ("safe",), "norm": ("l1", "none", "L", "gamma sqrt(N/2)")}
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(_sdpa, Computes(_SOFTMAX)),
-    "triton": Backend(triton_op.attend, _ON_THE_GPU, _triton_missing),
-    "cpu": Backend(cpu.attend, _ON_THE_CPU, _cpu_missing),
+    "sdpa": Backend(_sdpa, _SOFTMAX),
+    "triton": Backend(triton_op.attend, _FUSED, "cuda", _triton_missing),
+    "cpu": Backend(cpu.attend, _FUSED, "cpu", _cpu_missing),
     "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }

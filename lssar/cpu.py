@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lssar import fused
 from lssar.cache import private_folder
-from lssar.fused import Settings, readable, room_like
+from lssar.fused import Settings, readable, room_for_gradients, room_like
 from lssar.mechanisms import Mechanism
 from lssar.reference import FLAT
 from lssar.spans import Span
@@ -52,6 +52,9 @@ class Unavailable(RuntimeError):
     """The kernel cannot be built or loaded here; the message is one line that says why."""
 
 
+_ask = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace")
+
+
 def _compiler() -> list[str]:
     if chosen := os.environ.get("CXX"):
         return shlex.split(chosen)
@@ -72,19 +75,11 @@ def _cpu_features() -> str:
 
 
 def _cache_dir() -> Path:
-    if chosen := os.environ.get("LSSAR_CACHE"):
-        return Path(chosen).absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).absolute() / "lssar"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path.home() / ".cache" / "lssar"
+        return Path(os.environ.get("LSSAR_CACHE") or f"{base}/lssar").expanduser().absolute()
     except RuntimeError:
         raise FileNotFoundError("no home folder") from None
-
-
-def _first_error(text: str) -> str:
-    lines = (line.strip() for line in text.splitlines() if "error" in line.lower())
-    return next(lines, "no message")
 
 
 def prebuilt(folder: Path, level: str) -> Path:
@@ -96,7 +91,7 @@ def build(*extra: str) -> Path:
     """The shared library for this machine, from the cache or compiled now."""
     compiler = _compiler()
     try:
-        version = _run_compiler([*compiler, "--version"]).stdout
+        version = _ask([*compiler, "--version"]).stdout
     except OSError as error:
         raise Unavailable(f"cannot run the C++ compiler {shlex.join(compiler)}: {error}") from None
     sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h")))]
@@ -124,10 +119,6 @@ def build(*extra: str) -> Path:
     )
 
 
-def _run_compiler(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, errors="replace")
-
-
 def _intact(folder: Path, name: str) -> Path | None:
     """A library built before that still has the sha256 in its name: loading half of one would end
     the process with SIGBUS."""
@@ -143,25 +134,20 @@ def _named(contents: bytes, folder: Path, name: str) -> Path:
 
 def _compile(compiler: list[str], extra: tuple[str, ...], folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    partial = Path(temporary)
-    try:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        partial = Path(temporary) / "kernel.so"
         for variant in VARIANTS:
-            result = _run_compiler(
-                [*compiler, *FLAGS, *CONSTANTS, *variant, *extra, str(SOURCE), "-o", str(partial)]
-            )
+            flags = [*FLAGS, *CONSTANTS, *variant, *extra]
+            result = _ask([*compiler, *flags, str(SOURCE), "-o", str(partial)])
             if result.returncode == 0:
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
                     library = _named(file.read(), folder, name)
                 partial.replace(library)  # atomic: another process sees all of it or nothing
                 return library
-    finally:
-        partial.unlink(missing_ok=True)
-    raise Unavailable(
-        f"{shlex.join(compiler)} cannot build the kernel: {_first_error(result.stderr)}"
-    )
+    errors = [line.strip() for line in result.stderr.splitlines() if "error" in line.lower()]
+    problem = errors[0] if errors else "no message"
+    raise Unavailable(f"{shlex.join(compiler)} cannot build the kernel: {problem}")
 
 
 def load(*extra: str) -> ctypes.CDLL:
@@ -179,9 +165,7 @@ def load(*extra: str) -> ctypes.CDLL:
     return kernel
 
 
-@functools.cache
-def _kernel() -> ctypes.CDLL:
-    return load()
+_kernel = functools.cache(load)
 
 
 @functools.cache
@@ -196,125 +180,85 @@ def unavailable() -> str | None:
 
 _Call = ctypes.c_int64 * 54  # struct Call: 12 numbers, `first` and its stride, 10 views of 4
 _Numbers = ctypes.c_double * 3  # struct Numbers
-_NO_VIEW = (0, 0, 0, 0)
 
 
 def _view(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), *x.stride()[:3]) if x.ndim == 4 else _NO_VIEW
+    return (x.data_ptr(), *x.stride()[:3]) if x.ndim == 4 else (0, 0, 0, 0)
 
 
-def _call(function, q, k, v, first, settings: Settings, views) -> None:
-    (b, h, lq, d), (_, groups, lk, _) = q.shape, k.shape
+def _call(function, first: Tensor | None, settings, inputs, outputs) -> None:
+    """Fill the outputs; inputs and outputs are the views of a struct Call, in its order."""
+    q, k, v, *rest = map(readable, inputs)
+    (b, h, lq, d), (_, groups, lk, d_v) = q.shape, (*k.shape[:3], v.shape[3])
     if not (q.numel() and v.numel()):
+        for x in outputs:
+            x.zero_()
         return
-    s = settings
-    shape = (b, h, groups, lq, lk, d, v.shape[3], torch.get_num_threads())
-    numbers = (*shape, s.train_length, s.window, s.phi, s.flags)
+    s = Settings(*settings)
+    shape = (b, h, groups, lq, lk, d, d_v, torch.get_num_threads())
     span = (0, 0)
     if first is not None:
         first = first.contiguous()
         span = (first.data_ptr(), lq if len(first) > 1 else 0)
-    flat = [x for view in views for x in view]
-    if function(_Call(*numbers, *span, *flat), _Numbers(s.p, s.alpha, s.bias)):
+    views = [number for x in (q, k, v, *rest, *outputs) for number in _view(x)]
+    call = _Call(*shape, s.train_length, s.window, s.phi, s.flags, *span, *views)
+    if function(call, _Numbers(s.p, s.alpha, s.bias)):
         raise MemoryError(f"the attention kernel found no scratch memory for {lk} keys")
 
 
-def _fake_forward(q, k, v, first, *settings_and_save):
+def _outputs(q, k, v, first, *settings_and_save):
     """The output, and what a backward pass needs of the rows: statistics, and a guide."""
     *settings, save = settings_and_save
-    out, nothing = room_like(q, v.shape[3]), q.new_empty(0)
+    nothing = q.new_empty(0)
     stats = q.new_empty((*q.shape[:3], ROW_STATISTICS)) if save else nothing
-    guide = room_like(q, v.shape[3]) if save and Settings(*settings).guided else nothing.clone()
-    return out, stats, guide
-
-
-def _fake_backward(dout, q, k, v, *_):
-    return room_like(q), room_like(k), room_like(v)
+    guided = save and Settings(*settings).guided
+    guide = room_like(q, v.shape[3]) if guided else nothing.clone()
+    return room_like(q, v.shape[3]), stats, guide
 
 
 def _forward(q, k, v, first, *settings_and_save):
-    out, stats, guide = _fake_forward(q, k, v, first, *settings_and_save)
-    q, k, v = readable(q), readable(k), readable(v)
-    views = [*(_view(x) for x in (q, k, v, out, stats, guide)), *[_NO_VIEW] * 4]
-    _call(_kernel().lssar_forward, q, k, v, first, Settings(*settings_and_save[:-1]), views)
-    return out, stats, guide
+    results = _outputs(q, k, v, first, *settings_and_save)
+    _call(_kernel().lssar_forward, first, settings_and_save[:-1], (q, k, v), results)
+    return results
 
 
-def _backward(dout, q, k, v, first, out, stats, guide, *settings):
-    grads = _fake_backward(dout, q, k, v)
-    q, k, v, *rest = (readable(x) for x in (q, k, v, out, stats, guide, dout))
-    views = [_view(x) for x in (q, k, v, *rest, *grads)]
-    if not (q.numel() and v.numel()):
-        return tuple(g.zero_() for g in grads)
-    _call(_kernel().lssar_backward, q, k, v, first, Settings(*settings), views)
+def _backward(grad, q, k, v, first, out, stats, guide, *settings):
+    grads = room_for_gradients(grad, q, k, v)
+    inputs = (q, k, v, out, stats, guide, grad)
+    _call(_kernel().lssar_backward, first, settings, inputs, grads)
     return grads
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, first, *ctx.settings, _ = inputs
-    ctx.save_for_backward(q, k, v, first, *output)
-
-
-def _autograd(ctx, dout, *_):
-    grads = torch.ops.lssar.cpu_backward_v3(dout, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, *[None] * (len(Settings._fields) + 1)
-
-
-def _no_second_derivative(ctx, *_):
-    raise RuntimeError("the fused kernel has no second derivative; use backend='eager' for it")
-
-
-def _register(library: torch.library.Library) -> None:
-    library.define(
-        f"cpu_forward_v3(Tensor q, Tensor k, Tensor v, Tensor? first, {fused.SETTINGS}, bool save)"
-        " -> (Tensor out, Tensor stats, Tensor guide)"
-    )
-    library.define(
-        "cpu_backward_v3(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? first, Tensor out,"
-        f" Tensor stats, Tensor guide, {fused.SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
-    )
-    forward, backward = "lssar::cpu_forward_v3", "lssar::cpu_backward_v3"
-    library.impl("cpu_forward_v3", _forward, "CPU")
-    library.impl("cpu_backward_v3", _backward, "CPU")
-    torch.library.register_fake(forward, _fake_forward, lib=library)
-    torch.library.register_fake(backward, _fake_backward, lib=library)
-    torch.library.register_autograd(forward, _autograd, setup_context=_setup_context, lib=library)
-    torch.library.register_autograd(backward, _no_second_derivative, lib=library)
-
-
-# torch.compile's cache on disk knows an operator by its name: with a change of what is saved the
-# name changes, or compiled code of an older version would be loaded and refuse the new shapes.
-# Every exported checkpoint brings a copy of this file; the first that is imported registers.
-_library = torch.library.Library("lssar", "FRAGMENT")
-if not hasattr(torch.ops.lssar, "cpu_forward_v3"):
-    _register(_library)
+_forward_operator, _backward_operator = fused.operators(
+    "lssar::cpu_{}_v3", "cpu", _forward, _outputs, 3,
+    lambda q, *results: results, "out stats guide", _backward,
+)  # fmt: skip
 
 
 class _Direct(torch.autograd.Function):
     """The two operators without the dispatcher, whose Python side costs more than a small call."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[0]
+    def forward(ctx, q, k, v, first, settings):
+        results = _forward(q, k, v, first, *settings, True)
+        ctx.settings = settings
+        ctx.save_for_backward(q, k, v, first, *results)
+        return results[0]
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx, grad):
         # With create_graph the operator is recorded, and refuses when it is differentiated.
-        run = torch.ops.lssar.cpu_backward_v3 if torch.is_grad_enabled() else _backward
-        grads = run(dout, *ctx.saved_tensors, *ctx.settings)
-        return *grads, None, *[None] * (len(Settings._fields) + 1)
+        run = _backward_operator if torch.is_grad_enabled() else _backward
+        return *run(grad, *ctx.saved_tensors, *ctx.settings), None, None
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settings) -> Tensor:
+def _run(q, k, v, first: Tensor | None, settings: Settings, save: bool) -> Tensor:
     """Whoever traces or intercepts operators gets the operator; an ordinary call goes straight."""
     plain = type(q) is type(k) is type(v) is Tensor
-    save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
-        return torch.ops.lssar.cpu_forward_v3(q, k, v, first, *settings, save)[0]
+        return _forward_operator(q, k, v, first, *settings, save)[0]
     if save:
-        return _Direct.apply(q, k, v, first, *settings, save)
+        return _Direct.apply(q, k, v, first, settings)
     return _forward(q, k, v, first, *settings, save)[0]
 
 
@@ -323,9 +267,7 @@ def most_keys(head_dim: int) -> int:
     return int(2 ** (MAX_SCORE / math.log(max(head_dim, 2))))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
+def attend(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     """Any mechanism that `unfused` lets through; half-precision input is computed in float32."""
     q, k, v, dtype = q.float(), k.float(), v.float(), v.dtype
     return fused.attend(_run, q, k, v, m, params, span).to(dtype)

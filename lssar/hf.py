@@ -16,17 +16,19 @@ carry the attention: give `attn_implementation` to its base model, or merge it.
 import functools
 import math
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from lssar import hf_models
 from lssar.errors import UserError
-from lssar.hf_masks import family_of, refuse, unpacked, visibility
-from lssar.hf_models import add_head_scales
+from lssar.hf_models import add_head_scales, family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
-from lssar.spans import Arrangement, attend_padded, bounded
+from lssar.spans import Arrangement, arrange, attend_padded, bounded, can_look_at
 
 __all__ = ["add_head_scales", "attention_forward", "register", "visibility"]
 
@@ -60,24 +62,21 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """One attention layer as transformers calls it: the output as (B, Lq, H, d), no weights."""
     hf_models.note_call()
-    family = family_of(getattr(module, "config", None))
+    config = getattr(module, "config", None)
     if is_causal is False or not getattr(module, "is_causal", True):
-        refuse(mechanism, family, "attention that is not causal")
+        _refuse(mechanism, config, "attention that is not causal")
     if dropout:
         what = f"dropout of {dropout} on the weights; set it to 0 in the model's config"
-        refuse(mechanism, family, what)
+        _refuse(mechanism, config, what)
     for name, given in options.items():
         unknown = isinstance(given, Tensor) and name not in HARMLESS
         if given is not None and (unknown or name in MEANS):
-            refuse(mechanism, family, f"{MEANS.get(name, 'a tensor it does not know')} ({name})")
-    arrangement = None
-    if attention_mask is not None:
-        found = unpacked(attention_mask, query.shape[2])
-        if isinstance(found, str):
-            refuse(mechanism, family, found)
-        arrangement = found
-    if cu_seq_lens_q is not None:
-        arrangement = _apart(mechanism, family, arrangement, cu_seq_lens_q, query, key)
+            _refuse(mechanism, config, f"{MEANS.get(name, 'a tensor it does not know')} ({name})")
+    seen = None if attention_mask is None else _unpacked(attention_mask, query.shape[2])
+    if cu_seq_lens_q is not None and not isinstance(seen, str):
+        seen = _apart(seen, cu_seq_lens_q, query, key)
+    if isinstance(seen, str):
+        _refuse(mechanism, config, seen)
     root_d = math.sqrt(query.shape[3])
     if scaling is not None and abs(scaling * root_d - 1) > 1e-9:
         query = query * (scaling * root_d)  # a mechanism divides by sqrt(d) itself
@@ -87,31 +86,169 @@ def attention_forward(
     if softcap is not None:
         if mechanism.cosine:
             what = "its scores are those of cosines; set attn_logit_softcapping to None"
-            refuse(mechanism, family, f"soft-capped scores (softcap = {softcap}): {what}")
+            _refuse(mechanism, config, f"soft-capped scores (softcap = {softcap}): {what}")
         mechanism = replace(mechanism, softcap=softcap)
     params = getattr(module, hf_models.HEAD_SCALE, None)
-    out = attend_padded(query, key, value, mechanism, arrangement, params=params)
+    out = attend_padded(query, key, value, mechanism, seen, params=params)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _apart(
-    mechanism: Mechanism,
-    family: str,
-    arrangement: Arrangement | None,
-    bounds: Tensor,
-    query: Tensor,
-    key: Tensor,
-) -> Arrangement:
+def _refuse(mechanism: Mechanism, config, what: str) -> NoReturn:
+    raise UserError(f"attention {mechanism.name!r} in {family_of(config)} cannot take {what}")
+
+
+def _apart(seen: Arrangement | None, bounds: Tensor, query, key) -> Arrangement | str:
     """Packed sequences by their bounds (0, ..., Lq), as flash attention takes them."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         shape = f"queries {tuple(query.shape)}, keys {tuple(key.shape)}"
-        refuse(mechanism, family, f"cu_seq_lens_q for {shape}; give one row and no cache")
-    if arrangement is not None and arrangement.keys is not None:
-        refuse(mechanism, family, "cu_seq_lens_q beside padding")
+        return f"cu_seq_lens_q for {shape}; give one row and no cache"
+    if seen is not None and seen.keys is not None:
+        return "cu_seq_lens_q beside padding"
     first = bounded(bounds.to(query.device), query.shape[2])[None]
-    if arrangement is not None and arrangement.first is not None:
-        first = torch.maximum(first, arrangement.first)
+    if seen is not None and seen.first is not None:
+        first = torch.maximum(first, seen.first)
     return Arrangement(key.shape[2], first)
+
+
+# --- what each query sees, as a mask that only our attention can read ----------------------------
+#
+# transformers asks for a mask once per forward and kind of layer (full, sliding, chunked), and
+# hands it to every layer. Ours has four dimensions, as one that is already prepared, and integers:
+# in a model that reads the mask itself, it cannot pass for one. Its last dimension has the keys
+# that exist, as a static cache has room for more.
+#
+#     int8 (B, 1, Lq, keys): every key up to a query's own
+#     int8 (B, 2, Lq, keys): something else than a span; refused by the layer that uses it
+#     int32 (B, 1, Lq, keys): the first key that each query sees, the same in the whole row
+#     int32 (B, 3, 1, keys): the order of the keys, and of the queries, in which what a query sees
+#         is a span, and the first key that each sees; the last two begin with Lq entries
+
+# Added to every entry: a model that combines the mask with one of its own (& | *) loses it.
+MARKS = {torch.int8: 1 << 6, torch.int32: 1 << 30}
+CHANGED = "a mask that the model has combined with one of its own, such as a choice of keys"
+NO_SPAN = 2  # the second dimension of a mask that is none of the other forms
+NOT_A_SPAN = "a mask in which a token sees other keys than a span up to itself"
+ENTRIES = 2**24  # of a mask function that are looked at together
+
+
+def visibility(
+    mechanism: Mechanism,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    config=None,
+    **_,
+) -> Tensor:
+    """The mask for all layers of one kind, from what transformers knows of the call."""
+    if isinstance(q_offset, Tensor) and can_look_at(q_offset):
+        q_offset = int(q_offset)
+    fixed = isinstance(q_offset, Tensor)  # a static cache in a compiled graph
+    end = kv_length if isinstance(q_offset, Tensor) else q_offset + q_length - kv_offset
+    places = torch.arange(q_length, device=device) + (q_offset - kv_offset)
+    plain = mask_function is causal_mask_function
+    if attention_mask is None and plain and not fixed:
+        return _full(batch_size, q_length, end, device)
+    tokens = torch.ones(batch_size, end, dtype=torch.bool, device=device)
+    if attention_mask is not None:
+        missing = kv_offset + end - attention_mask.shape[1]
+        if not fixed and missing > 0:
+            what = f"a mask of shape {tuple(attention_mask.shape)} for {kv_offset + end} keys"
+            _refuse(mechanism, config, f"{what}; it must cover all")
+        if missing > 0:
+            attention_mask = F.pad(attention_mask, (0, missing))
+        tokens = attention_mask[:, kv_offset : kv_offset + end].bool()
+    if fixed:
+        tokens = tokens & (torch.arange(end, device=device) <= places[-1])
+    counts = None
+    if not plain:
+        more = not fixed and end < kv_length  # room in a static cache, or another model's keys
+        counts = _counts(mask_function, tokens, places, kv_offset, more)
+        if counts is None:
+            return _full(batch_size, q_length, end, device, NO_SPAN)
+    if counts is None or fixed or attention_mask is not None or can_look_at(tokens):
+        arrangement = arrange(tokens, q_length, places, counts)
+    else:  # in a graph, where nobody sees that all are tokens
+        arrangement = Arrangement(end, places + 1 - counts)
+    return _packed(arrangement, batch_size, q_length, device)
+
+
+def _counts(mask_function, tokens: Tensor, places, offset: int, more: bool) -> Tensor | None:
+    """How many tokens each query sees by a mask function of transformers, (B, queries).
+
+    None if it sees others than a span up to itself, as may be where there are more keys."""
+    if more:  # a causal mask hides the next key from the last query
+        tokens = F.pad(tokens, (0, 1), value=True)
+    batch, keys = tokens.shape
+    key = torch.arange(keys, device=tokens.device)
+    sequence, head = torch.arange(batch, device=tokens.device), key[:1]
+    rank = tokens.cumsum(1)  # of each token in its sequence, from 1
+    look = can_look_at(tokens)
+    blocks = places.split(max(1, ENTRIES // (batch * keys))) if look else (places,)
+    found = []
+    for place in blocks:
+        visible = mask_function(
+            sequence[:, None, None, None],
+            head[None, :, None, None],
+            (place + offset)[None, None, :, None],
+            (key + offset)[None, None, None, :],
+        )
+        asking, own = tokens[:, place, None], rank[:, place, None]
+        visible = visible.expand(batch, 1, place.shape[0], keys)[:, 0] & tokens[:, None] & asking
+        seen = visible.sum(-1)
+        above = rank[:, None] > own - seen[..., None]
+        span = above & (rank[:, None] <= own) & tokens[:, None] & asking
+        if look and not torch.equal(visible, span):
+            return None
+        if not look and not tokens.is_meta:
+            torch._assert_async((visible == span).all(), f"attention cannot take {NOT_A_SPAN}")
+        found.append(seen)
+    return torch.cat(found, dim=1)
+
+
+def _full(batch: int, queries: int, keys: int, device: torch.device | str, forms=1) -> Tensor:
+    mark = torch.full((), MARKS[torch.int8], dtype=torch.int8, device=device)
+    return mark.expand(batch, forms, queries, keys)
+
+
+def _packed(a: Arrangement, batch: int, queries: int, device: torch.device | str) -> Tensor:
+    """An arrangement as a mask."""
+    if a.first is None:
+        return _full(batch, queries, a.end, device)
+    if a.keys is None or a.queries is None:
+        forms = a.first[:, None, :, None]
+    else:
+        rest = (0, a.end - queries)
+        forms = torch.stack((a.keys, F.pad(a.queries, rest), F.pad(a.first, rest)), 1)[:, :, None]
+    return (forms.to(torch.int32) + MARKS[torch.int32]).expand(-1, -1, -1, a.end)
+
+
+def _unpacked(mask: Tensor, queries: int) -> Arrangement | str:
+    """The arrangement in a mask, or what it is instead."""
+    if mask.dim() != 4 or mask.dtype not in MARKS:
+        return f"a mask of shape {tuple(mask.shape)}; give the padding mask (batch, keys)"
+    if 0 not in mask.stride() and not mask.is_meta:  # no longer a view, or of three rows
+        whole = (mask >= MARKS[mask.dtype]).all()
+        if mask.device.type == "cpu" and can_look_at(mask):
+            if not whole:
+                return CHANGED
+        else:  # a GPU is not waited for
+            torch._assert_async(whole, f"attention cannot take {CHANGED}")
+    end = mask.shape[3]
+    if mask.dtype == torch.int8:
+        return NOT_A_SPAN if mask.shape[1] == NO_SPAN else Arrangement(end)
+    if mask.shape[1] == 1:
+        return Arrangement(end, mask[:, 0, :, 0] - MARKS[torch.int32])
+    keys, asked, first = (mask[:, :, 0].long() - MARKS[torch.int32]).unbind(1)
+    return Arrangement(end, first[:, :queries], keys, asked[:, :queries])
+
+
+# --- the names ---------------------------------------------------------------------------------
 
 
 def register(name: str, mechanism: Mechanism) -> None:

@@ -13,8 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from typing import Any
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,13 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from lssar.backends import _constant  # runs while a graph is traced, and leaves nothing in it
 from lssar.errors import UserError
-from lssar.hf_masks import family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
 
 REGISTERED: dict[str, Mechanism] = {}  # by the name that `attn_implementation` takes
 FIELD = "lssar_attention"  # of a config: the name, the mechanism, whether heads have a scalar
 WATCHED = "_lssar_watched"
 HEAD_SCALE = "head_scale"
+DEFAULTS = {field.name: field.default for field in fields(Mechanism)}
 
 
 def install(register: Callable[[str, Mechanism], None]) -> None:
@@ -91,19 +90,10 @@ def _recall(record: dict, register: Callable[[str, Mechanism], None]) -> None:
     if known is None:
         register(name, mechanism)
     elif known != mechanism:
-        meant = ", ".join(
-            f"{f.name} = {getattr(known, f.name)!r}, not {getattr(mechanism, f.name)!r}"
-            for f in fields(Mechanism)
-            if getattr(known, f.name) != getattr(mechanism, f.name)
-        )
+        pairs = zip(vars(known).items(), vars(mechanism).values(), strict=True)
+        meant = ", ".join(f"{key} = {a!r}, not {b!r}" for (key, a), b in pairs if a != b)
         what = f"the weights were trained with another attention {name!r}: here {meant}"
         raise UserError(f"{what}; register that one under another name")
-
-
-def _described(m: Mechanism) -> dict[str, Any]:
-    """The fields that are not the defaults."""
-    values = {f.name: (getattr(m, f.name), f.default) for f in fields(m)}
-    return {k: v for k, (v, default) in values.items() if default is MISSING or v != default}
 
 
 @contextmanager
@@ -116,7 +106,9 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
             name = m.config._attn_implementation
             if name in REGISTERED:
                 scales = any(hasattr(layer, HEAD_SCALE) for layer in m.modules())
-                record = {"name": name, "mechanism": _described(REGISTERED[name])}
+                values = vars(REGISTERED[name]).items()
+                changed = {key: value for key, value in values if value != DEFAULTS[key]}
+                record = {"name": name, "mechanism": changed}
                 setattr(m.config, FIELD, record | ({"head_scales": True} if scales else {}))
                 # Without this library, transformers refuses a name that it does not know.
                 m.config.attn_implementation = name
@@ -152,14 +144,17 @@ def _settle(model: PreTrainedModel) -> None:
 
 def _asks_the_interface(model: type[PreTrainedModel]) -> bool:
     """Whether the attention layers of the model's file look up the attention by its name."""
-    module = sys.modules.get(model.__module__)
     try:
-        code = inspect.getsource(module) if module else ""
-    except (OSError, TypeError):
+        code = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):
         code = ""
     if re.search(r"_CLASSES\[.*_attn_implementation\]", code):  # a layer class per name (GIT)
         return False
     return not code or "ALL_ATTENTION_FUNCTIONS" in code or model._can_set_attn_implementation()
+
+
+def family_of(config) -> str:
+    return f"a model of type {config.model_type!r}" if config is not None else "a model"
 
 
 def _refuse_model(model: PreTrainedModel, name: str):

@@ -55,57 +55,49 @@ def attention_weights(
     check_shapes(q, k)
     m = resolve(mechanism, keys=k.shape[2])
     params, span = parameters_of(m, params, q), span_of(first, m, q, k)
-    return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
-
-
-def weights_of_span(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span, decay: Tensor | None
-) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     with no_autocast(q):
-        return _weights(q.to(dtype), k.to(dtype), m, params, span, decay)
+        return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def _weights(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, span: Span, decay: Tensor | None
-) -> Tensor:
-    queries, keys = q.shape[-2], k.shape[-2]
+def _working_type(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def weights_of_span(q, k, m: Mechanism, params, span: Span, decay: Tensor | None) -> Tensor:
+    """The same without autocast, of arguments that have been checked."""
+    dtype, queries, keys = _working_type(q), q.shape[-2], k.shape[-2]
+    q, k = q.to(dtype), k.to(dtype)
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
     key = torch.arange(keys, device=q.device)
     visible = key <= position  # (Lq, Lk)
-    row_count = position + 1
-    first = span.firsts(queries, keys, q.device)
+    first = span.firsts(q, k)
     if first is not None:
-        first = first[:, None, :, None]
-        visible = visible & ((key >= first) | (key < span.sinks))  # (B, 1, Lq, Lk)
-        row_count = position + 1 - first + first.clamp(max=span.sinks)
-        row_count = row_count.clamp(min=1)  # a row that sees nothing ends as zeros
-    row_count = row_count.to(q.dtype)
+        visible = visible & ((key >= first[:, None, :, None]) | (key < span.sinks))
+    row_count = span.counts(q, k).to(dtype)
 
     x = _scores(q, k, m, row_count, params)
     if decay is not None:
-        x = x + _log_decay(decay, queries).to(q.dtype)
+        x = x + _log_decay(decay, queries).to(dtype)
     if m.norm == "stick":
         return _broken_stick(x, visible, own=key == position)
     a = _normalise(_activate(x, visible, m), m, row_count, params)
     a = _post_step(a, m, row_count, visible)
-    bound = _score_bound(q, k, m, row_count, params) if m.sharpened else 0.0
-    return sharpen(a, m, row_count, bound) if m.sharpened else a
+    if not m.sharpened:
+        return a
+    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count, params))
 
 
 @torch.no_grad()
-def _score_bound(
-    q: Tensor, k: Tensor, m: Mechanism, row_count: Tensor, params: Tensor | None
-) -> Tensor | float:
+def _score_bound(q, k, m: Mechanism, row_count: Tensor, params) -> Tensor | float:
     """The largest score each row could have; its rounding is a few eps of that."""
     d = q.shape[-1]
     if m.cosine:
         return _cosine_scale(d, m, row_count, params)
-    longest = k.norm(dim=-1).cummax(-1).values[..., k.shape[-2] - q.shape[-2] :]
+    longest = _of_the_rows(k.norm(dim=-1).cummax(-1).values, q.shape[-2])
     longest = longest.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
 
@@ -129,9 +121,7 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     return x
 
 
-def over_root_d(
-    q: Tensor, k: Tensor, m: Mechanism, params: Tensor | None, row_count: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def over_root_d(q, k, m: Mechanism, params, row_count: Tensor | None) -> tuple[Tensor, Tensor]:
     """q and k whose product over sqrt(d) is the score, for kernels that compute no other.
 
     `row_count` broadcasts against q (B, H, Lq, d); a scale without N needs none.
@@ -162,7 +152,12 @@ def _log_decay(decay: Tensor, queries: int) -> Tensor:
     """
     wide = decay if decay.device.type == "mps" else decay.double()
     since = _sum_after(wide).to(decay.dtype)
-    return since.unsqueeze(-2) - since[..., decay.shape[-1] - queries :].unsqueeze(-1)
+    return since.unsqueeze(-2) - _of_the_rows(since, queries).unsqueeze(-1)
+
+
+def _of_the_rows(x: Tensor, rows: int) -> Tensor:
+    """x (..., Lk) at the last `rows` keys; zero before the first, where a row sees nothing."""
+    return F.pad(x, (rows - x.shape[-1], 0))
 
 
 def _sum_after(x: Tensor) -> Tensor:
@@ -223,9 +218,7 @@ def _post_step(a: Tensor, m: Mechanism, row_count: Tensor, visible: Tensor) -> T
     return _l1(a, signed=True) if m.post == "recentre, l1" else a
 
 
-def sharpen(
-    stage_one: Tensor, m: Mechanism, row_count: Tensor, score_bound: Tensor | float = 0.0
-) -> Tensor:
+def sharpen(stage_one, m: Mechanism, row_count, score_bound: Tensor | float = 0.0) -> Tensor:
     """l1(relu(N A - 1[N > 3])^p), the re-weighting of stage-one rows A.
 
     Scaling a row changes nothing, so the safe form raises y / max(y) in [0, 1] to the power. A row
@@ -291,7 +284,7 @@ def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
             f"decay must be a floating-point tensor (B, H, Lk), here {shape}; "
             f"got {decay.dtype} {tuple(decay.shape)}"
         )
-    return decay.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return decay.to(_working_type(q))
 
 
 def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | None:
@@ -300,11 +293,10 @@ def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | No
         if params is not None:
             raise UserError(f"attention {m.name!r} has no learnable parameter; leave params out")
         return None
-    heads, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
+    heads = q.shape[1]
     if params is None:
-        return torch.full((heads,), m.parameter_init, device=q.device, dtype=dtype)
+        params = torch.full((heads,), m.parameter_init, device=q.device, dtype=torch.float64)
     if params.shape != (heads,):
-        raise UserError(
-            f"attention {m.name!r} takes params of shape ({heads},), not {tuple(params.shape)}"
-        )
-    return params.to(dtype)
+        shape = tuple(params.shape)
+        raise UserError(f"attention {m.name!r} takes params of shape ({heads},), not {shape}")
+    return params.to(_working_type(q))

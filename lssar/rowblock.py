@@ -21,19 +21,12 @@ BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
 
 
 def attend_by_row_blocks(
-    attend_eager,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mechanism: Mechanism,
-    params: Tensor | None,
-    span: Span,
-    decay: Tensor | None = None,
+    attend_eager, q, k, v, mechanism: Mechanism, params, span: Span, decay=None
 ) -> Tensor:
     """`attend_eager(q, k, v, mechanism, params, span, decay)`, recomputed in backward."""
     batch, heads = q.shape[:2]
     decay = None if decay is None else decay.expand(batch, -1, -1)
-    first = span.firsts(q.shape[2], k.shape[2], q.device)
+    first = span.firsts(q, k)
     if first is not None and len(first) > 1:  # sequences that differ in what they see
         decays = [None] * batch if decay is None else decay.split(1)
         parts = zip(q.split(1), k.split(1), v.split(1), first.split(1), decays, strict=True)

@@ -18,10 +18,10 @@ from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
 
 
-def window(size: int, queries: int, keys: int | None = None) -> Tensor:
+def window(size: int, queries: int, keys: int | None = None, device=None) -> Tensor:
     """The last `size` keys of each of the last `queries` places, itself included: (queries,)."""
     keys = queries if keys is None else keys
-    return (torch.arange(keys - queries, keys) - size + 1).clamp(min=0)
+    return (torch.arange(keys - queries, keys, device=device) - size + 1).clamp(min=0)
 
 
 def documents(tokens: Tensor, end_of_text: int) -> Tensor:
@@ -64,20 +64,21 @@ class Span:
     def full(self) -> bool:
         return self.first is None and self.window is None
 
-    def firsts(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    def firsts(self, q: Tensor, k: Tensor) -> Tensor | None:
         """The two as one tensor (B, Lq) or (1, Lq); None where every row sees all keys up to it."""
         first = self.first
         if self.window is not None:
-            last = window(self.window, queries, keys).to(device)
+            last = window(self.window, q.shape[2], k.shape[2], q.device)
             first = last[None] if first is None else torch.maximum(first, last)
         return first
 
-    def counts(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """How many keys each row sees, (1, 1, Lq) or (B, 1, Lq); 1 where it sees none."""
-        counts = torch.arange(keys - queries + 1, keys + 1, device=device)[None]
-        first = self.firsts(queries, keys, device)
-        counts = counts if first is None else (counts - first).clamp(min=1)
-        return counts[:, None]
+    def counts(self, q: Tensor, k: Tensor) -> Tensor:
+        """How many keys each row sees, (1 or B, 1, Lq, 1); 1 where it sees none."""
+        keys, first = k.shape[2], self.firsts(q, k)
+        counts = torch.arange(keys - q.shape[2] + 1, keys + 1, device=q.device)[None]
+        if first is not None:
+            counts = (counts - first + first.clamp(max=self.sinks)).clamp(min=1)
+        return counts[:, None, :, None]
 
 
 def span_of(first: Tensor | None, m: Mechanism, q: Tensor, k: Tensor) -> Span:

@@ -18,35 +18,8 @@ of its rows for the other). bf16 has the exponents of fp32.
 import triton
 import triton.language as tl
 
-from lssar.triton_math import (
-    COEF,
-    DENSE,
-    INV_M,
-    MEAN,
-    NORM_EPS,
-    PRECISION,
-    SCALE,
-    SHIFT,
-    WEIGHT,
-    activate,
-    adaptive,
-    count_of,
-    dot,
-    first_keys,
-    head_of,
-    is_seen,
-    key_range,
-    length,
-    load_rows,
-    load_vector,
-    power,
-    scores,
-    sign,
-    slope_bound,
-    store_rows,
-    through_norm,
-    weight_unit,
-)
+from lssar import tiles
+from lssar.tiles import COEF, DENSE, INV_M, MEAN, NORM_EPS, PRECISION, SCALE, SHIFT, WEIGHT
 
 TINY = tl.constexpr(1e-20)
 # Where fp16 holds a bound of ds: the second of its two parts is not subnormal, and rows or keys
@@ -72,7 +45,7 @@ def _weights(f, mean, inv_m, exponent, seen, FORM: tl.constexpr):
         z = tl.maximum(z, 0.0) * inv_m
     if seen is not None:
         z = tl.where(seen, z, 0.0)
-    r = power(z, exponent, FORM.power - 1) if FORM.sharp else z
+    r = tiles.power(z, exponent, FORM.power - 1) if FORM.sharp else z
     return z, r
 
 
@@ -82,7 +55,7 @@ def _score_gradient(dw, z, r, slope, coef, delta, dense, seen, FORM: tl.constexp
     if FORM.sharp:
         ds = coef * r * (dw - delta)
     elif FORM.signed and FORM.l1:
-        ds = coef * (dw - sign(z) * delta)
+        ds = coef * (dw - tiles.sign(z) * delta)
     elif FORM.l1:
         ds = coef * (dw - delta)
     else:
@@ -106,13 +79,13 @@ def _key_tile(
     inside, seen = None, None
     keys = begin + tl.arange(0, BLOCK_N)
     if MASKED:
-        inside = is_seen(keys, lo, hi - 1)
-        seen = is_seen(keys[None, :], first, position)
-    v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
+        inside = tiles.is_seen(keys, lo, hi - 1)
+        seen = tiles.is_seen(keys[None, :], first, position)
+    v = tiles.load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
     dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
-    inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-    f, slope = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+    k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+    inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+    f, slope = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM.phi)
     if FORM.cosine:
         slope *= inv_k[None, :]  # type: ignore[index]
     z, r = _weights(f, mean[:, None], inv_m[:, None], exponent[:, None], seen, FORM)
@@ -139,7 +112,7 @@ def _sum_pass(
         if FORM.sharp:
             above, side = r * (dw - delta[:, None]), r
         else:
-            side = sign(z)
+            side = tiles.sign(z)
             above = dw - side * delta[:, None]
         missed += tl.sum(z * above, 1)
         pull += tl.sum(f * above, 1)
@@ -163,7 +136,7 @@ def _dq_pass(
         ds = _score_gradient(
             dw, z, r, slope, coef[:, None], delta[:, None], dense[:, None], seen, FORM
         )
-        acc = dot(ds, k, acc)
+        acc = tiles.dot(ds, k, acc)
     return acc
 
 
@@ -179,56 +152,57 @@ def dq_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
     shared = pair // repeats
-    Q = head_of(Q, q_stride, pair, heads)
-    K = head_of(K, k_stride, shared, heads // repeats)
-    V = head_of(V, v_stride, shared, heads // repeats)
-    DO = head_of(DO, do_stride, pair, heads)
+    Q = tiles.head_of(Q, q_stride, pair, heads)
+    K = tiles.head_of(K, k_stride, shared, heads // repeats)
+    V = tiles.head_of(V, v_stride, shared, heads // repeats)
+    DO = tiles.head_of(DO, do_stride, pair, heads)
     KEYS += shared.to(tl.int64) * k_length
     STATS += pair.to(tl.int64) * q_length
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
     position = k_length - q_length + rows
-    first, first_column = None, None
-    seeing = inside
+    first, first_column, seeing = None, None, inside
     if FORM.spans:
         FIRST += (pair // heads).to(tl.int64) * first_stride
-        first = first_keys(FIRST, first_row, q_length, BLOCK_M)
+        first = tiles.first_keys(FIRST, first_row, q_length, BLOCK_M)
         first_column = first[:, None]
         seeing = first <= position
-    row_scale = load_vector(STATS + plane * SCALE, first_row, inside, BLOCK_M)
-    inv_m = load_vector(STATS + plane * INV_M, first_row, inside, BLOCK_M)
-    coef = load_vector(STATS + plane * COEF, first_row, inside, BLOCK_M)
-    shift = load_vector(STATS + plane * SHIFT, first_row, inside, BLOCK_M) if FORM.shifted else None
+    row_scale = tiles.load_vector(STATS + plane * SCALE, first_row, inside, BLOCK_M)
+    inv_m = tiles.load_vector(STATS + plane * INV_M, first_row, inside, BLOCK_M)
+    coef = tiles.load_vector(STATS + plane * COEF, first_row, inside, BLOCK_M)
+    shift = None
+    if FORM.shifted:
+        shift = tiles.load_vector(STATS + plane * SHIFT, first_row, inside, BLOCK_M)
     mean, dense, delta = tl.zeros_like(coef), tl.zeros_like(coef), tl.zeros_like(coef)
-    exponent = adaptive(count_of(first, position), p, alpha, train_length) - 1.0
+    exponent = tiles.adaptive(tiles.count_of(first, position), p, alpha, train_length) - 1.0
 
-    do = load_rows(DO, first_row, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+    do = tiles.load_rows(DO, first_row, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
     deltas = DELTA + pair.to(tl.int64) * q_length + rows
     SUMMED: tl.constexpr = FORM.centred and Q.dtype.element_ty == tl.float32
     if SUMMED and not FORM.sums:
         delta = tl.load(deltas, mask=inside, other=0.0)
     elif FORM.l1:
-        EXACT = head_of(EXACT, out_stride, pair, heads)
-        out = load_rows(EXACT, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+        EXACT = tiles.head_of(EXACT, out_stride, pair, heads)
+        out = tiles.load_rows(EXACT, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
         delta = _row_dots(do, out.to(do.dtype))
         if do.dtype != tl.float32:
             delta += tl.sum(do.to(tl.float32) * (out - out.to(do.dtype).to(tl.float32)), 1)
         if not SUMMED:
             tl.store(deltas, delta, mask=inside)
     if FORM.centred:
-        mean = load_vector(STATS + plane * MEAN, first_row, inside, BLOCK_M)
+        mean = tiles.load_vector(STATS + plane * MEAN, first_row, inside, BLOCK_M)
         if SUMMED:
             if not FORM.sums:
                 dense = tl.load(deltas + plane, mask=inside, other=0.0)
         else:
-            GUIDE = head_of(GUIDE, out_stride, pair, heads)
-            guide = load_rows(GUIDE, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+            GUIDE = tiles.head_of(GUIDE, out_stride, pair, heads)
+            guide = tiles.load_rows(GUIDE, first_row, out_stride, seeing, d_v, BLOCK_M, BLOCK_V)
             dense = tl.sum(do.to(tl.float32) * guide, 1)
-            dense *= load_vector(STATS + plane * DENSE, first_row, inside, BLOCK_M)
+            dense *= tiles.load_vector(STATS + plane * DENSE, first_row, inside, BLOCK_M)
             tl.store(deltas + plane, dense, mask=inside)
 
-    q = load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
-    lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
+    q = tiles.load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
+    lo, hi = tiles.key_range(first, position, k_length, first_row, q_length, BLOCK_M)
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
     begin = lo // BLOCK_N * BLOCK_N if FORM.spans else full
     if FORM.sums:
@@ -240,7 +214,7 @@ def dq_kernel(
                 first_column, position[:, None], begin if masked else 0, lo, hi if masked else full,
                 K, V, KEYS, k_stride, v_stride, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, masked,
             )  # fmt: skip
-        missed *= load_vector(STATS + plane * WEIGHT, first_row, inside, BLOCK_M)
+        missed *= tiles.load_vector(STATS + plane * WEIGHT, first_row, inside, BLOCK_M)
         missed = (delta + missed) - delta  # as rounded: E is that of the D which is subtracted
         dense = tl.where(total > 0, coef * (pull - missed * share) / total, 0.0)
         tl.store(deltas, delta + missed, mask=inside)
@@ -248,11 +222,11 @@ def dq_kernel(
     else:
         unit = tl.full([BLOCK_M], 1.0, tl.float32)
         if q.dtype == tl.float16:
-            bound = coef * tl.maximum(length(do) * tl.load(RANGE + 2 * shared), TINY)
+            bound = coef * tl.maximum(tiles.length(do) * tl.load(RANGE + 2 * shared), TINY)
             bound += tl.abs(dense)
-            bound *= slope_bound(mean + 1.0 / tl.maximum(inv_m, TINY), FORM.phi)
+            bound *= tiles.slope_bound(mean + 1.0 / tl.maximum(inv_m, TINY), FORM.phi)
             unit = tl.maximum(bound * tl.load(RANGE + 2 * shared + 1), TINY) / ROOM
-            norm = tl.maximum(length(q), NORM_EPS)
+            norm = tl.maximum(tiles.length(q), NORM_EPS)
             tl.store(deltas + 2 * plane, bound * row_scale * norm, mask=inside)
             tl.store(deltas + 3 * plane, norm, mask=inside)
             coef /= unit
@@ -266,9 +240,9 @@ def dq_kernel(
             )  # fmt: skip
         dq = acc * (row_scale * unit)[:, None]
         if FORM.cosine:
-            dq = through_norm(q, dq)
-        DQ = head_of(DQ, dq_stride, pair, heads)
-        store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
+            dq = tiles.through_norm(q, dq)
+        DQ = tiles.head_of(DQ, dq_stride, pair, heads)
+        tiles.store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -284,44 +258,43 @@ def _dkv_pass(
         rows = start + tl.arange(0, BLOCK_M)
         position = past + rows
         inside = rows < q_length
-        first, seen, seeing = None, None, inside
+        first, seeing = None, inside
         if FORM.spans:
-            first = first_keys(FIRST, start, q_length, BLOCK_M)
+            first = tiles.first_keys(FIRST, start, q_length, BLOCK_M)
             seeing = first <= position
             first = first[None, :]
-        if MASKED:
-            seen = is_seen(keys[:, None], first, position[None, :])
-        q = load_rows(Q, start, q_stride, seeing, d, BLOCK_M, BLOCK_D)
-        row_scale = load_vector(STATS + plane * SCALE, start, inside, BLOCK_M)
+        seen = tiles.is_seen(keys[:, None], first, position[None, :]) if MASKED else None
+        q = tiles.load_rows(Q, start, q_stride, seeing, d, BLOCK_M, BLOCK_D)
+        row_scale = tiles.load_vector(STATS + plane * SCALE, start, inside, BLOCK_M)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * row_scale[None, :]
         if FORM.cosine:
             s *= inv_k[:, None]
         if FORM.shifted:
-            s += load_vector(STATS + plane * SHIFT, start, inside, BLOCK_M)[None, :]
-        f, slope = activate(s, FORM.phi)
+            s += tiles.load_vector(STATS + plane * SHIFT, start, inside, BLOCK_M)[None, :]
+        f, slope = tiles.activate(s, FORM.phi)
         mean, inv_m, exponent, delta, dense = None, None, None, None, None
         if FORM.centred:
-            mean = load_vector(STATS + plane * MEAN, start, inside, BLOCK_M)[None, :]
+            mean = tiles.load_vector(STATS + plane * MEAN, start, inside, BLOCK_M)[None, :]
         if FORM.sharp:
-            inv_m = load_vector(STATS + plane * INV_M, start, inside, BLOCK_M)[None, :]
-            count = count_of(first, position[None, :])
-            exponent = adaptive(count, p, alpha, train_length) - 1.0
+            inv_m = tiles.load_vector(STATS + plane * INV_M, start, inside, BLOCK_M)[None, :]
+            count = tiles.count_of(first, position[None, :])
+            exponent = tiles.adaptive(count, p, alpha, train_length) - 1.0
         z, r = _weights(f, mean, inv_m, exponent, seen, FORM)
-        do = load_rows(DO, start, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
-        weight = load_vector(STATS + plane * WEIGHT, start, inside, BLOCK_M)
-        weight *= weight_unit(q.dtype)
+        do = tiles.load_rows(DO, start, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
+        weight = tiles.load_vector(STATS + plane * WEIGHT, start, inside, BLOCK_M)
+        weight *= tiles.weight_unit(q.dtype)
         w = (r * z if FORM.sharp else z) * weight[None, :]
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision=PRECISION)
         dw = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         row_scale *= inv_unit
-        coef = load_vector(STATS + plane * COEF, start, inside, BLOCK_M) * row_scale
+        coef = tiles.load_vector(STATS + plane * COEF, start, inside, BLOCK_M) * row_scale
         if FORM.l1:
-            delta = load_vector(DELTA, start, inside, BLOCK_M)[None, :]
+            delta = tiles.load_vector(DELTA, start, inside, BLOCK_M)[None, :]
         if FORM.centred:
-            dense = load_vector(DELTA + plane, start, inside, BLOCK_M) * row_scale
+            dense = tiles.load_vector(DELTA + plane, start, inside, BLOCK_M) * row_scale
             dense = dense[None, :]
         ds = _score_gradient(dw, z, r, slope, coef[None, :], delta, dense, seen, FORM)
-        dk = dot(ds, q, dk)
+        dk = tiles.dot(ds, q, dk)
     return dk, dv
 
 
@@ -353,13 +326,13 @@ def dkv_kernel(
         last = tl.load(LAST + batch * last_stride + keys, mask=inside, other=-1)
         wanted = last >= tl.maximum(keys - past, 0)  # what no row sees may be anything
         full = tl.max(last, 0) + 1
-    K = head_of(K, k_stride, shared, groups)
-    V = head_of(V, v_stride, shared, groups)
-    k = load_rows(K, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
-    v = load_rows(V, first_key, v_stride, wanted, d_v, BLOCK_N, BLOCK_V)
+    K = tiles.head_of(K, k_stride, shared, groups)
+    V = tiles.head_of(V, v_stride, shared, groups)
+    k = tiles.load_rows(K, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
+    v = tiles.load_rows(V, first_key, v_stride, wanted, d_v, BLOCK_N, BLOCK_V)
     inv_k = None
     if FORM.cosine:
-        inv_k = load_vector(KEYS + shared.to(tl.int64) * k_length, first_key, wanted, BLOCK_N)
+        inv_k = tiles.load_vector(KEYS + shared.to(tl.int64) * k_length, first_key, wanted, BLOCK_N)
 
     unit = 1.0
     if k.dtype == tl.float16:
@@ -374,15 +347,15 @@ def dkv_kernel(
             dk, dv = _dkv_pass(
                 k, v, inv_k, keys, 1.0 / unit, dk, dv,
                 full if clean else first, q_length if clean else full,
-                head_of(Q, q_stride, pair, heads), head_of(DO, do_stride, pair, heads), FIRST,
-                STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
+                tiles.head_of(Q, q_stride, pair, heads), tiles.head_of(DO, do_stride, pair, heads),
+                FIRST, STATS + rows, DELTA + rows, q_stride, do_stride, q_length, past, plane,
                 p, alpha, train_length, FORM, d, d_v, BLOCK_D, BLOCK_V, BLOCK_M, not clean,
             )  # fmt: skip
     dk *= unit
     if FORM.cosine:
-        dk = through_norm(k, dk * inv_k[:, None])  # type: ignore[index]
-    DK = head_of(DK, dk_stride, shared, groups)
-    store_rows(DK, dk, first_key, dk_stride, inside, d, BLOCK_N, BLOCK_D)
-    DV = head_of(DV, dv_stride, shared, groups)
-    dv /= weight_unit(k.dtype)
-    store_rows(DV, dv, first_key, dv_stride, inside, d_v, BLOCK_N, BLOCK_V)
+        dk = tiles.through_norm(k, dk * inv_k[:, None])  # type: ignore[index]
+    DK = tiles.head_of(DK, dk_stride, shared, groups)
+    tiles.store_rows(DK, dk, first_key, dk_stride, inside, d, BLOCK_N, BLOCK_D)
+    DV = tiles.head_of(DV, dv_stride, shared, groups)
+    dv /= tiles.weight_unit(k.dtype)
+    tiles.store_rows(DV, dv, first_key, dv_stride, inside, d_v, BLOCK_N, BLOCK_V)

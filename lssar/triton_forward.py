@@ -29,7 +29,7 @@ output before it is rounded. The backward subtracts nearly equal numbers: D and 
 row, all gradients of keys alike. With a rounded out and G, dq and dk in fp16 lost 3.5 times what
 eager loses on random input. With fp32 input the backward sums what it needs of G and H anew.
 
-FORM (`triton_form.py`) is what a kernel is compiled for. Its power is p where it is an integer and
+FORM (in `triton_op.py`) is what a kernel is compiled for. Its power is p where it is an integer and
 the same for all rows, 0 where p_i comes from p and alpha, and None without sharpening.
 
 Blocks of zero weights are not skipped. About 65 % of the weights are zero, but no block of 64x64,
@@ -40,34 +40,8 @@ Blocks of zero weights are not skipped. About 65 % of the weights are zero, but 
 import triton
 import triton.language as tl
 
-from lssar import reference
-from lssar.triton_math import (
-    COEF,
-    DENSE,
-    INV_M,
-    LN_2,
-    MEAN,
-    NORM_EPS,
-    SCALE,
-    SHIFT,
-    WEIGHT,
-    activate,
-    adaptive,
-    add,
-    count_of,
-    dot,
-    first_keys,
-    head_of,
-    is_seen,
-    key_range,
-    length,
-    load_rows,
-    load_vector,
-    power,
-    scores,
-    sign,
-    store_rows,
-)
+from lssar import reference, tiles
+from lssar.tiles import COEF, DENSE, INV_M, LN_2, MEAN, NORM_EPS, SCALE, SHIFT, WEIGHT
 
 PROBE = tl.constexpr(16)  # keys that set the pivot of the row sum; the smallest tile of tl.dot
 LOWEST = tl.constexpr(-1e30)  # below any score, and finite: its difference to itself is zero
@@ -86,15 +60,12 @@ def _mean_pass(
 
     Of exp, top is the largest score of each column, and f relative to it."""
     for begin in tl.range(start, hi, BLOCK_N):
-        inside = None
         keys = begin + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = is_seen(keys, lo, hi - 1)
-        k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
-        inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-        s = scores(q, k, row_scale, inv_k, shift)
-        if MASKED:
-            seen = is_seen(keys[None, :], first, position)
+        inside = tiles.is_seen(keys, lo, hi - 1) if MASKED else None
+        k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+        inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+        s = tiles.scores(q, k, row_scale, inv_k, shift)
+        seen = tiles.is_seen(keys[None, :], first, position) if MASKED else None
         if FORM.phi == "exp":
             if MASKED:
                 s = tl.where(seen, s, float("-inf"))
@@ -102,7 +73,7 @@ def _mean_pass(
             total = tl.where(s > top, total * e + 1.0, total + e)
             top = tl.maximum(top, s)
         else:
-            f, _ = activate(s, FORM.phi)
+            f, _ = tiles.activate(s, FORM.phi)
             if FORM.spans:  # the first tile in which a row sees something sets its pivot
                 least = tl.min(tl.where(seen, f, float("inf")), 1)
                 pivot = tl.where(pivot == float("inf"), least, pivot)
@@ -128,15 +99,12 @@ def _value_pass(
     Without a mean pass, top is the largest score so far of exp, and the sums relative to it; of any
     other activation the largest |w|."""
     for begin in tl.range(start, hi, BLOCK_N):
-        inside = None
         keys = begin + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = is_seen(keys, lo, hi - 1)
-        k = load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
-        inv_k = load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-        s = scores(q, k, row_scale, inv_k, shift)
-        if MASKED:
-            seen = is_seen(keys[None, :], first, position)
+        inside = tiles.is_seen(keys, lo, hi - 1) if MASKED else None
+        k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
+        inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
+        s = tiles.scores(q, k, row_scale, inv_k, shift)
+        seen = tiles.is_seen(keys[None, :], first, position) if MASKED else None
         if FORM.online:
             if MASKED:
                 s = tl.where(seen, s, float("-inf"))
@@ -147,7 +115,7 @@ def _value_pass(
             carry *= less
             acc *= less[:, None]
             s -= new[:, None]
-        z, _ = activate(s, FORM.phi)
+        z, _ = tiles.activate(s, FORM.phi)
         if FORM.centred:
             z -= mean[:, None]
         if FORM.sharp:
@@ -157,27 +125,27 @@ def _value_pass(
         if MASKED:
             z = tl.where(seen, z, 0.0)
         if FORM.sharp:
-            r = power(z, exponent[:, None], FORM.power - 1)
+            r = tiles.power(z, exponent[:, None], FORM.power - 1)
             r *= unit
             z = r * z
         else:
             z *= unit
         if FORM.l1:
             size = tl.abs(z) if FORM.signed else z
-            l, carry = add(l, carry, tl.sum(size, 1))
+            l, carry = tiles.add(l, carry, tl.sum(size, 1))
             if not (FORM.online or FORM.centred):
                 top = tl.maximum(top, tl.max(size, 1))
-        v = load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
-        acc = dot(z, v, acc)
+        v = tiles.load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
+        acc = tiles.dot(z, v, acc)
         if GUIDED:
             if FORM.sharp:
                 h += tl.sum(r, 1)
             else:
-                h += tl.sum(sign(z), 1) * unit
+                h += tl.sum(tiles.sign(z), 1) * unit
                 r = tl.zeros_like(z) + unit
                 if MASKED:
                     r = tl.where(seen, r, 0.0)
-            guide = dot(r, v, guide)
+            guide = tiles.dot(r, v, guide)
     return l, carry, h, top, acc, guide
 
 
@@ -194,33 +162,32 @@ def forward_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest start first
     pair = tl.program_id(1)
     shared = pair // repeats
-    Q = head_of(Q, q_stride, pair, heads)
-    K = head_of(K, k_stride, shared, heads // repeats)
-    V = head_of(V, v_stride, shared, heads // repeats)
+    Q = tiles.head_of(Q, q_stride, pair, heads)
+    K = tiles.head_of(K, k_stride, shared, heads // repeats)
+    V = tiles.head_of(V, v_stride, shared, heads // repeats)
     KEYS += shared.to(tl.int64) * k_length
 
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
     position = k_length - q_length + rows
-    first, first_column = None, None
-    seeing = inside
+    first, first_column, seeing = None, None, inside
     if FORM.spans:
         FIRST += (pair // heads).to(tl.int64) * first_stride
-        first = first_keys(FIRST, first_row, q_length, BLOCK_M)
+        first = tiles.first_keys(FIRST, first_row, q_length, BLOCK_M)
         first_column = first[:, None]
         seeing = first <= position
-    count = count_of(first, position)
-    q = load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
+    count = tiles.count_of(first, position)
+    q = tiles.load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
     zeros = tl.zeros([BLOCK_M], tl.float32)
     row_scale = zeros + scale
     if FORM.cosine:
-        row_scale = scale * tl.log2(count) / tl.maximum(length(q), NORM_EPS)
+        row_scale = scale * tl.log2(count) / tl.maximum(tiles.length(q), NORM_EPS)
     shift = None
     if FORM.biased:
         shift = bias * tl.log2(count) if FORM.log_n else zeros + bias
 
     # Every row of the block sees all keys before `full`, unless there are spans.
-    lo, hi = key_range(first, position, k_length, first_row, q_length, BLOCK_M)
+    lo, hi = tiles.key_range(first, position, k_length, first_row, q_length, BLOCK_M)
     full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
     begin = lo // BLOCK_N * BLOCK_N if FORM.spans else full  # tiles from here on need a mask
     mean, inv_m = zeros, zeros + 1.0
@@ -230,14 +197,12 @@ def forward_kernel(
         # and gives identical keys a mean equal to their f.
         pivot = zeros + float("inf")
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        top = total
-        if FORM.phi == "exp":
-            top = total + LOWEST
+        top = total + LOWEST if FORM.phi == "exp" else total
         if not FORM.spans and FORM.phi != "exp":
             probed = tl.arange(0, PROBE) < k_length
-            k = load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
-            inv_k = load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
-            f, _ = activate(scores(q, k, row_scale, inv_k, shift), FORM.phi)
+            k = tiles.load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
+            inv_k = tiles.load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
+            f, _ = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM.phi)
             f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
             pivot = tl.min(f, 1)
         for masked in tl.static_range(1 if FORM.spans else 0, 2):
@@ -260,14 +225,14 @@ def forward_kernel(
             mean = tl.where((count > 3) & (top == 0), 1.0, mean)
             top = tl.where(top == 0, 1.0, top)
         if FORM.sharp:
-            largest = row_scale * tl.maximum(length(q), NORM_EPS)  # score, in units of ln 2
+            largest = row_scale * tl.maximum(tiles.length(q), NORM_EPS)  # score, in units of ln 2
             if not FORM.cosine:
-                largest *= load_vector(KEYS, k_length - q_length + first_row, inside, BLOCK_M)
+                largest *= tiles.load_vector(KEYS, k_length - q_length + first_row, inside, BLOCK_M)
             mean = tl.where(top - mean <= top * FLAT * (4.0 + LN_2 * largest), 0.0, mean)
             top -= mean
         inv_m = tl.where(top > 0, 1.0 / top, 0.0)
 
-    exponent = adaptive(count, p, alpha, train_length) - 1.0
+    exponent = tiles.adaptive(count, p, alpha, train_length) - 1.0
     SUMMED: tl.constexpr = FORM.centred and Q.dtype.element_ty == tl.float32
     GUIDED: tl.constexpr = SAVE and FORM.centred and not SUMMED
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -286,8 +251,8 @@ def forward_kernel(
         divisor = tl.where(l > 0, l, 1.0)  # a row without weights gives zeros
         out = acc / divisor[:, None]
         inv_l = tl.where(l > 0, unit / divisor, 0.0)
-    OUT = head_of(OUT, out_stride, pair, heads)
-    store_rows(OUT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
+    OUT = tiles.head_of(OUT, out_stride, pair, heads)
+    tiles.store_rows(OUT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
     if SAVE:
         stats = STATS + pair.to(tl.int64) * q_length + rows
         coef = inv_l * inv_m
@@ -309,7 +274,7 @@ def forward_kernel(
             share = tl.where(count > 3, 1.0 / count, 0.0)
             if FORM.sharp:
                 # The mean is zero in the first three rows and in flat ones; these have p = 1.
-                exponent = adaptive(count, p, alpha, train_length)
+                exponent = tiles.adaptive(count, p, alpha, train_length)
                 coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
                 share = tl.where(mean > 0, share, 0.0)
             if GUIDED:
@@ -321,9 +286,9 @@ def forward_kernel(
         tl.store(stats + plane * INV_M, inv_m, mask=inside)
         tl.store(stats + plane * COEF, coef, mask=inside)
         if OUT.dtype.element_ty != tl.float32:
-            EXACT = head_of(EXACT, out_stride, pair, heads)
-            store_rows(EXACT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
+            EXACT = tiles.head_of(EXACT, out_stride, pair, heads)
+            tiles.store_rows(EXACT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
         if GUIDED:
-            GUIDE = head_of(GUIDE, out_stride, pair, heads)
+            GUIDE = tiles.head_of(GUIDE, out_stride, pair, heads)
             guide = guide - h[:, None] * out
-            store_rows(GUIDE, guide, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
+            tiles.store_rows(GUIDE, guide, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)

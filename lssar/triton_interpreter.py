@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 STEP = 8  # products that are summed before the accumulator is rounded
-TF32_BITS = 11
+TF32_BITS = 11  # significant ones
 
 
 def install() -> None:
@@ -42,14 +42,13 @@ def _multiply_add(x: np.ndarray, y: np.ndarray, total) -> np.ndarray:
 
 
 def _tf32_parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    top = _rounded(x, TF32_BITS)
-    return top, _rounded(x - top, TF32_BITS)
+    top = _rounded(x)
+    return top, _rounded(x - top)
 
 
-def _rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """x to `bits` significant bits."""
+def _rounded(x: np.ndarray) -> np.ndarray:
     fraction, exponent = np.frexp(x)
-    return np.ldexp(np.round(np.ldexp(fraction, bits)), exponent - bits)
+    return np.ldexp(np.round(np.ldexp(fraction, TF32_BITS)), exponent - TF32_BITS)
 
 
 def _numbers(tile: TensorHandle) -> np.ndarray:

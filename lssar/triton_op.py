@@ -10,9 +10,8 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import torch
@@ -21,13 +20,12 @@ from torch import Tensor
 from lssar import fused
 from lssar.cache import ensure_writable
 from lssar.errors import UserError
-from lssar.fused import COSINE, RECENTRE, RECENTRE_L1, Settings, readable, room_like
-from lssar.mechanisms import Mechanism
+from lssar.fused import COSINE, L1, LOG_N, PHI, RECENTRE, RECENTRE_L1, Settings, readable, room_like
+from lssar.mechanisms import SIGNED, Mechanism
 from lssar.reference import UNSHIFTED_ROWS
 from lssar.spans import Span, without_unseen
-from lssar.triton_form import Form, form_of
 
-ROW_STATISTICS = 7  # planes of the saved row statistics; named in triton_math
+ROW_STATISTICS = 7  # planes of the saved row statistics; named in `tiles.py`
 MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
 MOST_STATISTICS = 2**31 // ROW_STATISTICS - 1  # rows of all heads: places have 32 bits
 
@@ -55,11 +53,7 @@ CONFIGS = {
 }
 # A few query rows at the end of a long cache: the smallest row block that tl.dot has.
 DECODE_ROWS = 16
-DECODE_CONFIGS = {
-    "forward": [(16, 32, 4, 3)],
-    "dq": [(16, 32, 4, 2)],
-    "dkv": [(16, 32, 4, 2)],
-}
+DECODE_CONFIGS = {"forward": [(16, 32, 4, 3)], "dq": [(16, 32, 4, 2)], "dkv": [(16, 32, 4, 2)]}
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -85,9 +79,7 @@ def _broken() -> str | None:
     return None
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, m: Mechanism, params: Tensor | None, span: Span
-) -> Tensor:
+def attend(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     """Any mechanism that `fused.unfused` lets through."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -107,7 +99,7 @@ def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
     return outside or (dtype == torch.float16 and m.norm != "l1")
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settings) -> Tensor:
+def _run(q, k, v, first: Tensor | None, settings: Settings, save: bool) -> Tensor:
     batch, heads, rows, _ = q.shape
     most = min(MOST_HEADS // heads, MOST_STATISTICS // max(1, heads * rows))  # sequences at once
     if most == 0:
@@ -116,8 +108,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settin
     if batch > most:
         firsts = first.split(most) if first is not None and len(first) > 1 else repeat(first)
         parts = zip(q.split(most), k.split(most), v.split(most), firsts, strict=False)
-        return torch.cat([_run(*part, settings) for part in parts])
-    save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return torch.cat([_run(*part, settings, save) for part in parts])
     out = _forward(q, k, v, first, *settings, save)[0]
     if settings.flags & RECENTRE and not settings.flags & RECENTRE_L1:
         out = out - _mean_value(v, first, settings.window, q)
@@ -127,10 +118,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, settings: Settin
 def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tensor:
     """What re-centring takes off the output: the mean of the values that each row sees."""
     span = Span(first, window or None)
-    queries, keys = q.shape[2], v.shape[2]
-    counts = span.counts(queries, keys, q.device).unsqueeze(-1)  # (1 or B, 1, Lq, 1)
-    end = torch.arange(keys - queries + 1, keys + 1, device=q.device)
-    first = span.firsts(queries, keys, q.device)
+    counts, first = span.counts(q, v), span.firsts(q, v)
+    end = torch.arange(v.shape[2] - q.shape[2] + 1, v.shape[2] + 1, device=q.device)
     if first is not None:
         v = without_unseen(v, first)
     sums = torch.nn.functional.pad(v.double().cumsum(2), (0, 0, 1, 0))
@@ -142,39 +131,92 @@ def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tens
     return mean.to(q.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
+# --- what a kernel is compiled for ---------------------------------------------------------------
+
+MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for, besides its tiles."""
+
+    phi: str
+    power: int | None = None  # None: not sharpened; 0: a real p, or one for each row
+    cosine: bool = False
+    l1: bool = True
+    recentre: bool = False  # subtract the mean and normalise again
+    bias: bool = False
+    log_n: bool = False  # the bias is a multiple of log N
+    spans: bool = False
+    sums: bool = False  # dq computes D and E alone, for a second launch to take
+
+    @property
+    def sharp(self) -> bool:
+        return self.power is not None
+
+    @property
+    def centred(self) -> bool:
+        """The row's mean is subtracted, and the backward has a term for it."""
+        return self.sharp or self.recentre
+
+    @property
+    def signed(self) -> bool:
+        return self.recentre or self.phi in SIGNED
+
+    @property
+    def online(self) -> bool:
+        """exp relative to the largest score so far."""
+        return self.phi == "exp" and self.l1 and not self.centred
+
+    @property
+    def biased(self) -> bool:
+        return (self.bias or self.log_n) and not (self.phi == "exp" and self.l1)
+
+    @property
+    def shifted(self) -> bool:
+        """The backward adds something to a row's scores."""
+        return self.biased or (self.phi == "exp" and self.l1)
+
+
+def form_of(s: Settings, keys: int, spans: bool) -> Form:
+    power = None
+    if s.p:
+        adaptive = s.alpha != 0 and keys > s.train_length
+        whole = not adaptive and s.p == int(s.p) and s.p <= MAX_INTEGER_P
+        power = int(s.p) if whole else 0
+    return Form(
+        phi=PHI[s.phi],
+        power=power,
+        cosine=bool(s.flags & COSINE),
+        l1=bool(s.flags & L1),
+        recentre=bool(s.flags & RECENTRE_L1),
+        bias=s.bias != 0,
+        log_n=bool(s.flags & LOG_N),
+        spans=spans,
+    )
+
+
 # --- the operators -------------------------------------------------------------------------------
 
 
-def _compute_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor | None,
-    window: int,
-    phi: int,
-    flags: int,
-    p: float,
-    alpha: float,
-    bias: float,
-    train_length: int,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _compute_forward(q, k, v, first, *settings_and_save):
     """The output, and for the backward: it unrounded, the guide, row and key statistics."""
-    s = Settings(window, phi, flags, p, alpha, bias, train_length)
-    out, exact, guide, stats, keys = _forward_outputs(q, k, v, first, *s, save)
+    *settings, save = settings_and_save
+    s = Settings(*settings)
+    out, exact, guide, stats, keys = _forward_outputs(q, k, v, first, *settings_and_save)
     q, k, v = readable(q), readable(k), readable(v)
     if keys.numel():
         torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=keys)
-        if flags & COSINE:
+        if s.flags & COSINE:
             keys.clamp_(min=1e-12).reciprocal_()
         else:
             keys.copy_(keys.nan_to_num(nan=0.0).cummax(-1).values)
     if out.numel():
-        first, first_stride, *_ = _spans(first, window, q, k)
+        first, first_stride, *_ = _spans(first, s.window, q, k)
         form = form_of(s, k.shape[2], first is not None)
         d, base_2 = q.shape[3], 1.0 if form.phi in ("exp", "sigmoid", "softplus") else math.log(2)
         scale = math.log(d) * base_2 if form.cosine else base_2 / math.sqrt(d) / math.log(2)
-        bias = -base_2 if form.log_n else bias * base_2 / math.log(2)
+        bias = -base_2 if form.log_n else s.bias * base_2 / math.log(2)
         tensors = [q, k, v, keys, first, out, exact, guide, stats]
         strides = [*(x.stride()[:3] for x in (q, k, v, out)), first_stride]
         numbers = [scale, bias, _sum_unit(form, q, k)]
@@ -209,31 +251,14 @@ def _forward_outputs(q, k, v, first, *settings_and_save):
     return room_like(q, v.shape[3]), exact, guide, stats, keys
 
 
-def _compute_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor | None,
-    exact: Tensor,
-    guide: Tensor,
-    stats: Tensor,
-    keys: Tensor,
-    window: int,
-    phi: int,
-    flags: int,
-    p: float,
-    alpha: float,
-    bias: float,
-    train_length: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_backward(grad, q, k, v, first, exact, guide, stats, keys, *settings):
     """Gradients of q, k, v from the one of the output, which is `exact` in fp32."""
-    s = Settings(window, phi, flags, p, alpha, bias, train_length)
-    dq, dk, dv = room_like(q), room_like(k), room_like(v)
+    s = Settings(*settings)
+    dq, dk, dv = fused.room_for_gradients(grad, q, k, v)
     if not exact.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, grad = (readable(x) for x in (q, k, v, grad))
-    first, first_stride, last, last_stride = _spans(first, window, q, k)
+    first, first_stride, last, last_stride = _spans(first, s.window, q, k)
     form = form_of(s, k.shape[2], first is not None)
     half = q.dtype == torch.float16  # its few exponents: scores' gradients are kept near one
     delta = stats.new_empty((4 if half else 2, *stats.shape[1:]))  # D and E of every row
@@ -263,54 +288,21 @@ def _sizes(v: Tensor, keys: Tensor, last: Tensor | None, queries: int, form: For
     return torch.stack([largest.amax(-1), smallest.amin(-1)], -1)
 
 
-def _backward_outputs(grad, q, k, v, *_):
-    return room_like(q), room_like(k), room_like(v)
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, first, *ctx.settings, save = inputs
-    out, exact, *rest = output
-    ctx.set_materialize_grads(False)
-    saved = (out if q.dtype == torch.float32 else exact, *rest) if save else ()
-    ctx.save_for_backward(q, k, v, first, *saved)
-
-
-def _autograd(ctx, grad, *_):
-    grads = (None, None, None)
-    if grad is not None:
-        grads = _backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, *[None] * (len(Settings._fields) + 1)
-
-
-def _operator(name: str, compute: Callable, outputs: Callable, **autograd: Callable) -> Callable:
-    """An operator of torch; every exported checkpoint brings a copy of this file, and the first
-    one that is imported registers."""
-    if not hasattr(torch.ops.lssa, name):
-        operator = torch.library.custom_op(f"lssa::{name}", compute, mutates_args=())
-        operator.register_fake(outputs)
-        if autograd:
-            operator.register_autograd(_autograd, **autograd)
-    return getattr(torch.ops.lssa, name)
-
-
-# torch.compile's cache on disk knows an operator by its name: the name changes with what is saved.
-_forward = _operator(
-    "triton_forward_v3", _compute_forward, _forward_outputs, setup_context=_setup_context
-)
-_backward = _operator("triton_backward_v3", _compute_backward, _backward_outputs)
+_forward, _ = fused.operators(
+    "lssa::triton_{}_v3", None, _compute_forward, _forward_outputs, 5,
+    lambda q, out, exact, *rest: (out if q.dtype == torch.float32 else exact, *rest),
+    "exact guide stats keys", _compute_backward,
+)  # fmt: skip
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):
     """The first key that each row sees and the last row that sees each key, with their strides
     over the batch; None where every row sees all keys up to its own."""
-    if first is None and not window:
+    first = Span(first, window or None).firsts(q, k)
+    if first is None:
         return None, 0, None, 0
     queries, keys = q.shape[2], k.shape[2]
     rows = torch.arange(queries, device=q.device)
-    if window:
-        oldest = (rows + (keys - queries - window + 1)).clamp(min=0)[None]
-        first = oldest if first is None else torch.maximum(first, oldest)
-    assert first is not None  # as there is a window, or the first keys were given
     last = first.new_full((len(first), keys + 1), -1)
     last = last.scatter_reduce(1, first, rows.expand_as(first), "amax").cummax(1).values
     several = len(first) > 1
@@ -323,8 +315,7 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
     (batch, heads, rows, d), (groups, keys), d_v = q.shape, k.shape[1:3], v.shape[3]
     block_d, block_v = padded(d), padded(d_v)
     side, programs = ("BLOCK_N", groups) if name == "dkv" else ("BLOCK_M", heads)
-    wide = max(block_d, block_v)
-    kernel, fixed = _kernel(name, wide, q.element_size(), rows <= DECODE_ROWS)
+    kernel, fixed = _kernel(name, max(block_d, block_v), q.element_size(), rows <= DECODE_ROWS)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         kernel[lambda meta: (-(-blocked // meta[side]), batch * programs)](
             *tensors, *strides, heads, heads // groups, rows, keys, batch * heads * rows,
@@ -340,18 +331,12 @@ def padded(d: int) -> int:
 
 def kernel_function(name: str):
     """The Triton function "forward", "dq" or "dkv"."""
-    _ensure_cache()
+    # Triton keeps what it compiles below the home folder, and fails where that cannot be.
+    home, kept = os.environ.get("TRITON_HOME") or "~", "Triton's compiled kernels"
+    ensure_writable("TRITON_CACHE_DIR", f"{home}/.triton/cache", "triton", kept)
     from lssar import triton_backward, triton_forward
 
     return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
-
-
-@functools.cache
-def _ensure_cache() -> None:
-    """Triton keeps what it compiles below the home folder, and fails where that cannot be."""
-    home = os.environ.get("TRITON_HOME") or "~"
-    default = f"{home}/.triton/cache"
-    ensure_writable("TRITON_CACHE_DIR", default, "triton", "Triton's compiled kernels")
 
 
 @functools.cache

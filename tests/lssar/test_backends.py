@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lssar.backends import BACKENDS, Call, Computes, attend, choose_backend, used_backend
+from lssar.backends import BACKENDS, Backend, Call, attend, choose_backend, used_backend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism
 from lssar.reference import attention_weights
@@ -104,7 +104,7 @@ def test_only_probabilities_can_be_re_weighted(parts):
 
 def test_a_backend_computes_only_the_default_of_what_it_does_not_name():
     call = Call("cpu", torch.float32, 100, 8)
-    silent = Computes()
+    silent = Backend(attend, parts={})
     assert silent.refuses(MECHANISMS["softmax"], call) is None
     refused = {name for name, m in MECHANISMS.items() if silent.refuses(m, call)}
     assert refused == set(MECHANISMS) - {"softmax"}

@@ -138,6 +138,21 @@ def test_decay_sinks_and_spans_equal_eager_with_gradients(
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("decays", [False, True])
+def test_blocks_whose_rows_are_all_padding_equal_eager(name, decays, small_blocks):
+    """Such a block has fewer keys than rows."""
+    q, k, v = torch.randn(3, 2, 2, 60, 12, dtype=torch.float64).unbind()
+    decay = -torch.rand(2, 2, 60, dtype=torch.float64) if decays else None
+    first = torch.tensor([[41], [7]]).expand(2, 60)
+    got, expected = (
+        attend(q, k, v, name, first=first, decay=decay, backend=backend)
+        for backend in ("rowblock", "eager")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+    assert not got[0, :, :41].any()
+
+
 @pytest.mark.parametrize("name", ["lssar", "softmax-recentred-l1", "stick-breaking", "decay"])
 def test_nothing_of_size_length_squared_exists(name, monkeypatch):
     length, d = 1024, 16

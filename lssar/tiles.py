@@ -115,10 +115,7 @@ def power(z, exponent, INTEGER: tl.constexpr):
         square = z
         for bit in tl.static_range(0, 6):
             if (INTEGER >> bit) & 1:
-                if INTEGER & ((1 << bit) - 1):  # noqa: SIM108 - decided while compiling
-                    r = r * square
-                else:
-                    r = square
+                r = r * square if INTEGER & ((1 << bit) - 1) else square
             if INTEGER >> (bit + 1):
                 square = square * square
     return r
@@ -220,11 +217,7 @@ def load_rows(
 def load_vector(X, start, inside, BLOCK: tl.constexpr):
     """X[start : start + BLOCK], zeros where not `inside`; None: everywhere."""
     places = X + start + tl.arange(0, BLOCK)
-    if inside is not None:  # noqa: SIM108 - decided while compiling
-        x = tl.load(places, mask=inside, other=0.0)
-    else:
-        x = tl.load(places)
-    return x
+    return tl.load(places) if inside is None else tl.load(places, mask=inside, other=0.0)
 
 
 @triton.jit
