@@ -106,8 +106,8 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
             name = m.config._attn_implementation
             if name in REGISTERED:
                 scales = any(hasattr(layer, HEAD_SCALE) for layer in m.modules())
-                values = vars(REGISTERED[name]).items()
-                changed = {key: value for key, value in values if value != DEFAULTS[key]}
+                parts = vars(REGISTERED[name]).items()
+                changed = {key: value for key, value in parts if value != DEFAULTS[key]}
                 record = {"name": name, "mechanism": changed}
                 setattr(m.config, FIELD, record | ({"head_scales": True} if scales else {}))
                 # Without this library, transformers refuses a name that it does not know.
