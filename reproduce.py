@@ -30,7 +30,7 @@ from training.hours import DEVICES, planned_device
 
 def parse_arguments(argv: list[str]) -> Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("tables", nargs="+", metavar="TABLE")
+    parser.add_argument("tables", nargs="*", metavar="TABLE")
     parser.add_argument("--scale", choices=tuple(SCALES), default="nano")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--tables-only", action="store_true")
@@ -43,7 +43,9 @@ def parse_arguments(argv: list[str]) -> Namespace:
     if arguments.gpu and not SCALES[arguments.scale].gpus:
         place = f"--scale {arguments.scale} is for a CPU"
         raise UserError(f"--gpu {arguments.gpu}: {place}; leave it out")
-    names, tables = arguments.tables, all_tables(arguments.scale)
+    names, tables = arguments.tables or ["all"] * arguments.plan, all_tables(arguments.scale)
+    if not names:
+        raise UserError(f"name a table ({', '.join(tables)}), or all; --plan shows the cost first")
     for name in (name for name in names if name not in ("all", *tables)):
         wrong, guess = f"unknown table {name!r}", did_you_mean(name, ["all", *tables])
         if elsewhere := [scale for scale in SCALES if name in all_tables(scale)]:
@@ -101,8 +103,10 @@ def main(argv: list[str]) -> int | None:
 def refuse_to_start(arguments: Namespace, needed: int) -> None:
     here = torch.cuda.device_count()
     if here < needed:
-        options = "--gpus N for fewer, --plan to see what it takes, --scale nano for this machine"
-        trains = f"--scale {arguments.scale} trains on {needed} GPUs and {here} are here"
+        fewer = "--gpus N for fewer, " if needed > 1 else ""
+        options = f"{fewer}--plan to see what it takes, --scale nano for this machine"
+        gpus = "a GPU and none is" if needed == 1 else f"{needed} GPUs and {here} are"
+        trains = f"--scale {arguments.scale} trains on {gpus} here"
         raise UserError(f"{trains}; {options}")
     if revision().endswith("+") and not arguments.allow_dirty:
         dirty = "the code has uncommitted changes, so the results would be of no commit"

@@ -22,6 +22,7 @@ import sys
 import time
 from argparse import Namespace
 
+from lssar.errors import UserError
 from support.command import Parser, answer_early, out_of_memory, positive, run
 from training.config import Config, load_config, read_config
 from training.hours import DEVICES
@@ -37,6 +38,8 @@ def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--gpu", choices=tuple(DEVICES), help="for --dry-run")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     arguments, overrides = parser.parse_known_args(argv)
+    if arguments.gpu and not (arguments.dry_run and arguments.device in ("auto", "cuda")):
+        raise UserError(f"--gpu {arguments.gpu} is for the --dry-run of a GPU; leave it out")
     read_config(arguments.config, overrides)  # raises for a name that does not exist
     return arguments, overrides
 
@@ -52,7 +55,6 @@ from data.identity import identity, resumed
 from data.loader import Batches
 from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
-from lssar.errors import UserError
 from support.files import first_line, lookup
 from training import checkpoint, distributed, estimate
 from training.distributed import StopSignal, World
@@ -112,7 +114,9 @@ def train(run: "Run", stop: StopSignal) -> int:
     while progress.step < config.train.steps:
         run.optimiser_step()
         if progress.step == started + 1:
-            run.log.say(f"attention  computed by backend {used_backend(config.mechanism())}")
+            layers = config.model_config().all_layers
+            used = dict.fromkeys(str(used_backend(layer.attention)) for layer in layers)
+            run.log.say(f"attention  computed by backend {', '.join(used)}")
 
         # Once in a while: report, validate, sample, save.
         finished = progress.step == config.train.steps

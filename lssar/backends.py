@@ -200,21 +200,21 @@ def _chosen(name: str, m: Mechanism, call: Call) -> Backend:
         )
     elif reason := BACKENDS[name].refuses(m, call) or BACKENDS[name].missing():
         raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
-    _record(m.name, name)
+    _record(m.name, m.window, name)
     return BACKENDS[name]
 
 
-_used: dict[str, str] = {}
+_used: dict[tuple[str, int | None], str] = {}
 
 
 @_constant  # in a compiled graph the choice is made while tracing
-def _record(mechanism: str, backend: str) -> None:
-    _used[mechanism] = backend
+def _record(mechanism: str, window: int | None, backend: str) -> None:
+    _used[mechanism, window] = backend
 
 
 def used_backend(m: Mechanism) -> str | None:
-    """The backend that the latest call of the mechanism in this process took."""
-    return _used.get(m.name)
+    """The backend that the latest call of the mechanism, with its window, in this process took."""
+    return _used.get((m.name, m.window))
 
 
 # --- the backends --------------------------------------------------------------------------------

@@ -140,6 +140,6 @@ def room_lines(costs: dict[str, Cost | None], data: float, device: Device | None
     if device and left:
         memory = max(c.memory for c in left) / GIB
         short = "" if memory < device.memory else "; too little: lower train.micro_batch"
-        there = f"{device.memory} GiB of one {device.name}"
+        there = f"{device.memory:g} GiB of one {device.name}"
         lines.append(f"memory      at most {memory:,.1f} of the {there}{short}")
     return [*lines, f"disk        {disk_line(sum(c.disk for c in left), data)}"]

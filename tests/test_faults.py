@@ -36,10 +36,17 @@ from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from lssar.reference import attention_weights
-from model import MEANING
+from model import GPT, MEANING
 from physics.simulate import in_processes
 from support.files import checked_line, read_line, read_text, seal, unseal, write_json
-from training.checkpoint import CheckpointInfo, Store, load_model, read_description, read_trainer
+from training.checkpoint import (
+    CheckpointInfo,
+    Store,
+    initial_state,
+    load_model,
+    read_description,
+    read_trainer,
+)
 from training.config import load_config
 from training.run_log import read_metrics
 
@@ -287,6 +294,22 @@ def test_a_fifo_in_place_of_a_file_is_refused_and_waits_for_nobody(tmp_path, nam
     with pytest.raises(UserError) as refused:
         read((tmp_path / name).parent)
     assert Path(name).name in str(refused.value) and "regular file" in str(refused.value)
+
+
+def test_whoever_may_read_one_file_of_a_checkpoint_may_read_all(tmp_path):
+    path = write_checkpoint(tmp_path / "run", tiny_model())
+    modes = {file.name: file.stat().st_mode & 0o777 for file in Path(path).iterdir()}
+    assert len(modes) > 1 and len(set(modes.values())) == 1, modes
+
+
+def test_a_trainers_state_that_lacks_something_is_passed_over(tmp_path, capsys):
+    config = load_config("nano-softmax", [f"--log.directory={tmp_path}", "--log.name=x"])
+    store, model = Store(config.run_directory), GPT(config.model_config())
+    state = {"config": config.to_toml(), "progress": {"step": 1}}
+    store.save(model, CheckpointInfo("x", 1, 128), state, keep=2, best=False)
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be read"):
+        initial_state(config, store, resume=True)
+    assert "trainer.pt lacks data, machine" in capsys.readouterr().err
 
 
 def test_a_pointer_that_is_a_fifo_is_no_pointer(tmp_path):

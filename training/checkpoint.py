@@ -65,6 +65,8 @@ def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
     description["files"] = {file.name: files.sha256_of(file) for file in there}
     text = json.dumps(files.seal(description), indent=1) + "\n"
     (directory / DESCRIPTION).write_text(text, encoding="utf-8")
+    # safetensors writes a file that its owner alone can read.
+    shutil.copymode(directory / DESCRIPTION, directory / WEIGHTS)
 
 
 def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
@@ -245,6 +247,8 @@ def initial_state(config: Config, store: Store, resume: bool) -> tuple:
             state = read_trainer(path)
             state["config"] = saved = parse_config(state["config"], str(path))
             progress = Progress(**state["progress"])
+            if missing := {"data", "machine"} - state.keys():
+                raise UserError(f"{TRAINER} lacks {', '.join(sorted(missing))}")
         except (UserError, KeyError, TypeError) as error:
             print(f"warning: passing over {path}: {error}", file=sys.stderr)
             continue

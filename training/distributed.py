@@ -117,9 +117,14 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def product_type(device: str, precision: str) -> torch.dtype:
-    """What products are computed in; "auto": bfloat16 on a GPU only."""
-    bf16 = precision == "bf16" or (precision == "auto" and device == "cuda")
+    """What products are computed in; "auto": bfloat16 on a GPU that has it, else float32."""
+    bf16 = precision == "bf16" or (precision == "auto" and device == "cuda" and not _old_gpu())
     return torch.bfloat16 if bf16 else torch.float32
+
+
+def _old_gpu() -> bool:
+    """Whether the GPU that is here has no bfloat16 (V100, T4); a planned one has it."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

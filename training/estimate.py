@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from data.loader import Batches
-from lssar.backends import Call, choose_backend
+from lssar.backends import BACKENDS, Call, choose_backend
 from lssar.errors import UserError
+from lssar.mechanisms import Mechanism
 from lssar.reference import resolve
 from model import ModelConfig
 from training.config import Config
@@ -112,6 +113,12 @@ def disk_line(checkpoints: float, data: float = 0) -> str:
 
 
 CARDS = (24, 40, 80)  # GB of common GPUs
+REMEDIES = {  # where one sequence is too much, by what takes most of the memory
+    "state": "lower model.width or model.layers",
+    "activations": "lower train.length, model.width or model.layers",
+    "attention maps": "leave attention.backend at auto, or lower train.length",
+    "head": "lower train.length or model.vocab_rows",
+}
 ROOM = 0.9  # of the free memory that an estimate may fill
 
 
@@ -156,16 +163,21 @@ def choose_micro_batch(config: Config, world: World, before: int, say: Callable)
 
 def on_cards(config: Config, world_size: int) -> str:
     """What fits common GPUs, and what to do where it does not."""
-    asked, parts = config.train.micro_batch, []
+    asked, parts, none = config.train.micro_batch, [], ""
     for card in CARDS:
-        fitted = fit(config, world_size, card * GIB, "cuda")
-        what = "too small; lower train.length, model.width or model.layers"
+        # Driver and context take a part of what the card is sold with.
+        fitted = fit(config, world_size, (card - 1) * GIB, "cuda")
+        what = "too small"
         if fitted is not None and (asked == "auto" or asked <= fitted.micro_batch):
             what = f"micro-batch {'' if asked == 'auto' else 'up to '}{fitted.micro_batch}"
         elif fitted is not None:
             what = f"too small; --train.micro_batch={fitted.micro_batch} or auto"
+        else:
+            one = config.with_micro_batch(1)
+            memory = estimate(one, planned_backends(one, "cuda")).memory
+            none = f"; {REMEDIES[max(memory, key=memory.get)]}"
         parts.append(f"{card} GB: {what}")
-    return ", ".join(parts)
+    return ", ".join(parts) + none
 
 
 def refuse_too_large(config: Config, device: torch.device) -> None:
@@ -181,19 +193,31 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
         raise UserError(f"a model of {takes}, this machine has {there / GIB:,.0f}; {remedy}")
 
 
-def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:
-    """The attention backend of each layer in training; `everywhere`: as if all were installed."""
+def attention_calls(config: Config, device: str) -> Iterator[tuple[Mechanism, Call]]:
+    """What training asks of the attention in each layer."""
     m, t = config.model_config(), config.train
-    if config.attention.backend != "auto":
-        return [config.attention.backend] * m.layers
-    entries, backends = config.micro_batch * m.heads * t.length**2, []
-    dtype = product_type(device, t.precision)
-    call = Call(device, dtype, entries, m.head_dim, compiled=t.compile)
+    entries = config.micro_batch * m.heads * t.length**2
+    call = Call(device, product_type(device, t.precision), entries, m.head_dim, compiled=t.compile)
     for attention, positions in m.all_layers:
         spans = m.documents or (attention.window or t.length) < t.length
         here = replace(call, spans=spans, decays=positions in ("alibi", "fox"))
-        backends.append(choose_backend(resolve(attention, t.length), here, everywhere=everywhere))
-    return backends
+        yield resolve(attention, t.length), here
+
+
+def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:
+    """The attention backend of each layer in training; `everywhere`: as if all were installed."""
+    if config.attention.backend != "auto":
+        return [config.attention.backend] * config.model_config().layers
+    calls = attention_calls(config, device)
+    return [choose_backend(m, call, everywhere=everywhere) for m, call in calls]
+
+
+def refuse_backend(config: Config, device: str) -> None:
+    """What the first step would be refused for."""
+    name = config.attention.backend
+    for m, call in attention_calls(config, device) if name != "auto" else ():
+        if reason := BACKENDS[name].refuses(m, call):
+            raise UserError(f"attention.backend = {name!r} cannot compute this: {reason}")
 
 
 def described_layers(m: ModelConfig) -> str:
@@ -214,17 +238,19 @@ def summary(config: Config, processes: int, device: str, planned=False, gpu=None
     """What a run prints before its first step; `planned`: for a device that need not be here,
     a GPU of the kind `gpu` where it is one."""
     plan = batch_plan(config, processes)
-    backends = planned_backends(config, device, everywhere=planned)
+    # A planned GPU need not be this machine's, a CPU is.
+    backends = planned_backends(config, device, everywhere=planned and device == "cuda")
     e, t, m = estimate(config, backends, device), config.train, config.model_config()
     chosen = ", ".join(dict.fromkeys(backends))
     plans = f", planned for {device}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
+    ranks = "1 process" if processes == 1 else f"{processes} processes"
     hours = f" = {hours_line(config, backends, e, processes, gpu)}" if device == "cuda" else ""
     return [
         f"model      {m.layers} layers, {m.heads} heads, width {m.width}: "
         f"{e.parameters:,} parameters",
         f"attention  {described_layers(m)}{plans}",
-        f"batch      {t.batch_tokens:,} tokens per step = {processes} processes x "
+        f"batch      {t.batch_tokens:,} tokens per step = {ranks} x "
         f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
         f"{t.warmup} warm-up",
@@ -244,6 +270,9 @@ def hours_line(config: Config, backends: list[str], e: Estimate, processes: int,
 def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None) -> list[str]:
     """The summary for a device that need not be here (a GPU if "auto"), the disk and the data."""
     device = "cuda" if device == "auto" else device
+    refuse_backend(
+        config if config.train.micro_batch != "auto" else config.with_micro_batch(1), device
+    )
     t, cards, on_gpu = config.train, on_cards(config, world_size), device == "cuda"
     if t.micro_batch == "auto":
         free = planned_device(gpu).memory * GIB if on_gpu else free_memory(torch.device(device))
@@ -253,7 +282,8 @@ def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None
     lines += [f"GPUs       {cards}", f"disk       {disk_line(checkpoint_bytes(config, e))}"]
     directory = Path(config.data.directory)
     if not directory.exists():
-        return [*lines, f"data       {directory} is not there yet"]
+        command = config.data_ends()["command"]
+        return [*lines, f"data       {directory} is not there yet; {command} makes it"]
     data = Batches(config, batch_plan(config, world_size))
     tokens, validation = data.train_set.total_tokens, data.val_set.total_tokens
     found = f"{tokens:,} training tokens ({t.steps * t.batch_tokens / tokens:.3f} epochs)"

@@ -128,6 +128,13 @@ def test_every_table_has_a_script_that_says_what_it_reproduces(name):
         assert all_tables("paper")[called].script == all_tables("paper")[name].script
 
 
+def test_without_a_table_the_plan_is_of_all_and_nothing_else_starts():
+    tables = reproduce.parse_arguments(["--plan", "--scale", "single"]).tables
+    assert tables == reproduce.parse_arguments(["all", "--scale", "single"]).tables
+    with pytest.raises(UserError, match=r"name a table \(headline, .*\), or all; --plan shows"):
+        reproduce.parse_arguments([])
+
+
 def test_an_unknown_table_is_named_with_a_suggestion():
     with pytest.raises(UserError, match="unknown table 'actvations'; did you mean 'activations'"):
         reproduce.main(["actvations"])
@@ -143,11 +150,17 @@ def test_a_number_that_is_none_is_one_clear_line(option):
         reproduce.main(["headline", option])
 
 
-@pytest.mark.parametrize("scale, gpus", [("paper", 8), ("single", 1)])
-def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch, scale, gpus):
+@pytest.mark.parametrize(
+    "scale, said",
+    [
+        ("paper", "8 GPUs and 0 are here; --gpus N"),
+        ("single", "a GPU and none is here; --plan"),
+    ],
+)
+def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch, scale, said):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(reproduce.torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match=f"trains on {gpus} GPUs? and 0 are here"):
+    with pytest.raises(UserError, match=f"--scale {scale} trains on {said}"):
         reproduce.main(["decomposition", "--scale", scale])
 
 

@@ -3,17 +3,20 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from train_helpers import ROOT, arguments, environment, losses, train_here, weights
 
+from lssar.backends import BACKENDS
 from lssar.errors import UserError
 from model import GPT
 from training import estimate
 from training.checkpoint import find, read_trainer
 from training.config import load_config, parse_config
+from training.distributed import product_type
 from training.estimate import CARDS, GIB, batch_plan, fit, planned_backends
 
 GPT2 = "gpt2-124m-softmax"
@@ -61,13 +64,53 @@ def test_a_dry_run_says_what_fits_which_card_and_the_remedy(capsys):
         assert train_here(GPT2, "--dry-run", "--world-size=8", *more) == 0
         return re.search(r"^GPUs +(.*)$", capsys.readouterr().out, re.MULTILINE)[1]
 
-    chosen = [fit(load_config(GPT2), 8, card * GIB, "cuda").micro_batch for card in CARDS]
+    chosen = [fit(load_config(GPT2), 8, (card - 1) * GIB, "cuda").micro_batch for card in CARDS]
     expected = [f"{card} GB: micro-batch {n}" for card, n in zip(CARDS, chosen, strict=True)]
     assert cards() == ", ".join(expected)
     assert f"24 GB: too small; --train.micro_batch={chosen[0]} or auto" in cards(
         "--train.micro_batch=64"
     )
-    assert "24 GB: too small; lower train.length" in cards("--model.width=6144")
+    large = cards("--model.width=6144")
+    assert large.startswith("24 GB: too small, ")
+    assert large.endswith("; lower model.width or model.layers")
+    maps = cards("--attention.backend=eager", "--train.length=16384", "--attention.name=lssar")
+    assert maps.endswith("80 GB: too small; leave attention.backend at auto, or lower train.length")
+
+
+def test_a_dry_run_refuses_a_backend_that_the_device_does_not_have():
+    given = ("nano-softmax", "--attention.backend=triton", "--dry-run", "--device=cpu")
+    with pytest.raises(UserError, match="'triton' cannot compute this: it computes on a GPU"):
+        train_here(*given)
+
+
+def test_a_dry_run_for_this_cpu_names_the_backend_that_is_here(capsys, monkeypatch):
+    given = ("nano-lssar", "--dry-run", "--device=cpu")
+    assert train_here(*given) == 0
+    assert "planned for cpu: backend cpu\n" in capsys.readouterr().out
+    monkeypatch.setitem(BACKENDS, "cpu", replace(BACKENDS["cpu"], missing=lambda: "no compiler"))
+    assert train_here(*given) == 0
+    assert "planned for cpu: backend eager\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_without_data_names_the_command_that_makes_them(capsys):
+    assert train_here("nano-lssar", "--dry-run", "--data.directory=corpora/absent") == 0
+    command = "python data/prepare.py text FILES --tokeniser bytes --out corpora/absent"
+    assert f"corpora/absent is not there yet; {command} makes it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run", "--device=cpu")])
+def test_a_gpu_to_plan_with_is_refused_where_none_is_planned(more):
+    with pytest.raises(UserError, match="--gpu 4090 is for the --dry-run of a GPU"):
+        train_here("nano-lssar", "--gpu=4090", *more)
+
+
+def test_products_are_in_bfloat16_where_the_gpu_has_it(monkeypatch):
+    assert product_type("cuda", "auto") == torch.bfloat16  # a planned one
+    for capability, dtype in (((7, 5), torch.float32), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        assert product_type("cuda", "auto") == dtype
+        assert product_type("cuda", "bf16") == torch.bfloat16
 
 
 @pytest.fixture(scope="module")
