@@ -288,6 +288,29 @@ def test_compiled_training_is_one_graph_on_the_device(corpus, tmp_path):
     assert_close_run(compiled, plain, 0.02)
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_out_of_memory_on_the_device_halves_the_micro_batch(
+    corpus, tmp_path, monkeypatch, capfd, compiled
+):
+    """With `auto`, as every config of a GPU has it; the run is that of the smaller one."""
+    two = trained(corpus, tmp_path / "two", f"--train.compile={compiled}")
+    backward = train.Run._backward
+
+    def limited(self, inputs, *others, **options):
+        if len(inputs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return backward(self, inputs, *others, **options)
+
+    monkeypatch.setattr(train.Run, "_backward", limited)
+    more = (f"--train.compile={compiled}", "--train.micro_batch=auto")
+    auto = trained(corpus, tmp_path / "auto", *more)
+    said = capfd.readouterr().err
+    assert "train.micro_batch = 4 (auto) fits the 78.0 GiB free per process" in said
+    assert "out of memory with train.micro_batch = 4; the step starts again with 2" in said
+    assert losses(auto) == losses(two)
+    assert all(weights(two)[name].equal(w) for name, w in weights(auto).items())
+
+
 def test_two_ranks_train_on_their_own_devices(corpus, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = [*launcher, "tests/stand_in.py", "train.py"]
