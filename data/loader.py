@@ -193,7 +193,7 @@ class TrainLoader:
             few = f"has {tokens} training tokens, too few for length {length} and its targets"
             raise UserError(f"{directory} {few}; set train.length = {max(1, tokens - 1)} or less")
         few = f"fewer than the {self.global_batch} of one step"
-        remedy = f"lower train.micro_batch (now {self.micro_batch})"
+        remedy = f"lower train.micro_batch (now {self.micro_batch}) and train.batch_tokens"
         if fitting := self.windows // at_once * at_once * length:
             remedy = f"set train.batch_tokens to {fitting} (now {self.global_batch * length})"
         has = f"{directory} has {self.windows} training sequences of length {length}"

@@ -2,7 +2,8 @@
 
 Muon takes a momentum M of the gradient and moves a weight along the nearest orthogonal matrix,
 U V^T where U S V^T = (1 - b) G + b M, scaled by 0.2 sqrt(max(rows, columns)): the size that AdamW's
-steps have, so that both share one learning rate and one weight decay.
+steps have, so that both share one learning rate and one weight decay. The projections to q, k and
+v are one matrix of the model, and are orthogonalised as one.
 """
 
 import math
