@@ -59,10 +59,12 @@ class Tokeniser:
         return lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """With U+FFFD for ids outside the vocabulary, which a padded model can emit."""
-        known, unknown = range(self.vocab_size), "\ufffd".encode()
-        spelled = (self.spellings[i] if i in known else unknown for i in map(int, ids))
-        return b"".join(spelled).decode(errors="replace")
+        return b"".join(map(self.spell, ids)).decode(errors="replace")
+
+    def spell(self, token: int) -> bytes:
+        """U+FFFD for an id outside the vocabulary, which a padded model can emit."""
+        known = 0 <= token < self.vocab_size
+        return self.spellings[int(token)] if known else "\ufffd".encode()
 
 
 class BytesTokeniser(Tokeniser):
