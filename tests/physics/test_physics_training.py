@@ -275,12 +275,13 @@ def one_step(data, trained, tmp_path_factory):
     def gradient(micro_batch, processes=0):
         runs = tmp_path_factory.mktemp("split")
         split = (f"--train.micro_batch={micro_batch}", f"--log.directory={runs}")
-        ended = run_process(
-            *(config, *TINY, *places, *still, *once, *split, "--log.name=x", "--attention.p=15"),
-            *("--attention.name=lssar", "--train.batch_tokens=192", "--device", "cpu"),
-            processes=processes,
-        )
-        assert ended.returncode == 0, ended.stderr
+        given = (config, *TINY, *places, *still, *once, *split, "--log.name=x", "--attention.p=15")
+        given += ("--attention.name=lssar", "--train.batch_tokens=192", "--device", "cpu")
+        if processes:
+            ended = run_process(*given, processes=processes)
+            assert ended.returncode == 0, ended.stderr
+        else:
+            assert train_here(*given) == 0
         (path,) = Store(runs / "x").candidates()
         state = read_trainer(path)["optimiser"]["state"]
         # After one step Adam's first moment is (1 - beta1) times the gradient.
