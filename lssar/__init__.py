@@ -37,13 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    homes = (
-        "errors",
-        "mechanisms",
-        "spans",
-        "reference",
-        "backends",
-    )  # two that need no torch first
+    homes = ("errors", "mechanisms", "spans", "reference", "backends")  # two need no torch
     for home in homes if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if name == home or hasattr(module, name):
