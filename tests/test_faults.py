@@ -344,12 +344,11 @@ except BaseException:
 LIGHT = ("benchmark.py", "report.py")  # what takes time is imported by what they do
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(LIGHT)])
-def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, command):
-    for name in ("numpy", "torch", "tqdm"):
+def interrupted(tmp_path, modules, *command):
+    for name in modules:
         (tmp_path / f"{name}.py").write_text(INTERRUPTED)
     result = subprocess.run(
-        [sys.executable, *command.split(), *COMMANDS[command]],
+        [sys.executable, *command],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         # A shell that started the tests in the background has it ignored.
@@ -358,21 +357,17 @@ def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, com
         text=True,
         timeout=50,
     )
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(LIGHT)])
+def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, command):
+    words = (*command.split(), *COMMANDS[command])
+    assert interrupted(tmp_path, ("numpy", "torch", "tqdm"), *words) == (130, "interrupted\n")
 
 
 def test_an_interrupt_during_the_harness_imports_has_no_traceback(tmp_path):
-    (tmp_path / "lm_eval.py").write_text(INTERRUPTED)
-    result = subprocess.run(
-        [sys.executable, "-m", "lssar.lm_eval"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
+    assert interrupted(tmp_path, ["lm_eval"], "-m", "lssar.lm_eval") == (-signal.SIGINT, "")
 
 
 def test_an_ignored_interrupt_stays_ignored():
