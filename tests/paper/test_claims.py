@@ -123,7 +123,7 @@ def test_in_a_world_of_a_flat_lssar_its_claims_hold_and_the_controls_decide_the_
     assert judged(claim("as good as softmax at the training"), found).verdict == HOLDS
     assert judged(claim("With all of 16x"), found).verdict == HOLDS
     sentences = findings(found)
-    assert len(sentences) == 3
+    assert len(sentences) == 2
     assert sentences[0].startswith("At 16 times the training length LSSAR has degraded less")
     assert "is open" in sentences[1], "window and flat LSSAR are equal: neither beats the other"
 
@@ -135,7 +135,7 @@ def test_in_the_opposite_world_they_do_not_hold_and_the_findings_say_so(tmp_path
     assert judged(claim("nearly constant"), found).verdict == FAILS
     assert judged(claim("With all of 16x"), found).verdict == FAILS
     assert "not degraded less" in findings(found)[0]
-    assert "does not harm every model" in findings(found)[2]
+    assert "is open" in findings(found)[1]  # a flat softmax and its window are equal
 
 
 def test_equal_needs_the_interval_inside_the_margin_and_not_a_lack_of_evidence(tmp_path):
@@ -290,10 +290,7 @@ def test_the_committed_results_give_the_findings_that_readme_tells():
     beginnings = (
         "At 16 times the training length LSSAR has degraded less than softmax",
         "Whether a sliding window of the training length beats both is open",
-        "None of these models gains from far context",
-        "Softmax of cosines with LSSAR's scale is better than LSSAR at the training length",
-        "A model of local layers and a global one with shifted keys does gain from far context",
-        "It beats every sliding window at 16x",
+        "What gains from far context: local layers around a global one with shifted keys",
     )
     assert len(told) == len(beginnings)
     assert all(map(str.startswith, told, beginnings)), told
