@@ -19,6 +19,14 @@ torch.set_num_threads(1)
 ensure_hub_cache()  # before a test module imports what reads it
 
 
+LONG = ("test_gpu_check", "test_kernel_triton", "test_drill", "test_gpu_rehearsal", "test_nodes")
+
+
+def pytest_collection_modifyitems(items):
+    """Minutes of one test at the end would leave the other workers without work."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Skipped tests are a letter among thousands; whoever lacks the browser reads it here, once."""
     skipped = terminalreporter.stats.get("skipped", [])
