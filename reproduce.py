@@ -7,7 +7,8 @@ between tables. A failed run does not stop the others; run again, and only what 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
     --scale single   the 45M model on FineWeb, one GPU of 24 GB
     --scale paper    FineWeb and FineWeb-Edu, 8 GPUs
-    --plan           print runs, tokens, hours, memory and disk; start nothing
+    --plan           print runs, tokens, hours, memory and disk; start nothing. Without a TABLE:
+                     of all of them
     --tables-only    train and evaluate nothing; make the tables from the results that exist
     --seeds 0,1,2    for every run of these tables; default: by run and scale, in paper/runs.toml
     --jobs 2         jobs to run at a time; default: two at nano, else one
@@ -105,7 +106,7 @@ def refuse_to_start(arguments: Namespace, needed: int) -> None:
     if here < needed:
         fewer = "--gpus N for fewer, " if needed > 1 else ""
         options = f"{fewer}--plan to see what it takes, --scale nano for this machine"
-        gpus = "a GPU and none is" if needed == 1 else f"{needed} GPUs and {here} are"
+        gpus = "a GPU, and there is none" if needed == 1 else f"{needed} GPUs, and there are {here}"
         trains = f"--scale {arguments.scale} trains on {gpus} here"
         raise UserError(f"{trains}; {options}")
     if revision().endswith("+") and not arguments.allow_dirty:

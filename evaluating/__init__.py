@@ -1,4 +1,4 @@
-"""Measuring trained models; here are the arguments of its commands, which need no torch."""
+"""Measuring trained models. The arguments that its commands share are here: they need no torch."""
 
 from pathlib import Path
 

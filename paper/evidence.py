@@ -213,10 +213,9 @@ class Sheet:
         for row, column in itertools.product(self.table.rows, columns):
             for one in self.measured(row, column).values():
                 listed = one.record.details.get("equations")
-                laws = (
-                    [x for x in listed if isinstance(x, dict)] if isinstance(listed, list) else []
-                )
-                texts = [str(law["equation"]) for law in laws if "equation" in law]
+                laws = listed if isinstance(listed, list) else []
+                whole = (law for law in laws if isinstance(law, dict) and "equation" in law)
+                texts = [str(law["equation"]) for law in whole]
                 found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
         return found
 

@@ -216,7 +216,7 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 def fitted_exponents(inputs: np.ndarray, predicted: np.ndarray) -> dict[str, float | None]:
     """Least squares of log F = c + sum e_i log x_i over the forces that have a logarithm.
 
-    Of the inputs that vary; None where there are too few such forces.
+    An input that does not vary has no exponent; with fewer than ten such forces all are None.
     """
     inputs, predicted = inputs[predicted > 0], predicted[predicted > 0]
     if len(predicted) < 10:

@@ -87,7 +87,7 @@ def compile_kernels(folder: Path) -> None:
     for level, architecture in LEVELS.items():
         compiler, target = cpu._compiler(), str(cpu.prebuilt(folder, level))
         flags = [*cpu.FLAGS, *cpu.CONSTANTS, f"-march={architecture}", "-fopenmp"]
-        done = cpu._run_compiler([*compiler, *flags, str(cpu.SOURCE), "-o", target])
+        done = cpu._ask([*compiler, *flags, str(cpu.SOURCE), "-o", target])
         if done.returncode:
             raise UserError(f"{compiler[0]} cannot build the kernel: {done.stderr.strip()[:200]}")
 

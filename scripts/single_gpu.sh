@@ -23,7 +23,8 @@ for argument in "$@"; do
   [[ $argument == --*.*=* ]] || stop "single_gpu.sh takes --section.key=value of train.py, not '$argument'"
 done
 [ -z "$own" ] || [ -e "$DATA/manifest.json" ] ||
-  stop "DATA=$DATA is not a prepared set; python data/prepare.py text FOLDER --tokeniser gpt2 --out $DATA makes it"
+  stop "DATA=$DATA is not a prepared set; make it from your own text (python data/prepare.py text FOLDER --tokeniser gpt2" \
+    "--out $DATA) or from FineWeb (python data/prepare.py download fineweb --shards 11 --out $DATA)"
 if [ -s "$runs/steps" ]; then # the schedule of what is there
   read -r began _ <"$runs/steps"
   [ "$began" = "$HOURS" ] || stop "$runs was begun with HOURS=$began; use that, or move it and $results away"

@@ -153,8 +153,8 @@ def test_a_number_that_is_none_is_one_clear_line(option):
 @pytest.mark.parametrize(
     "scale, said",
     [
-        ("paper", "8 GPUs and 0 are here; --gpus N"),
-        ("single", "a GPU and none is here; --plan"),
+        ("paper", "8 GPUs, and there are 0 here; --gpus N"),
+        ("single", "a GPU, and there is none here; --plan"),
     ],
 )
 def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch, scale, said):
@@ -233,7 +233,7 @@ def test_the_plan_adds_up_runs_tokens_hours_memory_and_disk(monkeypatch, capsys,
     assert (len(hours), count) == (4, gpus)
     assert total == pytest.approx(sum(hours) + evaluating, abs=0.2)
     assert elapsed == pytest.approx(sum(hours) / gpus + evaluating + preparing, abs=0.2)
-    assert re.search(r"memory +at most [\d.]+ of the 80 GiB of one A100\n", printed)
+    assert re.search(r"memory +at most [\d.]+ of the 78\.6 GiB of one A100\n", printed)
     assert "GiB of checkpoints" in printed and "too little" not in printed
     reproduce.main([*plan[:-4], "--gpu", "3090", "--seeds", "0,1"])
     slower = re.search(r"time +([\d.]+) RTX 3090-hours", capsys.readouterr().out)
