@@ -185,7 +185,10 @@ class Run:
         if t.micro_batch == "auto":
             self._rehearse()
         self.numbers: list[Tensor] = []  # (norm, losses by rank) of each step that is not settled
-        self.reported, self.seconds = self.progress.step, 0.0  # the last step, the time since then
+        self.reported, self.seconds = (
+            self.progress.step,
+            0.0,
+        )  # the last step reported, the time since
         self.log.start(self.reported, estimate.summary(self.config, world.size, world.device.type))
 
     def _split(self, config: Config) -> None:

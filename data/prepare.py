@@ -114,7 +114,7 @@ def report_skipped(skipped: dict[Path, tuple[int, str]]) -> None:
 
 def _refuse_too_little(writer: ShardWriter) -> None:
     if writer.total == 0:
-        raise UserError("the source holds no text; check its files, and --field where they have it")
+        raise UserError("the source holds no text; check its files, and --field if it takes one")
     for split, tokens in writer.totals.items():
         if tokens == 0:
             small = f"the source is too small: its {writer.total} tokens leave nothing for {split}"

@@ -273,5 +273,7 @@ def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int
     """EOTs in the shard, after checking that every id is in the vocabulary."""
     tokens = TokenSet(directory, [shard]).slice(0, shard.tokens)
     check_ids(tokens, kind.vocab_size, directory / shard.name)
-    blocks = np.array_split(tokens, 1 + len(tokens) // 2**22)  # what is compared is in memory
+    blocks = np.array_split(
+        tokens, 1 + len(tokens) // 2**22
+    )  # a comparison makes an array of its size
     return sum(int(np.count_nonzero(block == kind.eot)) for block in blocks)

@@ -16,7 +16,7 @@ class EvaluationParser(Parser):
             self.add_argument("checkpoints", nargs="+", metavar="CKPT", help="run or checkpoint")
             self.add_argument("--out", required=True, type=Path, help="results/NAME.json")
         if precision:
-            choices, meaning = ("auto", "bf16", "fp32"), "auto: bf16 on a GPU, fp32 elsewhere"
+            choices, meaning = ("auto", "bf16", "fp32"), "auto: bf16 on a GPU that has it"
             self.add_argument("--precision", default="auto", choices=choices, help=meaning)
         if not variants:
             return

@@ -37,7 +37,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    homes = ("errors", "mechanisms", "spans", "reference", "backends")  # two need no torch
+    homes = (
+        "errors",
+        "mechanisms",
+        "spans",
+        "reference",
+        "backends",
+    )  # the first two need no torch
     for home in homes if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if name == home or hasattr(module, name):

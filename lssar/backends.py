@@ -1,8 +1,8 @@
 """`attend`, and the ways to compute it.
 
-A backend declares what it computes: the parts of a mechanism, devices, types, head sizes. It takes
-a call only if every part of it is declared; whatever nobody declares is computed by the reference,
-row block by row block or at once, and never by something else.
+A backend declares what it computes: the parts of a mechanism, and its device if it is a kernel. It
+takes a call only if every part of it is declared; whatever nobody declares is computed by the
+reference, row block by row block or at once, and never by something else.
 """
 
 import functools
@@ -115,7 +115,7 @@ class Backend:
 
     run: Callable[..., Tensor]
     parts: dict[str, tuple[str, ...]] | None = None  # None: every call, and `run` takes a decay too
-    device: str | None = None  # of a fused kernel; None: full rows, not re-weighted, on any device
+    device: str | None = None  # of a fused kernel; None, with parts: full rows, not re-weighted
     missing: Callable[[], str | None] = lambda: None
     transforms: bool = False  # made of operations that torch.func can transform
 

@@ -122,8 +122,8 @@ def operators(
 ) -> tuple[Callable, Callable]:  # fmt: skip
     """The operators `name`, with "forward" and "backward" in its braces.
 
-    `forward(q, k, v, first, *settings, save)` returns so many results, for which `outputs` makes
-    room; `keep(q, *results)` are what `backward(grad, q, k, v, first, *kept, *settings)` is given.
+    `forward(q, k, v, first, *settings, save)` returns `results` tensors, for which `outputs` makes
+    room; `backward(grad, q, k, v, first, *kept, *settings)` is given what `keep(q, *results)` says.
     """
 
     def setup_context(ctx, inputs, output):
@@ -149,10 +149,13 @@ def operators(
 
 
 def _operator(name, device, schema, compute, outputs, differentiate, setup_context=None):
-    """torch.compile's cache on disk knows an operator by its name: with a change of what is saved
+    """An operator of torch, registered once.
+
+    torch.compile's cache on disk knows an operator by its name: with a change of what is saved
     the name changes, or compiled code of an older version would be loaded and refuse the new
     shapes. Every exported checkpoint brings a copy of this file; the first that is imported
-    registers."""
+    registers.
+    """
     space, short = name.split("::")
     if not hasattr(getattr(torch.ops, space), short):
         made = torch.library.custom_op(

@@ -14,9 +14,8 @@ token; `add_bos_token=False` gives contexts as they are, and the scores of downs
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # what follows takes seconds to import: Ctrl-C ends it without a traceback
+# What follows takes seconds to import: Ctrl-C ends it without a traceback. It may be ignored.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from lm_eval.__main__ import cli_evaluate
@@ -39,6 +38,7 @@ class LssarLM(HFLM):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     register_model("lssar")(LssarLM)
     cli_evaluate()

@@ -68,7 +68,7 @@ def _working_type(q: Tensor) -> torch.dtype:
 
 
 def weights_of_span(q, k, m: Mechanism, params, span: Span, decay: Tensor | None) -> Tensor:
-    """The same without autocast, of arguments that have been checked."""
+    """`attention_weights` of arguments that have been checked; the caller turns autocast off."""
     dtype, queries, keys = _working_type(q), q.shape[-2], k.shape[-2]
     q, k = q.to(dtype), k.to(dtype)
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
@@ -295,7 +295,7 @@ def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | No
         return None
     heads = q.shape[1]
     if params is None:
-        params = torch.full((heads,), m.parameter_init, device=q.device, dtype=torch.float64)
+        params = torch.full((heads,), m.parameter_init, device=q.device, dtype=_working_type(q))
     if params.shape != (heads,):
         shape = tuple(params.shape)
         raise UserError(f"attention {m.name!r} takes params of shape ({heads},), not {shape}")

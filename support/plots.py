@@ -61,9 +61,9 @@ def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
 
 def coloured(styles: list[dict]) -> list[dict]:
     """The styles; in a busy chart only the first four and the control keep their colour."""
-    busy = [i for i, found in enumerate(styles) if found["color"] != INK][MOST_COLOURS:]
+    others = [i for i, found in enumerate(styles) if found["color"] != INK][MOST_COLOURS:]
     faded = {"color": GREY, "linewidth": 0.9, "markersize": 2.5, "zorder": 1.5}
-    return [found | (faded if i in busy else {}) for i, found in enumerate(styles)]
+    return [found | (faded if i in others else {}) for i, found in enumerate(styles)]
 
 
 def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> None:

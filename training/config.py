@@ -98,7 +98,7 @@ class TrainSection:
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0  # of the gradient's norm; 0 for none
     seed: CountOrZero = 0
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # bf16 autocast on GPUs, fp32 elsewhere
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # bf16 on GPUs that have it, else fp32
     compile: bool = False
     init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run

@@ -116,19 +116,19 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def product_type(device: str, precision: str) -> torch.dtype:
-    """What products are computed in; "auto": bfloat16 on a GPU that has it, else float32."""
-    bf16 = precision == "bf16" or (precision == "auto" and device == "cuda" and not _old_gpu())
+def product_type(device: str | torch.device, precision: str) -> torch.dtype:
+    """What products are computed in; "auto": bfloat16 on a GPU that has it, else float32.
+
+    A V100 and a T4 do not have it; a GPU that is planned with, by its name alone, does.
+    """
+    bf16 = precision == "bf16" or (precision == "auto" and torch.device(device).type == "cuda")
+    if bf16 and precision == "auto" and isinstance(device, torch.device):
+        bf16 = torch.cuda.get_device_capability(device)[0] >= 8
     return torch.bfloat16 if bf16 else torch.float32
 
 
-def _old_gpu() -> bool:
-    """Whether the GPU that is here has no bfloat16 (V100, T4); a planned one has it."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8
-
-
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    bf16 = product_type(device.type, precision) == torch.bfloat16
+    bf16 = product_type(device, precision) == torch.bfloat16
     if bf16 and device.type == "cpu":
         _avoid_missing_amx()
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)

@@ -136,7 +136,7 @@ def main_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def fit(config: Config, world_size: int, free: int, device: str, most: int = 0) -> Config | None:
+def fit(config: Config, world_size: int, free: float, device: str, most: int = 0) -> Config | None:
     """With the largest micro-batch that fits `free` bytes: a power of two, or `most` and its
     halves; None if a single sequence is too much."""
     share = batch_plan(config.with_micro_batch(1), world_size).accumulation
@@ -215,9 +215,11 @@ def planned_backends(config: Config, device: str, *, everywhere: bool = True) ->
 def refuse_backend(config: Config, device: str) -> None:
     """What the first step would be refused for."""
     name = config.attention.backend
-    for m, call in attention_calls(config, device) if name != "auto" else ():
+    one = config.with_micro_batch(1)  # it may be "auto", and no backend asks how large it is
+    for m, call in attention_calls(one, device) if name != "auto" else ():
         if reason := BACKENDS[name].refuses(m, call):
-            raise UserError(f"attention.backend = {name!r} cannot compute this: {reason}")
+            other = "; --device cpu plans for a CPU" if name == "cpu" else ""
+            raise UserError(f"attention.backend = {name!r} cannot compute this: {reason}{other}")
 
 
 def described_layers(m: ModelConfig) -> str:
@@ -270,9 +272,7 @@ def hours_line(config: Config, backends: list[str], e: Estimate, processes: int,
 def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None) -> list[str]:
     """The summary for a device that need not be here (a GPU if "auto"), the disk and the data."""
     device = "cuda" if device == "auto" else device
-    refuse_backend(
-        config if config.train.micro_batch != "auto" else config.with_micro_batch(1), device
-    )
+    refuse_backend(config, device)
     t, cards, on_gpu = config.train, on_cards(config, world_size), device == "cuda"
     if t.micro_batch == "auto":
         free = planned_device(gpu).memory * GIB if on_gpu else free_memory(torch.device(device))

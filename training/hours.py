@@ -23,7 +23,7 @@ ASSUMED = _DATA["assumed"]
 class Device:
     name: str  # a part of what the driver calls it
     flops: float  # the fields of devices.toml
-    memory: int
+    memory: float
     bandwidth: float
     counts: str
 

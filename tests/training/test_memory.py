@@ -105,12 +105,11 @@ def test_a_gpu_to_plan_with_is_refused_where_none_is_planned(more):
 
 
 def test_products_are_in_bfloat16_where_the_gpu_has_it(monkeypatch):
-    assert product_type("cuda", "auto") == torch.bfloat16  # a planned one
+    here = torch.device("cuda")
     for capability, dtype in (((7, 5), torch.float32), ((8, 0), torch.bfloat16)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        assert product_type("cuda", "auto") == dtype
-        assert product_type("cuda", "bf16") == torch.bfloat16
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert product_type(here, "auto") == dtype
+        assert product_type(here, "bf16") == product_type("cuda", "auto") == torch.bfloat16
 
 
 @pytest.fixture(scope="module")
