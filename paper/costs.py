@@ -111,7 +111,8 @@ def describe(names: list[str], jobs: list[Job], space: Workspace, device: Device
         *training_lines(costs),
         f"evaluations {len(others)}, of which {len(todo)} are still to be made: "
         f"{sum(h for h, _ in reading):,.1f} hours",
-        f"data        {tokens:,.0f} tokens to prepare: {preparing:,.1f} hours on {cores} cores",
+        f"data        {tokens:,.0f} tokens to prepare: {preparing:,.1f} hours on {cores} cores"
+        f"{', without the download' if device else ''}",
         speed.total(sum(h for h, _ in taken), elapsed, where),
         *room_lines(costs, 2 * tokens, device),
     ]
