@@ -250,7 +250,7 @@ def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
     """The validation set, once all checkpoints are known to read its tokens."""
     for checkpoint in checkpoints:
         if checkpoint.config.channels > 1 or checkpoint.config.outputs:
-            raise UserError(f"{checkpoint.path} is no text model: it reads orbits; see physics/")
+            raise UserError(f"{checkpoint.path} is not a text model: it reads orbits; see physics/")
     (size, first), *others = {c.config.vocab_size: c for c in checkpoints}.items()
     if others:
         other_size, other = others[0]

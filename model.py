@@ -382,7 +382,7 @@ def sample(logits: Tensor, temperature=1.0, top_k=None, top_p=None, generator=No
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"top_p = {top_p} must be in (0, 1]; leave it out to keep all tokens")
     if not logits.isfinite().all():
-        raise UserError("the model's logits are not finite, there is no token to choose from them")
+        raise UserError("the model's logits are not finite: there is no token to choose from them")
     if temperature < 1e-6:  # logits would overflow, and it is the argmax anyway
         return logits.argmax(-1)
     logits = logits / temperature

@@ -157,7 +157,7 @@ def ask(task: str, tokeniser: Tokeniser, length: int, number: int, seed: int) ->
     if task == PASSKEY:
         return _ask_passkey(tokeniser, length, number, seed)
     if tokeniser.name != "bytes":
-        raise UserError(f"the task {task!r} is one of bytes, the model reads {tokeniser.name!r}")
+        raise UserError(f"the task {task!r} is byte-level, but the model reads {tokeniser.name!r}")
     _refuse_short(task, length)
     text, answers = TASKS[task](np.random.default_rng([seed, length, number]), length, length)
     tokens = np.concatenate(([tokeniser.eot], tokeniser.encode(text)))

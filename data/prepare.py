@@ -154,7 +154,7 @@ def make_parser() -> Parser:
     text = commands.add_parser("text", parents=[common], help="your own files")
     text.add_argument("inputs", nargs="+", help="files, folders or patterns")
     text.add_argument("--field", default="text", help="of JSON lines and parquet; default text")
-    val = "about so many for validation, from all over; default a twentieth, at most a shard"
+    val = "about this many validation tokens, from all over; default a twentieth, at most a shard"
     text.add_argument("--val-tokens", type=token_count, help=val)
     text.add_argument("--seed", type=seed_number, default=0, help="draws the validation documents")
     bad = "leave out and list files that are not UTF-8 or damaged, and lines that are not JSON"

@@ -258,7 +258,7 @@ def _triton_missing() -> str | None:
 def _with_notice(device: str, reason: str | None) -> str | None:
     if reason:
         text = f"attention runs without its fused {device} kernel, several times slower: {reason}"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn_explicit(text, UserWarning, "lssar", 0)  # without a line of our code below it
     return reason
 
 

@@ -1,4 +1,4 @@
-"""What the fused kernels of the CPU and the GPU share: how a mechanism is put to a kernel."""
+"""What the fused kernels of the CPU and the GPU share: how a mechanism is passed to a kernel."""
 
 import math
 from collections.abc import Callable

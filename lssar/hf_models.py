@@ -246,7 +246,7 @@ def add_head_scales(model: PreTrainedModel) -> PreTrainedModel:
     if mechanism is None or mechanism.parameter_init is None:
         learnable = ", ".join(n for n, m in MECHANISMS.items() if m.parameter_init is not None)
         raise UserError(
-            f"attention {name!r} has no learnable scalar a head; these have: {learnable}"
+            f"attention {name!r} has no learnable scalar per head; these have: {learnable}"
         )
     heads = model.config.num_attention_heads
     for layer in model.modules():

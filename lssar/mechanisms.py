@@ -86,7 +86,8 @@ class Mechanism:
         if self.norm == "stick" and (self.phi, self.post) != ("sigmoid", "none"):
             self._refuse("norm", "what breaks off a stick is phi = 'sigmoid', and there is no post")
         learnable = self.scale.startswith("s ") or self.norm == "gamma sqrt(N/2)"
-        if learnable != (self.parameter_init is not None):
+        init = self.parameter_init
+        if not (_is_number(init) if learnable else init is None):
             rule = "must be a number" if learnable else "has no use: no part has a parameter"
             self._refuse("parameter_init", rule)
 

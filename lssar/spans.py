@@ -44,7 +44,7 @@ def bounded(bounds: Tensor, length: int) -> Tensor:
 def padding(mask: Tensor, queries: int) -> Tensor:
     """The first token of left-padded sequences, (B, queries); the mask (B, L) is True at tokens."""
     if not _is_left_padded(mask):
-        raise UserError("padding between or after the tokens is no span; use attend_padded")
+        raise UserError("padding between or after the tokens is not a span; use attend_padded")
     return (~mask).sum(-1, keepdim=True).expand(-1, queries)
 
 

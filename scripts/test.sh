@@ -21,5 +21,5 @@ echo "== ruff"
 ruff check .
 ruff format --check .
 echo "== pytest"
-# One torch thread a worker: two workers on two cores beat one worker with two threads.
+# One torch thread per worker: two workers on two cores beat one worker with two threads.
 OMP_NUM_THREADS=1 python -m pytest -n auto --maxprocesses=8 "${select[@]}" "$@"

@@ -83,7 +83,7 @@ def one_bad_step(times: int, folder: Path, poison) -> Told:
         assert "batch of token offsets" in shown, shown
         assert finite(place / "nano-lssar")
     return Told(
-        "the step was skipped and said, with its numbers and the tokens of its batch; every "
+        "the step was skipped and reported, with its numbers and the tokens of its batch; every "
         "weight stayed finite and the run went on to its end",
         times=times,
     )

@@ -422,7 +422,7 @@ def test_text_without_far_repetition_and_other_tokenisers_are_refused(workspace)
     write_checkpoint(workspace / "bpe", wide, tokeniser="gpt2")
     with pytest.raises(UserError, match="the models read bytes and gpt2; audit them separately"):
         audit.main(command(workspace, ["lssar", "bpe"], "never.json"))
-    with pytest.raises(UserError, match="'mqar' is one of bytes, the model reads 'gpt2'"):
+    with pytest.raises(UserError, match="'mqar' is byte-level, but the model reads 'gpt2'"):
         out = ("--near", "64", "--out", str(workspace / "never.json"))
         audit.main([str(workspace / "bpe"), "--task", "mqar", *out])
     write_set(workspace / "words", np.random.default_rng(0).integers(0, 999, 300))

@@ -92,6 +92,9 @@ def test_a_part_that_does_not_exist_is_refused(part):
 def test_a_parameter_without_a_use_and_a_use_without_a_parameter_are_refused():
     with pytest.raises(UserError, match=r"parameter_init = 0\.5"):
         Mechanism("mine", "Mine", parameter_init=0.5)
+    for wrong in ("abc", float("nan")):
+        with pytest.raises(UserError, match=f"parameter_init = {wrong!r}; must be a number"):
+            Mechanism("mine", "Mine", scale="s log N / sqrt(d)", parameter_init=wrong)
     with pytest.raises(UserError, match="parameter_init = None"):
         Mechanism("mine", "Mine", scale="s log N / sqrt(d)")
 

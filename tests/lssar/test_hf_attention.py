@@ -132,7 +132,9 @@ def test_the_scalar_of_a_head_is_learnt_where_it_is_asked_for():
     torch.testing.assert_close(model(ids).logits, plain(ids).logits)
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.count_nonzero() for p in scales)
-    with pytest.raises(UserError, match="no learnable scalar a head; these have: ssmax, relu-shen"):
+    with pytest.raises(
+        UserError, match="no learnable scalar per head; these have: ssmax, relu-shen"
+    ):
         add_head_scales(build("llama", "lssar"))
 
 

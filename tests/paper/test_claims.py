@@ -290,7 +290,7 @@ def test_the_committed_results_give_the_findings_that_readme_tells():
     beginnings = (
         "At 16 times the training length LSSAR has degraded less than softmax",
         "Whether a sliding window of the training length beats both is open",
-        "What gains from far context: local layers around a global one with shifted keys",
+        "Local layers around a global one with shifted keys gain from far context",
     )
     assert len(told) == len(beginnings)
     assert all(map(str.startswith, told, beginnings)), told

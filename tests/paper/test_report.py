@@ -16,6 +16,7 @@ from report_page import Page, build, hrefs, one_run
 import report
 from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
+from paper.experiments import SCALES
 from paper.statistic import compare, signed
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +196,14 @@ def test_one_scale_alone_can_be_given(results, tmp_path):
     assert any(h.endswith("extrapolation/lssa-s0.json") for h in hrefs(page))
 
 
+def test_every_scale_has_a_heading_of_its_own(tmp_path):
+    for scale in SCALES:
+        made.losses(tmp_path / "results" / scale, "softmax", 0, {(AS_TRAINED, 1024): 3.2})
+    page = build(tmp_path / "results", tmp_path / "site")
+    headings = [e["text"] for e in page.all("h2")]
+    assert headings[:3] == ["Paper scale", "One GPU", "Nano scale"]
+
+
 def test_a_second_build_drops_figures_of_results_that_are_gone(tmp_path):
     results, out = one_run(tmp_path, "softmax"), tmp_path / "site"
     made.losses(results / "nano", "softmax-inverse", 0, {(AS_TRAINED, 128): 1.6})
@@ -218,7 +227,7 @@ def test_the_page_of_the_committed_results_is_whole_and_of_moderate_size(tmp_pat
 LOST = {"a4bf917", "eaef13e"}  # were not kept; what names them is to be made again
 
 
-def test_every_committed_number_names_a_commit_of_this_history():
+def test_no_committed_number_names_a_commit_that_this_history_lacks():
     def git(*words) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
 

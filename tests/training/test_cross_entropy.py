@@ -27,7 +27,7 @@ def plain(hidden, weight, targets, **options):
 
 @pytest.fixture(params=[1, 41, 41 * 5, 41 * 17, 41 * 50 + 3, 2**24], ids=lambda n: f"{n}-logits")
 def chunk(request, monkeypatch):
-    """A token a chunk; chunks that do and do not divide the 51 tokens; all at once."""
+    """One token per chunk; chunks that do and do not divide the 51 tokens; all at once."""
     monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": request.param, "default": 1})
 
 
