@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -95,15 +95,19 @@ def short_table(results: Results) -> str:
     return table([*header, *([f"bits per byte at {lengths[0]}"] if bits else [])], rows)
 
 
-def styled_series(results: Results, quantity: str) -> Iterator[tuple[str, dict, list[Record]]]:
-    """(label, style, records): one colour per mechanism, one dash per run or variant of it."""
+def styled_series(results: Results, quantity: str, lines: bool = True) -> list[tuple]:
+    """(label, style, records): one colour per mechanism, one dash per run or variant of it; of
+    many lines, the first four have colours."""
     names, runs, order = labels(results.runs), list(results.runs), Counter()
     series = sorted(results.series(quantity), key=lambda s: (runs.index(s[0]), s[1] != AS_TRAINED))
-    for identity, variant, found in series:
+    styles, shown = [], []
+    for identity, variant, _ in series:
         mechanism = results.runs[identity]["model"]["attention"]["name"]
-        style = plots.style(mechanism, variant, order[mechanism])
+        styles.append(plots.style(mechanism, variant, order[mechanism]))
+        shown.append(series_label(names[identity], variant).replace("alpha", "α"))
         order[mechanism] += 1
-        yield series_label(names[identity], variant).replace("alpha", "α"), style, found
+    found = [records for *_, records in series]
+    return list(zip(shown, plots.coloured(styles) if lines else styles, found, strict=True))
 
 
 def with_error(record: Record) -> tuple[float, float, float]:
@@ -112,9 +116,9 @@ def with_error(record: Record) -> tuple[float, float, float]:
 
 def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH, point=with_error):
     """Lines, or bars if there is one length; `point` gives a record's value and its two errors."""
-    series = list(styled_series(results, quantity))
     lengths = sorted({r.length for r in results.select(quantity=quantity)})
-    figure, axes = plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
+    series = styled_series(results, quantity, lines=len(lengths) > 1)
+    figure, axes = figure_of(series)
     for place, (label, style, found) in enumerate(series):
         points = [(r.length, *point(r)) for r in found if r.value is not None]
         if not points:
@@ -136,18 +140,37 @@ def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH
     return figure, axes
 
 
+def is_busy(styles: Iterable[dict]) -> bool:
+    """Whether lines are grey, which a legend cannot tell apart: names stand at their ends then."""
+    return any(style["color"] == plots.GREY for style in styles)
+
+
+def figure_of(series: list[tuple]):
+    if is_busy(style for _, style, _ in series):
+        return plots.figure(width=plots.PAGE, height=max(2.5, 0.8 + 0.14 * len(series)))
+    return plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
+
+
 def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: str) -> None:
-    """Lengths across, with a mark at the training length if all runs share it; the legend."""
+    """Lengths across, with a mark at the training length if all runs share it; names of lines."""
     trained = {run["train_length"] for run in results.runs.values()}
     plots.length_axis(axes, ticks, trained.pop() if len(trained) == 1 else None)
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    plots.legend_below(axes.figure, axes)
+    handles, names = axes.get_legend_handles_labels()
+    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]  # of error bars, the line
+    if not is_busy({"color": line.get_color()} for line in lines):
+        return plots.legend_below(axes.figure, axes)
+    ends = [
+        (name, line.get_ydata()[-1], line.get_color())
+        for name, line in zip(names, lines, strict=True)
+    ]
+    return plots.label_ends(axes, ends)
 
 
 def loss_by_position(results: Results):
     longest = max(r.length for r in results.records)
-    series = list(styled_series(results, "loss"))
-    figure, axes = plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
+    series = styled_series(results, "loss")
+    figure, axes = figure_of(series)
     for label, style, found in series:
         buckets = found[-1].details["by_position"]
         if found[-1].length == longest and all(b["loss"] is not None for b in buckets):

@@ -23,6 +23,7 @@ from eval_extrapolation import main, position_buckets
 from evaluating import extrapolation_report as report
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
+from support import plots
 
 ROOT = Path(__file__).parents[2]
 TRAIN = 16  # training length of the tiny models
@@ -455,6 +456,16 @@ def test_one_length_is_drawn_as_bars(workspace, tmp_path):
     assert len(colours) == 3  # one per mechanism, one for the window of either
     report.figures(results)
     assert (tmp_path / "x.png").stat().st_size > 5000
+
+
+def test_of_many_lines_four_have_colours_and_all_have_names_at_their_ends(workspace):
+    results = load(workspace, "all.json")
+    series = report.styled_series(results, "loss")
+    kept = [style for _, style, _ in series if style["color"] not in (plots.GREY, plots.INK)]
+    assert len(series) > 6 and len(kept) == plots.MOST_COLOURS
+    figure, axes = report.figure_by_length(results, "loss", ylabel="loss")
+    assert not figure.legends
+    assert {label for label, *_ in series} <= {text.get_text() for text in axes.texts}
 
 
 def test_as_many_tokens_as_the_set_has_are_used_and_said(tmp_path, capsys):
