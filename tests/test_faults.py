@@ -433,7 +433,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, monkeypatch, 
 def test_a_model_of_orbits_is_refused_where_text_is_evaluated(tmp_path):
     """Its batches failed deep in the model."""
     path = write_checkpoint(tmp_path / "model", tiny_model(channels=2))
-    with pytest.raises(UserError, match="no text model"):
+    with pytest.raises(UserError, match="is not a text model"):
         eval_extrapolation.main(
             [
                 str(path),
