@@ -37,8 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokeniser import Tokeniser
-from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
-from evaluating.extrapolation_report import save_figure
+from evaluating.checkpoints import Checkpoint, labels, layer_inputs, open_checkpoints
 from evaluating.protocol import open_results
 from evaluating.results import Record
 from lssar.errors import UserError
@@ -53,15 +52,6 @@ CLAMP = 0.5
 COLUMNS = 4
 PANEL = 2.3  # inches
 SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
-
-
-def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
-    """The attention module of `layer`, and what it is given for tokens (B, L): x, rope, first."""
-    attention, seen = model.blocks[layer].attention, []
-    with attention.register_forward_pre_hook(lambda module, given: seen.extend(given)):
-        model.hidden(tokens)
-    x, rope, _, first = seen
-    return attention, x, rope, first
 
 
 @torch.inference_mode()
@@ -157,7 +147,7 @@ def main(argv: list[str]) -> None:
         shown = token_names(checkpoint.tokeniser(), tokens)
         file = "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
         figure = draw(weights, statistics["sink"], shown, title)
-        save_figure(results, figure, f"-{file}.png")
+        plots.publish(figure, results.sibling(f"-{file}.png"))
 
 
 def tokens_and_layer(checkpoint: Checkpoint, arguments) -> tuple[np.ndarray, int]:

@@ -77,6 +77,7 @@ from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
 from paper.statistic import MARGIN, OPEN, Comparison, t_quantile
+from support import plots
 from support.text import table
 from training import distributed
 
@@ -312,7 +313,7 @@ def show(results: Results, scale: Scale) -> None:
         look = {"xytext": (2, 2), "fontsize": 6, "color": "#555555"}
         axes.annotate(f"with the last {near} tokens only", (0, level), **place, **look)
     axes.axhline(level, color="#777777", linewidth=0.9, zorder=1)
-    report.save_figure(results, figure)
+    plots.publish(figure, results.sibling(".png"))
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:

@@ -42,13 +42,12 @@ import numpy as np
 
 from data.shards import describe_set
 from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
-from evaluating.extrapolation_report import save_figure
 from evaluating.protocol import measuring
 from evaluating.results import Results
 from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
 from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError
-from paper.evidence import paper_numbers
+from paper import paper_numbers
 from support import plots
 from support.text import table
 from training import distributed
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> None:
     with measuring(arguments, "downstream", settings, about, world) as results:
         fill(results, list(product(checkpoints, tasks)), arguments, world.device)
     print(tables(results))
-    save_figure(results, bars(results))
+    plots.publish(bars(results), results.sibling(".png"))
 
 
 def fill(results: Results, pairs: list[tuple[Checkpoint, str]], arguments, device) -> None:

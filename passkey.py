@@ -220,8 +220,8 @@ def show(results: Results) -> None:
     words = ("passkey accuracy (%)", "prompt length (tokens)")
     figure, axes = report.figure_by_length(results, "accuracy", *words, with_interval)
     axes.set_ylim(0, 100)
-    report.save_figure(results, figure)
-    report.save_figure(results, accuracy_by_distance(results), "-distance.png")
+    plots.publish(figure, results.sibling(".png"))
+    plots.publish(accuracy_by_distance(results), results.sibling("-distance.png"))
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:

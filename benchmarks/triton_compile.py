@@ -20,10 +20,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data import pipeline
 from lssar.errors import UserError
 from lssar.fused import PHI
 from lssar.triton_op import CONFIGS, DECODE_CONFIGS, Form, kernel_function
+from support import processes
 from support.files import write_json
 from support.text import table
 
@@ -145,7 +145,7 @@ def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: in
     with tempfile.TemporaryDirectory() as cache:
         # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
         os.environ["TRITON_CACHE_DIR"] = cache
-        done = pipeline.in_processes(function, todo, workers)
+        done = processes.in_processes(function, todo, workers)
         return list(tqdm(done, desc="kernels", total=len(todo), disable=None))
 
 

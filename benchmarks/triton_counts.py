@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmarks.study import Study
 from benchmarks.triton_compile import FORMS, check, compile_for, in_processes, nvidia_tool
-from evaluating.checkpoints import mechanism_label
 from evaluating.results import Record
 from lssar.mechanisms import MECHANISMS
 from lssar.triton_op import CONFIGS, kernel_function
@@ -30,7 +29,7 @@ KERNELS, BOTH = ("forward", "dq", "dkv"), "forward+backward"
 HEAD_DIMS = (64, 128)
 # Of triton_compile's forms, whose each is.
 COUNTED = {"lssar": "p=15", "lssa": "lssa", "sigmoid-logn": "sigmoid, bias", "softmax": "softmax"}
-LABELS = {name: mechanism_label(MECHANISMS[name]) for name in COUNTED}
+LABELS = {name: MECHANISMS[name].title for name in COUNTED}
 ASSUMED = tomllib.loads(Path(__file__).with_name("gpu_rates.toml").read_text(encoding="utf-8"))
 DEVICES = {80: "A100", 90: "H100"}
 RATES = {sm: ASSUMED["rates"][str(sm)] for sm in DEVICES}

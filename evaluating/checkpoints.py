@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
 from evaluating.results import AS_TRAINED, Results
 from lssar.errors import UserError
-from lssar.mechanisms import Mechanism, has_meaning
+from lssar.mechanisms import has_meaning
 from model import GPT, ModelConfig
 from support.files import sha256_of
 from training.checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
@@ -57,6 +58,15 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
     return list(checkpoints.values())
 
 
+def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
+    """The attention module of `layer`, and what it is given for tokens (B, L): x, rope, first."""
+    attention, seen = model.blocks[layer].attention, []
+    with attention.register_forward_pre_hook(lambda module, given: seen.extend(given)):
+        model.hidden(tokens)
+    x, rope, _, first = seen
+    return attention, x, rope, first
+
+
 def labels(runs: dict[str, dict]) -> dict[str, str]:
     """A short name for each of the `runs` of a results file: the first that tells all apart."""
     models = {i: model_label(ModelConfig.from_dict(run["model"])) for i, run in runs.items()}
@@ -67,18 +77,14 @@ def labels(runs: dict[str, dict]) -> dict[str, str]:
     return names
 
 
-def mechanism_label(m: Mechanism) -> str:
-    return f"{m.label} p={m.p:g}" if m.sharpened else m.label
-
-
 def model_label(config: ModelConfig) -> str:
     """The mechanism, and what else tells its layers from those of the paper."""
     place = {"none": ", NoPE", "alibi": ", ALiBi", "fox": ", FoX"}.get(config.positions, "")
     place += ", shifted" if config.shift else ""
     windows = ", ".join(entry for entry in dict.fromkeys(config.pattern) if entry != "global")
     own = config.local is not None and config.local.attention != config.attention
-    local = f" {mechanism_label(config.local.attention)}" if own else ""
-    return mechanism_label(config.attention) + place + (windows and f" + {windows}{local}")
+    local = f" {config.local.attention.title}" if own else ""
+    return config.attention.title + place + (windows and f" + {windows}{local}")
 
 
 def series_label(run: str, variant: str) -> str:

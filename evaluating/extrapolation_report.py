@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -103,9 +103,10 @@ def styled_series(results: Results, quantity: str, lines: bool = True) -> list[t
     styles, shown = [], []
     for identity, variant, _ in series:
         mechanism = results.runs[identity]["model"]["attention"]["name"]
-        styles.append(plots.style(mechanism, variant, order[mechanism]))
+        kind = "window" if variant.startswith("window") else mechanism  # windows are all black
+        styles.append(plots.style(mechanism, variant, order[kind] + (kind == "window")))
         shown.append(series_label(names[identity], variant).replace("alpha", "α"))
-        order[mechanism] += 1
+        order[kind] += 1
     found = [records for *_, records in series]
     return list(zip(shown, plots.coloured(styles) if lines else styles, found, strict=True))
 
@@ -140,13 +141,8 @@ def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH
     return figure, axes
 
 
-def is_busy(styles: Iterable[dict]) -> bool:
-    """Whether lines are grey, which a legend cannot tell apart: names stand at their ends then."""
-    return any(style["color"] == plots.GREY for style in styles)
-
-
 def figure_of(series: list[tuple]):
-    if is_busy(style for _, style, _ in series):
+    if plots.is_busy(style for _, style, _ in series):
         return plots.figure(width=plots.PAGE, height=max(2.5, 0.8 + 0.14 * len(series)))
     return plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
 
@@ -156,15 +152,7 @@ def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: s
     trained = {run["train_length"] for run in results.runs.values()}
     plots.length_axis(axes, ticks, trained.pop() if len(trained) == 1 else None)
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    handles, names = axes.get_legend_handles_labels()
-    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]  # of error bars, the line
-    if not is_busy({"color": line.get_color()} for line in lines):
-        return plots.legend_below(axes.figure, axes)
-    ends = [
-        (name, line.get_ydata()[-1], line.get_color())
-        for name, line in zip(names, lines, strict=True)
-    ]
-    return plots.label_ends(axes, ends)
+    plots.name_lines(axes)
 
 
 def loss_by_position(results: Results):
@@ -185,15 +173,9 @@ def loss_by_position(results: Results):
 
 def figures(results: Results) -> None:
     """Loss by length, context gain by length, and loss by position at the longest length."""
-    save_figure(results, figure_by_length(results, "loss", LOSS)[0])
+    plots.publish(figure_by_length(results, "loss", LOSS)[0], results.sibling(".png"))
     if results.find(quantity="context_gain"):
         figure, axes = figure_by_length(results, "context_gain", "context gain (nats): full − near")
         axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
-        save_figure(results, figure, "-gain.png")
-    save_figure(results, loss_by_position(results), "-position.png")
-
-
-def save_figure(results: Results, figure, suffix: str = ".png") -> None:
-    """Beside the results, and say where."""
-    for path in plots.save(figure, results.sibling(suffix)):
-        print(f"figure: {path}")
+        plots.publish(figure, results.sibling("-gain.png"))
+    plots.publish(loss_by_position(results), results.sibling("-position.png"))

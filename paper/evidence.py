@@ -5,7 +5,6 @@ they cannot disagree.
 """
 
 import itertools
-import json
 import math
 import re
 import statistics
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evaluating.results import Measured, collect
+from paper import paper_numbers
 from paper.experiments import SCALES, Column, Row, Scale, Table, all_tables
 from paper.statistic import Agreement, BySeed, Comparison, agreement, compare, direction, margin_of
 from support.files import finite, json_record, refuse_wrong_types
@@ -26,10 +26,6 @@ RUNS = "runs.json"  # beside the results of a scale: what every training run was
 LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
 # What a value that is None means; elsewhere it overflowed.
 NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
-
-
-def paper_numbers() -> dict:
-    return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
 class Evidence:

@@ -51,7 +51,7 @@ import numpy as np
 from scipy.spatial import cKDTree
 
 from data.shards import describe
-from evaluating.checkpoints import Checkpoint, mechanism_label, open_checkpoints
+from evaluating.checkpoints import Checkpoint, open_checkpoints
 from evaluating.protocol import kept_on_interrupt, open_results
 from evaluating.results import Record, Results
 from lssar.errors import UserError
@@ -122,7 +122,7 @@ class Model:
 def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
     checkpoints, models = open_checkpoints(runs), []
     names = [name_of(checkpoint) for checkpoint in checkpoints]
-    labels = [mechanism_label(checkpoint.config.attention) for checkpoint in checkpoints]
+    labels = [checkpoint.config.attention.title for checkpoint in checkpoints]
     for path, checkpoint, name, label in zip(runs, checkpoints, names, labels, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{path}: another run is of {name!r} too; give one of them")

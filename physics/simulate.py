@@ -27,13 +27,13 @@ import numpy as np
 from tqdm import tqdm
 
 from data import shards
-from data.pipeline import in_processes
 from data.writer import forget_progress, refuse_other_settings
 from lssar.errors import UserError
 from physics import systems
 from physics.systems import CHANNELS, PLANETS, random_orbits
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
 from support.files import json_record, locked, whole_file, write_json
+from support.processes import in_processes
 
 MAX_SHARDS = 10**6
 STATES = "states.npy"  # (sequences, times, 6) float64 beside the labels

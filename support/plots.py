@@ -9,6 +9,7 @@ seeds differ in their dashes.
 """
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -119,6 +120,21 @@ def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
     return image
 
 
+def is_busy(styles: Iterable[dict]) -> bool:
+    """Whether lines are grey, which a legend cannot tell apart: names stand at their ends then."""
+    return any(style["color"] == GREY for style in styles)
+
+
+def name_lines(axes, columns: int = 2) -> None:
+    """A legend below the figure; in a busy chart, names at the ends of these axes' lines."""
+    handles, names = axes.get_legend_handles_labels()
+    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]  # of error bars, the line
+    if not is_busy({"color": line.get_color()} for line in lines):
+        return legend_below(axes.figure, axes, columns)
+    found = zip(names, lines, strict=True)
+    return label_ends(axes, [(n, line.get_ydata()[-1], line.get_color()) for n, line in found])
+
+
 def legend_below(figure, axes, columns: int = 2) -> None:
     """The legend of `axes` under the whole figure, where it can hide nothing."""
     handles, labels = axes.get_legend_handles_labels()
@@ -141,3 +157,9 @@ def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf"))
             figure.savefig(target, metadata=METADATA[target.suffix])
     plt.close(figure)
     return targets
+
+
+def publish(figure, path: str | Path) -> None:
+    """Save it, and say where."""
+    for target in save(figure, path):
+        print(f"figure: {target}")

@@ -26,7 +26,6 @@ import eval_extrapolation
 import generate
 import passkey
 from data.far_tasks import make_prompt
-from data.pipeline import deaf_children
 from data.shards import describe, open_split
 from data.tokeniser import get_tokeniser
 from data.writer import read_progress
@@ -37,8 +36,8 @@ from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from lssar.reference import attention_weights
 from model import GPT, MEANING
-from physics.simulate import in_processes
 from support.files import checked_line, read_line, read_text, seal, unseal, write_json
+from support.processes import deaf_children, in_processes
 from training.checkpoint import (
     CheckpointInfo,
     Store,

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 from eval_helpers import small_gpt, tiny_model, write_checkpoint
-from reference import dot, softmax, weights_of_batch
+from loops import dot, softmax, weights_of_batch
 
 from attention import KVCache, rope_at, rotate
-from attention_maps import layer_inputs, layer_weights
-from evaluating.checkpoints import Variant, model_label
+from attention_maps import layer_weights
+from evaluating.checkpoints import Variant, layer_inputs, model_label
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, Layer, ModelConfig, preset
