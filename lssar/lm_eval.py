@@ -2,12 +2,9 @@
 
     lm_eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
 
-The harness' own model `hf`, with the mechanisms registered. The installed package names it in the
-entry points `lm_eval.models`. The harness up to 0.4.13 does not look for these: with it,
-
-    python -m lssar.lm_eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
-
-is the same command. An exported checkpoint brings its own code: `--model hf` takes it, with
+The harness' own model `hf`, with the mechanisms registered. The harness knows it once the package
+is installed (lm_eval_plugin/); in the repository, `python -m lssar.lm_eval` is the same command. An
+exported checkpoint brings its own code: `--model hf` takes it, with
 `trust_remote_code=True`, and so does this one. Its tokeniser begins a text with the end-of-text
 token; `add_bos_token=False` gives contexts as they are, and the scores of downstream.py.
 """
@@ -19,7 +16,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
+from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 
 import lssar.hf  # noqa: F401 - registers the mechanisms
@@ -40,5 +37,6 @@ class LssarLM(HFLM):
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    register_model("lssar")(LssarLM)
+    if "lssar" not in model_registry:
+        model_registry.register("lssar", target="lssar.lm_eval:LssarLM")
     cli_evaluate()

@@ -127,22 +127,34 @@ assert loss.isfinite()
     assert done.returncode == 0, done.stderr
 
 
-def test_lm_eval_is_told_of_its_model(installed, tmp_path):
-    """By the entry point that the harness looks for, and that its registry takes in 0.4.13 too."""
-    program = """
-from importlib.metadata import entry_points
-(found,) = entry_points(group="lm_eval.models", name="lssar")
-from lm_eval.api.registry import get_model, model_registry
-model_registry.register("lssar", target=found)
-import lm_eval.models.huggingface, sys
-model = get_model("lssar")
-assert model.__module__ == "lssar.lm_eval" and issubclass(model, lm_eval.models.huggingface.HFLM)
-assert sys.modules["lssar"].__file__.startswith(sys.argv[1])
+HARNESS = """
+import sys
+sys.argv = "lm_eval --model lssar --model_args checkpoint=a --tasks a.yaml".split()
+from lm_eval.__main__ import cli_evaluate
+try:
+    cli_evaluate()
+finally:
+    print(*(m for m in sys.modules if m.startswith("lssar")))
 """
+
+
+def test_the_command_of_lm_eval_knows_the_model(installed, tmp_path):
+    """As the harness is installed, started as its script starts it: the model is ours."""
     pytest.importorskip("accelerate", reason="pip install -r requirements-downstream.txt")
-    site = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    done = use(installed, tmp_path, program, PYTHONPATH=site)
-    assert done.returncode == 0, done.stderr
+    found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (tmp_path / "a.yaml").write_text("task: a\ndataset_path: json\noutput_type: loglikelihood\n")
+    done = use(installed, tmp_path, HARNESS, PYTHONPATH=found, HF_HUB_OFFLINE="1")
+    assert "--model lssar needs pretrained=FOLDER, and was given checkpoint=a" in done.stderr
+    assert "lssar.lm_eval" in done.stdout.split()
+    off = {"PYTHONPATH": found, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert "needs pretrained=FOLDER" not in use(installed, tmp_path, HARNESS, **off).stderr
+
+
+def test_importing_torch_imports_nothing_of_ours_but_the_plugin(installed, tmp_path):
+    program = "import sys, torch; print(*(m for m in sys.modules if m.startswith('lssar')))"
+    (tmp_path / "lssar").mkdir()  # of another version, or of someone else
+    (tmp_path / "lssar/__init__.py").touch()
+    assert use(installed, tmp_path, program).stdout.split() == ["lssar_lm_eval"]
 
 
 def test_without_a_compiler_there_is_one_line_and_the_right_result(installed, tmp_path):
