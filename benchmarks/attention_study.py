@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention_maps import layer_inputs
 from benchmarks import measure
 from benchmarks.study import Study, run_of
-from evaluating.checkpoints import mechanism_label, open_checkpoints
+from evaluating.checkpoints import layer_inputs, open_checkpoints
 from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
@@ -48,7 +47,9 @@ SPARSITIES = (
 # What rows see, or how heads and rows are given.
 FULL, WINDOW, DOCUMENTS = "full rows", "window of 128", "documents of 256"
 GROUPED, COPIED, ONE_ROW = "4 heads of k and v", "4 heads copied out", "one row at the end"
-SPANS = (FULL, WINDOW, DOCUMENTS, COPIED, GROUPED, ONE_ROW)
+EIGHT = "one row of each of 8 sequences"  # of different lengths, padded on the left
+SPANS = {"window": (FULL, WINDOW), "documents": (FULL, DOCUMENTS), "heads": (COPIED, GROUPED)}
+SPANS["decode"] = DECODED = ONE_ROW, EIGHT
 BLOCKS = ((1, 1), (64, 64), (64, 32), (32, 32), (16, 16))  # rows x keys of a tile
 
 
@@ -66,7 +67,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        return f"{mechanism_label(self.mechanism)}, {self.backend}"
+        return f"{self.mechanism.title}, {self.backend}"
 
     @property
     def baseline(self) -> "Case":
@@ -76,8 +77,8 @@ class Case:
     @property
     def without(self) -> "Case":
         """What it is compared with to see what its span is worth."""
-        if self.seen == ONE_ROW:
-            return replace(self.baseline, seen=ONE_ROW)
+        if self.seen in DECODED:
+            return replace(self.baseline, seen=self.seen)
         return replace(self, seen=COPIED if self.seen == GROUPED else FULL)
 
     def cannot(self, options: Namespace) -> str | None:
@@ -96,7 +97,7 @@ def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
 
 
 def main(options: Namespace) -> None:
-    for option, known in {"mechanisms": MECHANISMS, "backends": FORMS}.items():
+    for option, known in {"mechanisms": MECHANISMS, "backends": FORMS, "spans": SPANS}.items():
         for name in vars(options).get(option) or ():
             if name not in known:
                 raise UserError(f"--{option}: unknown {name!r}; {did_you_mean(name, known)}")
@@ -145,10 +146,12 @@ def choose(study: Study) -> list[Case]:
 def spans(study: Study) -> None:
     options, backend = study.options, FUSED[study.options.device]
     mechanisms = [mechanism_of(name, backend, options.p) for name in options.mechanisms]
+    seen = dict.fromkeys(s for name in options.spans for s in SPANS[name])
     for n in options.lengths:
-        kernel = [Case(m, backend, n, options.threads, seen=s) for m in mechanisms for s in SPANS]
+        kernel = [Case(m, backend, n, options.threads, seen=s) for m in mechanisms for s in seen]
         softmax = kernel[0].baseline
-        add_times(study, [softmax, replace(softmax, seen=ONE_ROW), *kernel])
+        decoded = [replace(softmax, seen=s) for s in DECODED if s in seen]
+        add_times(study, [softmax, *decoded, *kernel])
 
 
 def sparsity(study: Study) -> None:
@@ -234,14 +237,20 @@ def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> l
         mechanism = replace(mechanism, window=128)
     elif case.seen == DOCUMENTS:
         first = torch.arange(case.length, device=q.device) // 256 * 256
-    elif case.seen == ONE_ROW:
+    elif case.seen in DECODED:
         q, grad = q[:, :, -1:], grad[:, :, -1:]
+        if case.seen == EIGHT:
+            q, k, v, grad = (x[:1].repeat(8, 1, 1, 1) for x in (q, k, v, grad))
+            first = torch.arange(8, device=q.device)[:, None] * case.length // 16
     elif case.seen in (GROUPED, COPIED):
         k, v = k[:, :4], v[:, :4]
     backend = "eager" if case.backend == PAPER else case.backend
     call = own or partial(attend, mechanism=mechanism, backend=backend, first=first)
     if own is None and replace(case, spread=RANDOM, seen=FULL) == case.baseline:
         call = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)  # it alone
+        if case.seen == EIGHT:
+            visible = torch.arange(case.length, device=q.device) >= first
+            call = partial(call, attn_mask=visible[:, None, None])
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import statistics
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from tqdm import tqdm
 
 from benchmark import BENCHMARKS
 from benchmarks import measure
-from evaluating.checkpoints import mechanism_label
 from evaluating.results import Record, Results
 from lssar.mechanisms import Mechanism
 from support import plots
@@ -61,14 +61,14 @@ class Study:
         self.results.about["left_out"] = self.left_out
         self.results.runs, self.results.records = self.runs, []
         self.results.add(*self.records)
-        draw_figure = draw_figure or partial(draw, self.options.benchmark, self.records)
+        draw_figure = draw_figure or partial(draw, self.options.benchmark, self.results)
         for path in (self.options.out, *draw_figure(self.options.out)):
             print(f"written: {path}")
 
 
 def run_of(mechanism: Mechanism) -> dict:
     p = {"p": mechanism.p} if mechanism.sharpened else {}
-    return {"run": mechanism_label(mechanism), "attention": {"name": mechanism.name} | p}
+    return {"run": mechanism.title, "attention": {"name": mechanism.name} | p}
 
 
 def title(quantity: str) -> str:
@@ -80,10 +80,26 @@ def rows(records: list[Record]) -> list[dict]:
     common = set.intersection(*(set(r.variant.split(", ")) for r in records))
     found: dict[tuple, dict] = {}
     for r in records:
-        name = ", ".join([r.run, *(p for p in r.variant.split(", ") if p not in common)])
-        row = found.setdefault((name, r.length), {"name": name, "length": r.length})
-        row[r.quantity] = r.value
+        own = ", ".join(part for part in r.variant.split(", ") if part not in common)
+        name = f"{r.run}, {own}" if own else r.run
+        row = {"name": name, "run": r.run, "own": own, "length": r.length}
+        found.setdefault((name, r.length), row)[r.quantity] = r.value
     return list(found.values())
+
+
+def styles(results: Results, lines: bool) -> dict[str, dict]:
+    """Of each name: its mechanism's colour, with other dashes where it has several."""
+    found, order, known = {}, Counter(), list(plots.MECHANISMS)
+    for row in rows(results.records):
+        mechanism = results.runs[row["run"]]["attention"]["name"]
+        place = known.index(mechanism) if mechanism in known else len(known)
+        if row["name"] not in found:
+            seen = row["own"].rpartition(", ")[2]
+            found[row["name"]] = place, plots.style(mechanism, seen, order[mechanism])
+            order[mechanism] += 1
+    names = sorted(found, key=lambda name: found[name][0])  # in a busy chart these keep a colour
+    own = [found[name][1] for name in names]
+    return dict(zip(names, plots.coloured(own) if lines else own, strict=True))
 
 
 def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
@@ -126,26 +142,31 @@ def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
     return {name: exponents for name, exponents in found.items() if len(exponents) == len(GROWING)}
 
 
-def draw(benchmark: str, records: list[Record], out: Path) -> list[Path]:
+def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
     """One panel per quantity; bars where there is only one length to draw over."""
     if not (chosen := BENCHMARKS[benchmark].get("figure")):
         return []
     quantities, over = chosen["panels"], chosen["over"]
-    figure, panels = plots.figure(1, len(quantities), width=plots.PAGE, height=2.9)
-    lengths = sorted({r.length for r in records})
+    lengths = sorted({r.length for r in results.records})
+    bars = over == "length" and len(lengths) == 1
+    look = styles(results, lines=not bars)
+    height = max(2.9, 0.6 + 0.14 * len(look))
+    width = plots.PAGE * (
+        1.5 if plots.is_busy(look.values()) else 1
+    )  # names stand beside the lines
+    figure, panels = plots.figure(1, len(quantities), width=width, height=height)
     for axes, quantity in zip(panels, quantities, strict=True):
         axes.set_title(title(quantity))
-        found = curves(records, quantity, over)
-        if over == "length" and len(lengths) == 1:
-            names = list(found) if axes is panels[0] else [""] * len(found)
+        found = curves(results.records, quantity, over)
+        if bars:
             values = [points[0][1] for points in found.values()]
-            axes.barh(range(len(found)), values, color=plots.COLOURS[0])
-            axes.set_yticks(range(len(found)), names)
+            axes.barh(range(len(found)), values, color=[look[name]["color"] for name in found])
+            axes.set_yticks(range(len(found)), found if axes is panels[0] else [""] * len(found))
             axes.invert_yaxis()
             continue
         for number, (name, points) in enumerate(found.items()):
-            style = plots.line(number) | ({} if over == "length" else {"linestyle": "none"})
-            axes.plot(*zip(*points, strict=True), **style, label=name)
+            own = look[name] if over == "length" else plots.line(number) | {"linestyle": "none"}
+            axes.plot(*zip(*points, strict=True), **own, label=name)
         axes.set_xlabel(title(over))
         if over == "length":
             plots.length_axis(axes, lengths)
@@ -157,5 +178,5 @@ def draw(benchmark: str, records: list[Record], out: Path) -> list[Path]:
         else:
             axes.axhline(1, color="#555555", linewidth=0.8)
             axes.set_ylim(0, None)
-    plots.legend_below(figure, panels[0], columns=4)
+    plots.name_lines(panels[-1], columns=4)
     return plots.save(figure, out.with_suffix(".png"))

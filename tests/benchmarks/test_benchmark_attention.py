@@ -1,5 +1,6 @@
 """benchmark.py attention: the right things are measured, reported, left out. No time is judged."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 import attention_maps
 import benchmark
@@ -32,6 +34,7 @@ from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from lssar.reference import attention_weights
 from model import GPT, preset
+from support import plots
 from training.checkpoint import CheckpointInfo, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -265,15 +268,44 @@ def test_slopes_are_exact_on_power_laws():
     assert found["LSSAR, eager"]["forward_backward_MB"] == pytest.approx(1)
 
 
-def test_a_single_length_is_drawn_as_bars_and_names_leave_out_what_all_share(tmp_path):
+@pytest.fixture
+def figure(monkeypatch):
+    """What was drawn last."""
+    drawn = []
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    yield lambda: drawn[-1]
+    monkeypatch.undo()
+    plots.plt.close("all")
+
+
+def test_a_single_length_is_drawn_as_bars_and_names_leave_out_what_all_share(tmp_path, figure):
     records = [
         Record(quantity, run, 2.0, variant=f"{backend}, random, 1 thread", length=64)
         for quantity in reports.GROWING
         for run, backend in (("Softmax", "sdpa"), ("LSSAR", "cpu"))
     ]
     assert list(reports.curves(records, "forward_ms", "length")) == ["Softmax, sdpa", "LSSAR, cpu"]
-    png, pdf = reports.draw("attention", records, tmp_path / "x.json")
+    runs = {run: {"attention": {"name": run.lower()}} for run in ("Softmax", "LSSAR")}
+    results = Namespace(records=records, runs=runs)
+    png, pdf = reports.draw("attention", results, tmp_path / "x.json")
     assert png.stat().st_size > 5_000 and pdf.exists()
+    colours = [to_hex(bar.get_facecolor()).upper() for bar in figure().axes[0].patches]
+    assert colours == [plots.MECHANISMS[name][0] for name in ("softmax", "lssar")]
+
+
+def test_of_many_mechanisms_four_have_their_colour_and_the_others_a_name_at_the_end(
+    tmp_path, figure
+):
+    names = ["mish-l1", "relu-l1", "lssa", "ssmax", "softmax", "lssar"]
+    results = Namespace(runs={n: {"attention": {"name": n}} for n in names}, records=[])
+    for quantity, name, length in itertools.product(reports.GROWING, names, (64, 128)):
+        results.records.append(Record(quantity, name, 2.0, variant="cpu", length=length))
+    reports.draw("attention", results, tmp_path / "x.json")
+    last = figure().axes[-1]
+    found = {line.get_label(): line.get_color() for line in last.lines}
+    main = ("lssar", "softmax", "lssa", "ssmax")
+    assert found == dict.fromkeys(names, plots.GREY) | {n: plots.MECHANISMS[n][0] for n in main}
+    assert {text.get_text() for text in last.texts} == set(names)
 
 
 # --- mistakes ------------------------------------------------------------------------------------
