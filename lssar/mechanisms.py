@@ -21,9 +21,11 @@ from typing import Any, NoReturn
 
 from lssar.errors import UserError, did_you_mean
 
+# Scales of cos(q, k), the others are of q.k; L is train_length.
+COSINES = ("log d log N", "s log d log N", "log d log L", "sqrt(d)")
 # What each part can be. `reference.py` computes all of them; a backend declares which it does.
 PARTS: dict[str, tuple[str, ...]] = {
-    "scale": ("1/sqrt(d)", "s log N / sqrt(d)", "log d log N", "s log d log N", "sqrt(d)"),
+    "scale": ("1/sqrt(d)", "s log N / sqrt(d)", *COSINES),
     "bias": ("none", "-log L", "-log N"),
     "phi": (*("exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"),),
     # What a row is divided by; or a stick, of which each key back from the query breaks off phi,
@@ -33,7 +35,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "length": ("train", "current"),  # what L is: train_length, or the number of keys
     "numerics": ("safe", "naive"),  # naive: the paper's literal x**p, which overflows
 }
-COSINES = ("log d log N", "s log d log N", "sqrt(d)")  # scales of cos(q, k); the others of q.k
 SIGNED = ("identity", "gelu", "mish")  # activations with negative values
 
 
@@ -99,6 +100,11 @@ class Mechanism:
         return self.scale in COSINES
 
     @property
+    def title(self) -> str:
+        """The label, with p where there is one."""
+        return f"{self.label} p={self.p:g}" if self.sharpened else self.label
+
+    @property
     def sharpened(self) -> bool:
         return self.p is not None
 
@@ -121,41 +127,47 @@ def _is_whole(value: Any) -> bool:
 _LSSA: dict[str, Any] = {"scale": "log d log N", "phi": "softplus"}
 _SIGMOID_LOGN: dict[str, Any] = {"phi": "sigmoid", "bias": "-log N"}
 
-MECHANISMS: dict[str, Mechanism] = {
-    m.name: m
-    for m in (
-        Mechanism("softmax", "Softmax"),
-        Mechanism("ssmax", "SSMax", scale="s log N / sqrt(d)", parameter_init=0.43),
-        Mechanism("sigmoid", "Sigmoid (b=-log L)", phi="sigmoid", bias="-log L", norm="none"),
-        Mechanism("sigmoid-logn", "Sigmoid (b=-log N)", **_SIGMOID_LOGN, norm="none"),
-        Mechanism("sigmoid-logn-l1", "Sigmoid (b=-log N, l1)", **_SIGMOID_LOGN),
-        Mechanism("relu-length", "ReLU / L", phi="relu", norm="L"),
-        Mechanism(
-            "relu-shen", "ReLU (Shen)", phi="relu", norm="gamma sqrt(N/2)", parameter_init=1.0
-        ),
-        Mechanism("relu-l1", "ReLU (l1)", phi="relu"),
-        Mechanism("relu2-l1", "ReLU^2 (l1)", phi="relu2"),
-        Mechanism("relu6-l1", "ReLU6 (l1)", phi="relu6"),
-        Mechanism("gelu-l1", "GeLU (l1)", phi="gelu"),
-        Mechanism("sigmoid-l1", "Sigmoid (l1)", phi="sigmoid"),
-        Mechanism("softplus-l1", "Softplus (l1)", phi="softplus"),
-        Mechanism("mish-l1", "Mish (l1)", phi="mish"),
-        Mechanism("identity", "x", phi="identity", norm="none"),
-        Mechanism("exp", "exp(x)", norm="none"),
-        Mechanism("identity-l1", "x (l1)", phi="identity"),
-        Mechanism("cos-softmax", "Softmax of cosines", scale="log d log N"),
-        Mechanism("cos-softmax-constant", "Softmax of cosines, constant scale", scale="sqrt(d)"),
-        Mechanism("cos-ssmax", "SSMax of cosines", scale="s log d log N", parameter_init=1.0),
-        Mechanism("stick-breaking", "Stick-breaking", phi="sigmoid", norm="stick"),
-        Mechanism("softmax-inverse", "-Softmax", post="negate"),
-        Mechanism("softmax-recentred", "Softmax, re-centred", post="recentre"),
-        Mechanism("softmax-recentred-l1", "Softmax, re-centred, l1", post="recentre, l1"),
-        Mechanism("lssa", "LSSA", **_LSSA),
-        Mechanism("lssar", "LSSAR", **_LSSA, p=15),
-        Mechanism("softmax-reweighted", "Softmax, re-weighted", p=15),
-        Mechanism("sigmoid-logn-l1-reweighted", "Sigmoid, re-weighted", **_SIGMOID_LOGN, p=15),
-    )
-}
+
+def _registry(*entries: Mechanism) -> dict[str, Mechanism]:
+    found = {m.name: m for m in entries}
+    if len(found) < len(entries):
+        names = [m.name for m in entries]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"two mechanisms are named {twice!r}; rename one")
+    return found
+
+
+MECHANISMS = _registry(
+    Mechanism("softmax", "Softmax"),
+    Mechanism("ssmax", "SSMax", scale="s log N / sqrt(d)", parameter_init=0.43),
+    Mechanism("sigmoid", "Sigmoid (b=-log L)", phi="sigmoid", bias="-log L", norm="none"),
+    Mechanism("sigmoid-logn", "Sigmoid (b=-log N)", **_SIGMOID_LOGN, norm="none"),
+    Mechanism("sigmoid-logn-l1", "Sigmoid (b=-log N, l1)", **_SIGMOID_LOGN),
+    Mechanism("relu-length", "ReLU / L", phi="relu", norm="L"),
+    Mechanism("relu-shen", "ReLU (Shen)", phi="relu", norm="gamma sqrt(N/2)", parameter_init=1.0),
+    Mechanism("relu-l1", "ReLU (l1)", phi="relu"),
+    Mechanism("relu2-l1", "ReLU^2 (l1)", phi="relu2"),
+    Mechanism("relu6-l1", "ReLU6 (l1)", phi="relu6"),
+    Mechanism("gelu-l1", "GeLU (l1)", phi="gelu"),
+    Mechanism("sigmoid-l1", "Sigmoid (l1)", phi="sigmoid"),
+    Mechanism("softplus-l1", "Softplus (l1)", phi="softplus"),
+    Mechanism("mish-l1", "Mish (l1)", phi="mish"),
+    Mechanism("identity", "x", phi="identity", norm="none"),
+    Mechanism("exp", "exp(x)", norm="none"),
+    Mechanism("identity-l1", "x (l1)", phi="identity"),
+    Mechanism("cos-softmax", "Softmax of cosines", scale="log d log N"),
+    Mechanism("cos-softmax-constant", "Softmax of cosines, constant scale", scale="sqrt(d)"),
+    Mechanism("cos-softmax-fixed", "Softmax of cosines, scale log d log L", scale="log d log L"),
+    Mechanism("cos-ssmax", "SSMax of cosines", scale="s log d log N", parameter_init=1.0),
+    Mechanism("stick-breaking", "Stick-breaking", phi="sigmoid", norm="stick"),
+    Mechanism("softmax-inverse", "-Softmax", post="negate"),
+    Mechanism("softmax-recentred", "Softmax, re-centred", post="recentre"),
+    Mechanism("softmax-recentred-l1", "Softmax, re-centred, l1", post="recentre, l1"),
+    Mechanism("lssa", "LSSA", **_LSSA),
+    Mechanism("lssar", "LSSAR", **_LSSA, p=15),
+    Mechanism("softmax-reweighted", "Softmax, re-weighted", p=15),
+    Mechanism("sigmoid-logn-l1-reweighted", "Sigmoid, re-weighted", **_SIGMOID_LOGN, p=15),
+)
 
 OVERRIDES = ("p", "alpha", "train_length", "length", "numerics", "window", "sinks")
 

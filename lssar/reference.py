@@ -130,16 +130,22 @@ def over_root_d(q, k, m: Mechanism, params, row_count: Tensor | None) -> tuple[T
     if m.cosine:
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1)
-        factor = factor * (d if m.scale == "sqrt(d)" else math.sqrt(d) * math.log(d))
+        factor = factor * math.sqrt(d) * (_constant_scale(d, m) or math.log(d))
     if row_count is not None and "log N" in m.scale:
         factor = factor * row_count.log()
     return q * factor, k
 
 
+def _constant_scale(d: int, m: Mechanism) -> float | None:
+    """What cos(q, k) is multiplied by, where it does not depend on the row."""
+    constant = {"sqrt(d)": math.sqrt(d), "log d log L": math.log(d) * math.log(m.train_length)}
+    return constant.get(m.scale)
+
+
 def _cosine_scale(d: int, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor | float:
     """What cos(q, k) is multiplied by."""
-    if m.scale == "sqrt(d)":
-        return math.sqrt(d)
+    if (constant := _constant_scale(d, m)) is not None:
+        return constant
     scale = math.log(d) * row_count.log()
     return scale if m.scale == "log d log N" else scale * _per_head(params)
 

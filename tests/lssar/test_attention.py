@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference import adaptive_p, weights_of_batch
+from loops import adaptive_p, weights_of_batch
 from torch.nn.functional import softmax
 
 from lssar import backends
@@ -16,11 +16,11 @@ from lssar.reference import attention_weights
 NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
 LEARNABLE = ("ssmax", "relu-shen", "cos-ssmax")
-SDPA = ("softmax", "ssmax", "cos-softmax", "cos-softmax-constant", "cos-ssmax")
+SDPA = ("softmax", "ssmax", "cos-softmax", "cos-softmax-constant", "cos-softmax-fixed", "cos-ssmax")
 BACKENDS = ("auto", "sdpa", "rowblock", "eager")  # the kernels have tests of their own
 PROBABILITIES = (
     *("softmax", "ssmax", "sigmoid-logn-l1", "sigmoid-l1", "softplus-l1", "lssa"),
-    *("cos-softmax", "cos-softmax-constant", "cos-ssmax", "stick-breaking"),
+    *("cos-softmax", "cos-softmax-constant", "cos-softmax-fixed", "cos-ssmax", "stick-breaking"),
     *SHARPENED,
 )
 SIGNED = ("gelu-l1", "mish-l1", "identity-l1", "softmax-recentred-l1")
@@ -48,7 +48,13 @@ def params_of(name, heads=2):
 
 def test_the_registry_holds_the_24_mechanisms_of_the_paper_controls_and_a_baseline():
     assert set(NAMES) >= {
-        *("cos-softmax", "cos-softmax-constant", "cos-ssmax", "stick-breaking"),
+        *(
+            "cos-softmax",
+            "cos-softmax-constant",
+            "cos-softmax-fixed",
+            "cos-ssmax",
+            "stick-breaking",
+        ),
         *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "relu-length"),
         *("relu-shen", "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1"),
         *("mish-l1", "identity", "exp", "identity-l1", "softmax-inverse", "softmax-recentred"),

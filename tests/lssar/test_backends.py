@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lssar.backends import BACKENDS, Backend, Call, attend, choose_backend, used_backend
 from lssar.errors import UserError
-from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism
+from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism, _registry
 from lssar.reference import attention_weights
 
 
@@ -87,6 +87,11 @@ def test_an_entry_no_backend_knows_is_computed_by_the_reference():
 def test_a_part_that_does_not_exist_is_refused(part):
     with pytest.raises(UserError, match=rf"'mine': {part} = 'logs'; choose from"):
         Mechanism("mine", "Mine", **{part: "logs"})
+
+
+def test_two_entries_of_one_name_are_refused():
+    with pytest.raises(UserError, match="two mechanisms are named 'mine'"):
+        _registry(Mechanism("mine", "Mine"), Mechanism("b", "B"), Mechanism("mine", "Mine, again"))
 
 
 def test_a_parameter_without_a_use_and_a_use_without_a_parameter_are_refused():

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
-from hf_models import build, pack, padded, tokens
+from tiny_models import build, pack, padded, tokens
 from transformers import AttentionInterface
 
 from lssar.errors import UserError

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
-from hf_models import build, padded, tokens
+from tiny_models import build, padded, tokens
 from transformers import AttentionInterface
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 

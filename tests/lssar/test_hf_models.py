@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
-from hf_models import build, config_of, pack, tokens
+from tiny_models import build, config_of, pack, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 from lssar.errors import UserError

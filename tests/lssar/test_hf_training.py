@@ -7,7 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
 from eval_helpers import exported_model, tiny_model
-from hf_models import build, tokens
+from tiny_models import build, tokens
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 import export_hf

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference import weights_of_batch
+from loops import weights_of_batch
 
 from lssar.backends import attend
 from lssar.mechanisms import MECHANISMS, get_mechanism

@@ -2,8 +2,8 @@
 
 import itertools
 
+import loops
 import pytest
-import reference
 import torch
 
 from lssar.backends import attend
@@ -95,7 +95,7 @@ def test_positions_count_tokens_only():
 
 
 def rows_cut_out(name, q, k, v, first, params):
-    """Each row alone against the keys it sees, by the loops of tests/reference.py."""
+    """Each row alone against the keys it sees, by the loops of tests/loops.py."""
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
@@ -104,7 +104,7 @@ def rows_cut_out(name, q, k, v, first, params):
         if start < end:
             keys = k[b, h // group, start:end].tolist()
             scalar = None if params is None else params[h].item()
-            row = reference.row(name, q[b, h, i].tolist(), keys, param=scalar)
+            row = loops.row(name, q[b, h, i].tolist(), keys, param=scalar)
             out[b, h, i] = torch.tensor(row, dtype=torch.float64) @ v[b, h // group, start:end]
     return out
 
