@@ -4,9 +4,10 @@ Every mechanism has its own colour. A busy chart shows four lines in colour; all
 ends.
 """
 
+import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 from paper.evidence import Line, Sheet
 from paper.experiments import PASSKEY
@@ -117,12 +118,18 @@ def by_ends(sheet: Sheet):
 
 
 def by_exponent(sheet: Sheet):
-    """One panel per start of the rows' keys, one line per length."""
-    stems = sheet.table.panels
-    figure, panels = plots.figure(1, len(stems), width=plots.PAGE, height=2.6, sharey=True)
-    for axes, stem in zip(panels, stems, strict=True):
-        ends, found = [], [(re.fullmatch(rf"{stem}(\d+)", n.row.key), n) for n in sheet.lines]
-        lines = {int(p[1]): line for p, line in found if p}
+    """One panel per start of the rows' keys, of those that were measured; one line per length."""
+    stems: dict[str, dict[int, Line]] = defaultdict(dict)
+    for stem, line in itertools.product(sheet.table.panels, sheet.lines):
+        found = re.fullmatch(rf"{stem}(\d+)", line.row.key)
+        if found and any(entry.cell.finite for entry in line.entries):
+            stems[stem][int(found[1])] = line
+    if not stems:
+        return None
+    size = {"width": plots.PAGE, "height": 2.6, "sharey": True, "squeeze": False}
+    figure, ((*panels,),) = plots.figure(1, len(stems), **size)
+    for axes, lines in zip(panels, stems.values(), strict=True):
+        ends = []
         mechanism = next((line.mechanism for line in lines.values() if line.mechanism), "")
         for i, (column, _) in enumerate(sheet.columns):
             cells = [(p, line.entries[i].cell) for p, line in lines.items()]
