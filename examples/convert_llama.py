@@ -17,6 +17,36 @@ import sys
 import sysconfig
 import zlib
 from pathlib import Path
+from typing import NoReturn
+
+
+def whole(text: str) -> int:
+    """The type of an option that is a whole number from 1 to a million."""
+    if not text.isdecimal() or not 1 <= float(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1000000")
+    return int(text)
+
+
+def refuse(why: str) -> NoReturn:
+    print(f"error: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("--seeds", type=whole, default=3)
+    parser.add_argument("--steps", type=whole, default=600, help="of pretraining; %(default)s")
+    parser.add_argument("--tuning", type=whole, default=300, help="most steps after; %(default)s")
+    parser.add_argument("--tokens", type=whole, default=65536, help="held-out bytes; %(default)s")
+    given = parser.parse_args(argv)
+    if given.out.suffix != ".json" or given.tokens % 2048:
+        refuse("OUT must end in .json, and --tokens must be a multiple of 2048")
+    return given
+
+
+if __name__ == "__main__":  # --help and mistakes do not wait for the imports
+    options(sys.argv[1:])
 
 import torch
 import torch.nn.functional as F
@@ -159,23 +189,8 @@ def revision() -> str:
     return head + "+" * bool(subprocess.run([*git, *status], **quiet).stdout) or "unknown"
 
 
-def whole(text: str) -> int:
-    """The type of an option that is a whole number from 1 to a million."""
-    if not text.isdecimal() or not 1 <= float(text) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1000000")
-    return int(text)
-
-
 def main(argv: list[str]) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
-    parser.add_argument("out", type=Path, metavar="OUT.json")
-    parser.add_argument("--seeds", type=whole, default=3)
-    parser.add_argument("--steps", type=whole, default=600, help="of pretraining; %(default)s")
-    parser.add_argument("--tuning", type=whole, default=300, help="most steps after; %(default)s")
-    parser.add_argument("--tokens", type=whole, default=65536, help="held-out bytes; %(default)s")
-    given = parser.parse_args(argv)
-    if given.out.suffix != ".json" or given.tokens % 2048:
-        parser.error("OUT must end in .json, and --tokens must be a multiple of 2048")
+    given = options(argv)
     settings = {"steps": given.steps, "tokens": given.tokens}
     settings["tuning"] = [n for n in (1, 3, 10, 30, 100) if n < given.tuning] + [given.tuning]
     settings["lengths"] = [LENGTH * 2**i for i in range(5)]
@@ -184,7 +199,7 @@ def main(argv: list[str]) -> dict:
     if given.out.exists():
         results = json.loads(given.out.read_text())
         if results["settings"] != settings:
-            parser.error(f"{given.out} was made with {results['settings']}; give another OUT")
+            refuse(f"{given.out} was made with {results['settings']}; give another OUT")
     stamp = {"command": f"python examples/convert_llama.py {given.out}", "revision": revision()}
     for seed in range(given.seeds):
         run = f"llama-s{seed}"

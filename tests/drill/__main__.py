@@ -38,8 +38,8 @@ from support.files import write_json
 from . import crashes, fuzzing, load, numbers, rot, security, storage, strangers  # noqa: F401
 from .attack import ATTACKS, GROUPS, Attack
 from .children import die_with
-from .report import read_outcomes, write_table
 from .subjects import shared, warm
+from .summary import read_outcomes, write_table
 
 RESULTS, TABLE = "results/reliability.json", "docs/reliability.md"
 
