@@ -15,6 +15,7 @@ struct ForwardScratch {
   float *val, *sharp;                            // lists: scores that count, then weights; r
   int32_t* at;                                   // their keys, from task.from
   static bool whole(const Task& t) { return t.call.has(RECENTRE_L1); }
+  static int64_t packed(const Task& t) { return t.dv % W ? t.vcols : 0; }  // else read in place
   static int64_t leading(const Task& t, bool whole) {
     int64_t keys = whole ? t.widest : std::min<int64_t>(t.widest, TILE + 2 * PANEL);
     return round_up(keys, PANEL) + W;
@@ -23,7 +24,7 @@ struct ForwardScratch {
     size_t keys = round_up(t.keys(), PANEL), strip = ROWS * leading(t, whole(t)) + 2 * W;
     size_t prefix = t.call.has(RECENTRE) ? 2 * (keys + 1) * t.dv : 0;
     size_t lists = 3 * (ROWS * leading(t, true) + 2 * W) + strip;
-    return keys * (2 + t.d + t.vcols) + prefix + ROWS * (t.cols + 2 * t.vcols) + strip +
+    return keys * (2 + t.d + packed(t)) + prefix + ROWS * (t.cols + 2 * t.vcols) + strip +
            (t.sharp() ? lists : 0) + ROWS * 2 + 512;
   }
   ForwardScratch(Arena& arena, const Task& t)
@@ -33,7 +34,7 @@ struct ForwardScratch {
     arena.used = 0;
     prefix = (double*)arena.take(t.call.has(RECENTRE) ? 2 * (keys + 1) * t.dv : 0);
     inverse = arena.take(keys), longest = arena.take(keys), panels = arena.take(keys * t.d);
-    packed_v = arena.take(keys * t.vcols);
+    packed_v = arena.take(keys * packed(t));
     q = arena.take(ROWS * t.cols), out = arena.take(ROWS * t.vcols);
     guide = arena.take(ROWS * t.vcols), strip = arena.take(room);
     if (!t.sharp()) return;
@@ -46,7 +47,7 @@ void place_keys(const Task& task, ForwardScratch& at) {
   const Call& c = task.call;
   int64_t keys = task.keys();
   at.v = at.packed_v, at.ldv = task.vcols;
-  if (task.dv % W == 0)
+  if (!at.packed(task))
     at.v = task.value(task.from), at.ldv = c.v.l;
   else
     pack_rows(task.value(task.from), c.v.l, keys, task.dv, task.vcols, nullptr, at.packed_v);
