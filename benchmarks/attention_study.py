@@ -150,8 +150,9 @@ def spans(study: Study) -> None:
     for n in options.lengths:
         kernel = [Case(m, backend, n, options.threads, seen=s) for m in mechanisms for s in seen]
         softmax = kernel[0].baseline
-        decoded = [replace(softmax, seen=s) for s in DECODED if s in seen]
-        add_times(study, [softmax, *decoded, *kernel])
+        others = [replace(softmax, seen=s) for s in DECODED if s in seen]
+        whole = [softmax] if FULL in seen or COPIED in seen else []
+        add_times(study, [*whole, *others, *kernel])
 
 
 def sparsity(study: Study) -> None:
@@ -212,7 +213,8 @@ def add_times(study: Study, cases: list[Case]) -> None:
     for (case, phase), time in medians.items():
         times = seconds[case, phase]
         add_case(study, case, f"{phase}_ms", 1000 * time, rounds=[1000 * t for t in times])
-        add_case(study, case, f"{phase}_ratio", time / medians[case.baseline, phase])
+        if (case.baseline, phase) in medians:
+            add_case(study, case, f"{phase}_ratio", time / medians[case.baseline, phase])
         if case.seen not in (FULL, COPIED):
             add_case(study, case, f"{phase}_share", time / medians[case.without, phase])
         alone = seconds.get((replace(case, threads=1), phase))

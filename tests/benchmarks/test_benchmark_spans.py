@@ -53,11 +53,15 @@ def test_a_span_is_compared_with_the_same_without_it(tmp_path, capsys):
     assert "window of 128" in capsys.readouterr().out and (tmp_path / "x.png").exists()
 
 
-def test_only_the_chosen_spans_are_measured(tmp_path):
-    options = ["--lengths=64", "--rounds=3", "--mechanisms=lssar", "--spans=window"]
-    assert not benchmark.main(["spans", *options, "--out", str(tmp_path / "x.json")])
-    found = {r.variant.rpartition(", ")[2] for r in read_results(tmp_path / "x.json").records}
-    assert {name for name in found if "thread" not in name} == {bench.WINDOW}
+@pytest.mark.parametrize(
+    "chosen, seen",
+    [("window", {"1 thread", bench.WINDOW}), ("decode", {bench.ONE_ROW, bench.EIGHT})],
+)
+def test_only_the_chosen_spans_are_measured(tmp_path, chosen, seen):
+    options = ["--lengths=64", "--rounds=3", "--mechanisms=lssar", "--threads=1"]
+    out = tmp_path / "x.json"
+    assert not benchmark.main(["spans", *options, f"--spans={chosen}", "--out", str(out)])
+    assert {r.variant.rpartition(", ")[2] for r in read_results(out).records} == seen
 
 
 def test_a_mistyped_mechanism_is_one_line():
