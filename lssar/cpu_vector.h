@@ -493,7 +493,7 @@ struct Arena {  // one allocation, handed out in aligned pieces
     // pages it would miss the TLB all the way.
     void* got = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     base = got == MAP_FAILED ? nullptr : (float*)got;
-    if (base && wanted >= 2 * HUGE_PAGE) madvise(base, wanted, MADV_HUGEPAGE);
+    if (base && 2 * floats * sizeof(float) > 3 * HUGE_PAGE) madvise(base, wanted, MADV_HUGEPAGE);
 #else
     base = (float*)std::aligned_alloc(64, wanted);
 #endif
