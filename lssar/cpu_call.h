@@ -7,6 +7,7 @@ namespace {
 constexpr int ROWS = 96;   // queries of the largest block: a multiple of MR, W and the smaller ones
 constexpr int SPAN = 96;   // keys of a tile, backward
 constexpr int TILE = 1024;  // forward: scores of ROWS x TILE stay in the second cache
+constexpr int NEAR = 1536;  // forward: rows of a task whose keys are few enough for that cache
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
 constexpr int STATS = 8;   // numbers saved of each row
 constexpr float EPS = 1e-12f;  // as F.normalize
@@ -32,6 +33,9 @@ struct Call {  // the layout of the int64 array that Python passes
   View q, k, v, out, stats, guide, dout, dq, dk, dvalue;
   bool has(Flags flag) const { return flags & flag; }
   bool spans() const { return first || window; }
+  void expect(const View& x, int64_t some_heads, int64_t rows, int64_t width) const {
+    use_huge_pages(x.data, batch * some_heads * rows * width * sizeof(float));
+  }
 };
 
 struct Numbers {
@@ -97,7 +101,7 @@ struct Block {  // up to `rows` consecutive queries of a head
         rows((int)std::min<int64_t>(task.rows, task.end - first)) {
     const Call& c = task.call;
     lo_all = task.to, hi_all = task.from;
-    for (int r = 0; r < ROWS; r++) {  // those past the end are as the last one
+    for (int r = 0; r < task.rows; r++) {  // those past the end are as the last one
       Seen s = seen_by(c, task.b, first + std::min(r, rows - 1));
       lo[r] = (int32_t)s.lo, hi[r] = (int32_t)s.hi;
       count[r] = (float)std::max<int64_t>(s.hi - s.lo, 1);
@@ -107,13 +111,13 @@ struct Block {  // up to `rows` consecutive queries of a head
     lo_all = std::min(lo_all, hi_all);
     const Numbers& n = task.numbers;
     float log_d = std::log((float)c.d), root = 1.f / std::sqrt((float)c.d);
-    for (int r = 0; r < ROWS; r += W) {
+    for (int r = 0; r < task.rows; r += W) {
       vf log2_n = log2v(load(count + r)), to_unit = all(unit == 1.f ? LN_2 : 1.f);
       store(scale + r, c.has(COSINE) ? all(log_d) * log2_n * to_unit : all(root * unit));
       store(shift + r, c.has(LOG_N) ? -log2_n * to_unit : all((float)n.bias * unit));
     }
     mixed = n.alpha != 0;
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < task.rows; r++) {
       p[r] = (float)n.p;
       if (count[r] > c.train_length && mixed)
         p[r] = (float)(n.p * (1 + n.alpha * (std::sqrt(count[r] / (double)c.train_length) - 1)));

@@ -26,7 +26,9 @@
 extern "C" int lssar_forward(const Call* call, const Numbers* numbers) {
   const Call& c = *call;
   int chunks = chunks_per_head(c);
+  if (c.spans()) chunks = std::max<int>(chunks, c.lq / NEAR);
   int64_t tasks = c.batch * c.groups * chunks;
+  c.expect(c.out, c.heads, c.lq, c.dv), c.expect(c.guide, c.heads, c.lq, c.dv);
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
@@ -49,6 +51,8 @@ extern "C" int lssar_backward(const Call* call, const Numbers* numbers) {
   Arena shared;  // dk and dv of every chunk, when a head has several
   int64_t wide = c.lk * round_up(c.d, W), values = c.lk * round_up(c.dv, W);
   if (chunks > 1 && !shared.reserve((wide + values) * tasks)) return 1;
+  c.expect(c.dq, c.heads, c.lq, c.d), c.expect(c.dk, c.groups, c.lk, c.d);
+  c.expect(c.dvalue, c.groups, c.lk, c.dv);
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
