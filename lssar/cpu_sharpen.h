@@ -53,11 +53,12 @@ struct SharpRows {
   double total[ROWS] = {};        // sum f so far
   double l[ROWS], h[ROWS];        // sums of z r and of r
   int n[ROWS] = {};               // entries in the list
+  int room;                       // rows of the largest block here
   // An entry is left out where r = z^(p-1) < 2^-20 / N: as the largest z is 1, what is dropped is
   // below 2^-20 of the row's sum of r, and as z < 1/4 there (p = 15), below 2^-22 of that of z r.
-  explicit SharpRows(const Block& block) {
-    std::fill(top, top + ROWS, -INFINITY);
-    for (int r = 0; r < ROWS; r += W) {
+  explicit SharpRows(const Block& block) : room(block.task.rows) {
+    std::fill(top, top + room, -INFINITY);
+    for (int r = 0; r < room; r += W) {
       vf exponent = (log2v(load(block.count + r)) + all(20.f)) / (load(block.p + r) - all(1.f));
       store(least + r, exp2v(maximum(-exponent, all(-120.f))));
     }
@@ -96,7 +97,7 @@ void tile_sums(Block& block, const Strip& strip, SharpRows& rows) {
 // The largest f so far; exp is shifted to its top, and a row without keys has none.
 template <class Phi>
 void largest_values(const SharpRows& rows, float* f_top) {
-  for (int r = 0; r < ROWS; r += W) {
+  for (int r = 0; r < rows.room; r += W) {
     vf top = load(rows.top + r), none = all(-INFINITY);
     store(f_top + r, activation<Phi>(where((top == none) | (vi{} - SHIFTED_TO_TOP<Phi>),
                                            all(0.f), top)));
@@ -106,7 +107,7 @@ void largest_values(const SharpRows& rows, float* f_top) {
 // The score below which no entry counts, of rows with this mean and this range
 template <class Phi>
 void set_cuts(const Block& block, const float* mu, const float* m, SharpRows& rows) {
-  for (int r = 0; r < ROWS; r += W)
+  for (int r = 0; r < rows.room; r += W)
     store(rows.cut + r, Phi::score(load(mu + r) + load(rows.least + r) * load(m + r)));
   for (int r = 0; r < block.rows; r++)
     if (block.p[r] == 1.f && mu[r] == 0.f) rows.cut[r] = -INFINITY;
@@ -118,7 +119,7 @@ template <class Phi>
 void lower_cuts(const Block& block, SharpRows& rows) {
   alignas(64) float f_top[ROWS], mu[ROWS], m[ROWS];
   largest_values<Phi>(rows, f_top);
-  for (int r = 0; r < ROWS; r++) {
+  for (int r = 0; r < rows.room; r++) {
     mu[r] = block.shifted(r) ? (float)(rows.total[r] / block.count[r]) : 0.f;
     m[r] = f_top[r] - mu[r];
   }
