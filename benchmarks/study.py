@@ -162,6 +162,9 @@ def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
             values = [points[0][1] for points in found.values()]
             axes.barh(range(len(found)), values, color=[look[name]["color"] for name in found])
             axes.set_yticks(range(len(found)), found if axes is panels[0] else [""] * len(found))
+            axes.set_axisbelow(True)
+            axes.grid(False, axis="y")
+            axes.margins(y=0.01)
             axes.invert_yaxis()
             continue
         for number, (name, points) in enumerate(found.items()):

@@ -48,6 +48,8 @@ def options(argv: list[str]) -> argparse.Namespace:
 if __name__ == "__main__":  # --help and mistakes do not wait for the imports
     options(sys.argv[1:])
 
+sys.path.append(str(Path(__file__).parents[1]))  # a clone in which lssar is not installed
+
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
