@@ -168,6 +168,9 @@ def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
             axes.invert_yaxis()
             continue
         for number, (name, points) in enumerate(found.items()):
+            points = [(x, y) for x, y in points if y > 0]  # memory too small to be seen is 0
+            if not points:
+                continue
             own = look[name] if over == "length" else plots.line(number) | {"linestyle": "none"}
             axes.plot(*zip(*points, strict=True), **own, label=name)
         axes.set_xlabel(title(over))

@@ -13,7 +13,7 @@ import train_helpers as training
 from drill.__main__ import Drill, main, revision
 from drill.attack import ATTACKS, Outcome
 from drill.children import Child
-from drill.report import write_table
+from drill.summary import write_table
 from tqdm import tqdm
 from train_helpers import ROOT
 

@@ -54,7 +54,10 @@ def state() -> dict:
     }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+SLOW = {"cost": pytest.mark.slow}  # it weighs a dozen processes
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in COMMANDS])
 def test_a_command_leaves_its_process_as_it_was(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "m", tiny_model(), tokeniser="bytes")

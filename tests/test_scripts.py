@@ -60,7 +60,11 @@ def test_ci_tests_a_clone_under_a_deep_path_with_spaces_and_removes_it(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "selection, notes", [("sorts_up or missing_folder", 1), ("missing_folder", 0)]
+    "selection, notes",
+    [
+        ("sorts_up or missing_folder", 1),
+        pytest.param("missing_folder", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_skipped_browser_tests_are_said_once_at_the_end(tmp_path, selection, notes):
     files = ("tests/paper/test_report_browser.py", "tests/paper/test_report.py")

@@ -143,7 +143,10 @@ def test_measured_again_the_numbers_are_replaced_and_other_settings_are_refused(
     "arguments",
     [
         ["attention", "--lengths", "16", "--mechanisms", "lssar", "--backends", "eager", *SMALL],
-        ["attention", "--table", "cost", *SMALL_MODEL, "--rounds", "1", "--device", "cpu"],
+        pytest.param(
+            ["attention", "--table", "cost", *SMALL_MODEL, "--rounds", "1", "--device", "cpu"],
+            marks=pytest.mark.slow,
+        ),
         ["zero-blocks", "--lengths", "128"],
         ["train", "--attention", "lssar", *SMALL_MODEL, "--rounds", "1"],
     ],

@@ -51,6 +51,11 @@ def test_every_mechanism_equals_float64_with_every_span_in_every_type(span):
     interpreted(f"exhaustive and {span}", "slow")
 
 
+@pytest.mark.slow
+def test_more_mechanisms_equal_float64_on_hostile_input():
+    interpreted("hostile", "slow")
+
+
 def compiled(*arguments, tmp_path, cwd=ROOT):
     out = tmp_path / "resources.json"
     command = ("benchmark.py", "compile", "--head-dim", 64, *arguments, "--out", out)

@@ -301,7 +301,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_labels_however_it_is_split(data
     with torch.no_grad():
         errors = (model(inputs) - targets).square()
     assert reported[0][1] == pytest.approx(errors[~targets.isnan()].mean().item(), rel=1e-5)
-    for micro_batch, processes in ((4, 0), (2, 0), (1, 0), (4, 2), (1, 2)):
+    for micro_batch, processes in ((2, 0), (1, 0), (1, 2)):
         split, measured, _ = one_step(micro_batch, processes)
         name = f"micro-batches of {micro_batch} on {processes or 1} processes"
         assert measured[0][1] == pytest.approx(reported[0][1], rel=1e-5), name
