@@ -16,6 +16,7 @@ def register() -> None:
     if "lm_eval" not in sys.modules:
         return
     with contextlib.suppress(ImportError):  # another version of it: `import torch` must not fail
+        import lm_eval.models  # noqa: F401 - its own, which it adds only to an empty registry
         from lm_eval.api.registry import model_registry
 
         if "lssar" not in model_registry:
