@@ -224,7 +224,7 @@ def test_the_page_of_the_committed_results_is_whole_and_of_moderate_size(tmp_pat
     assert [cell.split()[0] for cell in row[1:6]] == ["1.733", "1.809", "2.033", "2.299", "2.525"]
 
 
-LOST = {"a4bf917", "eaef13e"}  # were not kept; what names them is to be made again
+LOST = {"eaef13e"}  # was not kept; what names it is to be made again
 
 
 def test_no_committed_number_names_a_commit_that_this_history_lacks():
