@@ -151,10 +151,8 @@ def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
     bars = over == "length" and len(lengths) == 1
     look = styles(results, lines=not bars)
     height = max(2.9, 0.6 + 0.14 * len(look))
-    width = plots.PAGE * (
-        1.5 if plots.is_busy(look.values()) else 1
-    )  # names stand beside the lines
-    figure, panels = plots.figure(1, len(quantities), width=width, height=height)
+    wider = 1.5 if plots.is_busy(look.values()) else 1  # names stand beside the lines
+    figure, panels = plots.figure(1, len(quantities), width=wider * plots.PAGE, height=height)
     for axes, quantity in zip(panels, quantities, strict=True):
         axes.set_title(title(quantity))
         found = curves(results.records, quantity, over)

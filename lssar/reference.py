@@ -130,7 +130,8 @@ def over_root_d(q, k, m: Mechanism, params, row_count: Tensor | None) -> tuple[T
     if m.cosine:
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1)
-        factor = factor * math.sqrt(d) * (_constant_scale(d, m) or math.log(d))
+        constant = _constant_scale(d, m)
+        factor = factor * math.sqrt(d) * (math.log(d) if constant is None else constant)
     if row_count is not None and "log N" in m.scale:
         factor = factor * row_count.log()
     return q * factor, k

@@ -15,7 +15,9 @@ def register() -> None:
     """Add the model to the harness' registry, not to be imported before it is asked for."""
     if "lm_eval" not in sys.modules:
         return
-    with contextlib.suppress(ImportError):  # another version of it: `import torch` must not fail
+    # Of another version anything may differ: it then says that it knows no such model, where an
+    # error here would say that torch cannot be imported.
+    with contextlib.suppress(Exception):
         import lm_eval.models  # noqa: F401 - its own, which it adds only to an empty registry
         from lm_eval.api.registry import model_registry
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lssar.backends import BACKENDS, Backend, Call, attend, choose_backend, used_backend
 from lssar.errors import UserError
-from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism, _registry
+from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism, _registry, get_mechanism
 from lssar.reference import attention_weights
 
 
@@ -126,3 +126,12 @@ def test_every_mechanism_has_a_backend_on_every_device(name):
                 call = Call(device, dtype, 2**30, 64, value_dim=value_dim)
                 chosen = choose_backend(MECHANISMS[name], call, everywhere=True)
                 assert BACKENDS[chosen].refuses(MECHANISMS[name], call) is None
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu", "rowblock"])
+def test_a_scale_of_zero_is_a_scale(backend):
+    """log d log L of a training length of one token: every key has the same weight."""
+    m = get_mechanism("cos-softmax-fixed", train_length=1)
+    q, k, v = torch.randn(3, 1, 2, 19, 8).unbind()
+    means = v.cumsum(2) / torch.arange(1, 20)[:, None]
+    torch.testing.assert_close(attend(q, k, v, m, backend=backend), means)
