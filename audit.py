@@ -13,7 +13,8 @@ says them: (L, 2L], (2L, 4L], ... up to `--times 16` L.
     --task   mqar, flipflop, copy or passkey, for a model trained on it (data/prepare.py): the
              answers of as many sequences of 16 L. The score is 1 for the right token, else 0: what
              a model gives for a question whose answer it cannot see has no meaningful loss. Only
-             answers farther than layers x L count, which stacked windows of L do not reach.
+             answers farther than layers x L count, which stacked windows of L do not reach. In the
+             gain, a share of right answers below that of a guess counts as a guess.
 
 "Only the last L" is a fresh context: the L tokens before the target, computed alone. A sliding
 window of L would be cheaper, but each layer passes on what its own window saw, so that the last of
@@ -45,7 +46,7 @@ from support.command import answer_early, positive, quiet_imports, run, seed_num
 if __name__ == "__main__":
     quiet_imports()
 
-from data.far_tasks import PASSKEY, TASKS
+from data.far_tasks import PASSKEY, TASKS, guess
 
 
 def make_parser() -> EvaluationParser:
@@ -143,7 +144,7 @@ class Audit:
         self.task, self.near = arguments.task, arguments.near or lengths[0]
         self.length = self.near * arguments.times
         self.settings = {"near": self.near, "times": arguments.times, "task": self.task}
-        self.about, self.coverage = {}, ""
+        self.about, self.coverage, self.guess = {}, "", 0.0
         self.targets = self._answers(checkpoints) if self.task else self._text(checkpoints)
         found = {"segments": len(self.targets.tokens), "targets_sha256": self.targets.sha256}
         self.settings |= found
@@ -167,6 +168,7 @@ class Audit:
         if deepest >= asked.times:
             reach = f"windows of {self.near} reach {deepest * self.near} tokens in {deepest} layers"
             raise UserError(f"{reach}; raise --times to at least {2 ** deepest.bit_length()}")
+        self.guess = guess(self.task, reader)
         self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
         which = {"tokeniser": reader, "count": asked.segments, "seed": asked.seed}
         self.learnt = far.task_targets(self.task, **which, length=self.near, beyond=0)
@@ -214,7 +216,10 @@ class Audit:
         if not chosen.any():
             return {"value": None, "tokens": 0}
         full, near = scores
-        found = self.scale.mean(self.targets, full - near, chosen)
+        # One that answers with a bit has gained nothing over one that answers with another byte.
+        raised = [max(0.0, self.guess - part[chosen].mean()) for part in scores]
+        gains = full - near + raised[0] - raised[1]
+        found = self.scale.mean(self.targets, gains, chosen)
         found["details"] |= {"full": full[chosen].mean(), "near": near[chosen].mean()}
         return found
 

@@ -265,7 +265,7 @@ class Run:
         loader, total = self.batches.loader, torch.zeros((), device=self.world.device)
         divisors = loader.divisors(step)
         for i, (inputs, targets) in enumerate(loader.micro_batches(step)):
-            last = i == loader.accumulation - 1
+            last = i == len(divisors) - 1
             total += self._backward(inputs, targets, divisors[i], synchronise=last)
         return total
 

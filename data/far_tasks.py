@@ -164,6 +164,18 @@ def ask(task: str, tokeniser: Tokeniser, length: int, number: int, seed: int) ->
     return Asked(tokens, [(place + 1, distance) for place, distance in answers])
 
 
+def guess(task: str, tokeniser: Tokeniser) -> float:
+    """The share of answers that a guess among the possible ones gets right."""
+    passkeys = len(passkey_form(tokeniser).keys)
+    choices = {"mqar": VALUES, "flipflop": 2, "copy": len(ascii_letters), PASSKEY: passkeys}
+    return 1 / choices[task]
+
+
+def passkey_form(tokeniser: Tokeniser) -> Form:
+    """What models that read such tokens are trained on."""
+    return SHORT if tokeniser.name == "bytes" else PAPER
+
+
 def _refuse_short(task: str, length: int) -> None:
     if length < SHORTEST:
         raise UserError(f"length {length} is too short for {task!r}; use at least {SHORTEST}")
@@ -171,8 +183,7 @@ def _refuse_short(task: str, length: int) -> None:
 
 def _ask_passkey(tokeniser: Tokeniser, length: int, number: int, seed: int) -> Asked:
     in_bytes = tokeniser.name == "bytes"
-    form = SHORT if in_bytes else PAPER  # what such models are trained on
-    prompt = make_prompt(tokeniser, length, number, seed, form)
+    prompt = make_prompt(tokeniser, length, number, seed, passkey_form(tokeniser))
     begin, answer = len(prompt.tokens), tokeniser.encode(f" {prompt.key}")
     rest = np.resize(tokeniser.encode("\n"), length + 1 - begin - len(answer))
     # In bytes the blank before the letter is no part of the key.

@@ -6,6 +6,9 @@ run are numbered: number g, in epoch g // W, is window permute(g % W), a permuta
 (seed, epoch), so that nothing repeats within an epoch. Step s takes the numbers from
 s * global_batch on. How many processes and micro-batches share a step only decides who reads what.
 
+With `train.long_length`, every `train.long_interval`-th step takes longer windows of the same
+stream, in an order of their own.
+
 In a set of records the windows are the records. `shuffle=False` takes windows in order, as llm.c
 does, whatever the seed.
 """
@@ -240,6 +243,29 @@ class TrainLoader:
         return self.source.read(offsets, pin=self.device.type == "cuda")
 
 
+class MixedLoader:
+    """A loader whose every `interval`-th step is one of `long`; each counts its own steps."""
+
+    def __init__(self, usual: TrainLoader, long: TrainLoader, interval: int):
+        self.usual, self.long, self.interval = usual, long, interval
+
+    def _at(self, step: int) -> tuple[TrainLoader, int]:
+        before, place = divmod(step, self.interval)
+        return (self.long, before) if place == self.interval - 1 else (self.usual, step - before)
+
+    def offsets(self, step: int) -> np.ndarray:
+        loader, own = self._at(step)
+        return loader.offsets(own)
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        loader, own = self._at(step)
+        return loader.micro_batches(own)
+
+    def divisors(self, step: int) -> list[float]:
+        loader, own = self._at(step)
+        return loader.divisors(own)
+
+
 def validation_windows(
     data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -273,9 +299,16 @@ class Batches:
         t, directory, ends = config.train, config.data.directory, config.data_ends()
         self.train_set, self.val_set = (open_data(directory, s, **ends) for s in ("train", "val"))
         share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
-        sizes = {"global_batch": plan.sequences, "micro_batch": plan.micro_batch}
-        order = {"seed": t.seed, "shuffle": config.data.shuffle}
-        self.loader = TrainLoader(self.train_set, **sizes, **order, **share, device=device)
+        order = {"seed": t.seed, "shuffle": config.data.shuffle, "device": device}
+
+        def loader(length: int) -> TrainLoader:  # as many tokens per micro-batch at any length
+            sizes = {"global_batch": plan.sequences * t.length // length}
+            sizes |= {"micro_batch": plan.micro_batch * t.length // length, "length": length}
+            return TrainLoader(self.train_set, **(share | order | sizes))
+
+        self.loader = loader(t.length)
+        if t.long_length:
+            self.loader = MixedLoader(self.loader, loader(t.long_length), t.long_interval)
         # This rank's share of the first eval.tokens of the validation set.
         first = {"total_tokens": config.eval.tokens, "batch": config.eval.batch or plan.micro_batch}
         self.validation = functools.partial(validation_windows, self.val_set, **first, **share)

@@ -85,6 +85,8 @@ class DataSection:
 @dataclass(frozen=True)
 class TrainSection:
     length: Count = 1024
+    long_length: CountOrZero = 0  # of the sequences of every long_interval-th step; 0: none differ
+    long_interval: Count = 4
     steps: Count = 18865
     batch_tokens: Count = 524288  # of one optimiser step, over all processes
     # Sequences per process and forward pass; "auto": the largest power of two that fits the memory.
@@ -372,7 +374,10 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
 
     t, m, tokens, run = config.train, config.model, config.eval.tokens, config.log.name
     backend, known = config.attention.backend, ("auto", *BACKENDS)
-    table = m.positions if type(m.positions) is int else t.length
+    table = m.positions if type(m.positions) is int else LARGEST
+    # All micro-batches have as many tokens.
+    most = math.lcm(t.length, t.long_length or 1) // t.length
+    fits = not t.long_length or (t.micro_batch != "auto" and t.micro_batch % most == 0)
     has_moments = t.init_from and not m.outputs  # a regression head starts from scratch
     nearest = max(1, tokens // t.length) * t.length
     plain = Path(run).name == run and run != ".." and run.isprintable()
@@ -380,6 +385,8 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     rules = {
         "attention.backend": (backend in known, f"unknown; {did_you_mean(backend, known)}"),
         "train.length": (t.length <= table, f"is above model.positions = {table}"),
+        "train.long_length": (t.long_length <= table, f"is above model.positions = {table}"),
+        "train.micro_batch": (fits, f"must be a multiple of {most} for long_length"),
         "train.warmup": (t.warmup <= t.steps, f"is longer than train.steps = {t.steps}"),
         "train.init_optimiser": (has_moments or not t.init_optimiser, needs),
         "eval.tokens": (tokens % t.length == 0, f"not a multiple of length; nearest: {nearest}"),

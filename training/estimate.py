@@ -91,11 +91,14 @@ def estimate(config: Config, backends: list[str], device: str = "cuda") -> Estim
         "state": 16 * parameters - (4 * matrices if t.optimiser == "muon" else 0),
         # Per block: norms (fp32 in and out), q k v before and after RoPE, out, the MLP's two.
         "activations": rows * m.width * m.layers * (4 * 4 + half * (2 * 3 + 1 + 2 * 4 + 2)),
-        "attention maps": 4 * maps * m.heads * rows * t.length,
+        "attention maps": 4 * maps * m.heads * rows * max(t.length, t.long_length),
         "head": 0 if m.outputs else head,
     }
     tokens = t.steps * t.batch_tokens
-    return Estimate(parameters, tokens, model.flops_per_token(t.length) * tokens, memory)
+    flops = model.flops_per_token(t.length)
+    if t.long_length:
+        flops += (model.flops_per_token(t.long_length) - flops) / t.long_interval
+    return Estimate(parameters, tokens, flops * tokens, memory)
 
 
 def checkpoint_bytes(config: Config, e: Estimate) -> float:
@@ -246,6 +249,9 @@ def summary(config: Config, processes: int, device: str, planned=False, gpu=None
     chosen = ", ".join(dict.fromkeys(backends))
     plans = f", planned for {device}: backend {chosen}" if planned else ""
     memory = ", ".join(f"{use} {size / GIB:,.2f}" for use, size in e.memory.items())
+    lengths = f"{t.length} tokens"
+    if t.long_length:
+        lengths += f"; 1 step in {t.long_interval} at length {t.long_length}"
     ranks = "1 process" if processes == 1 else f"{processes} processes"
     hours = f" = {hours_line(config, backends, e, processes, gpu)}" if device == "cuda" else ""
     return [
@@ -253,7 +259,7 @@ def summary(config: Config, processes: int, device: str, planned=False, gpu=None
         f"{e.parameters:,} parameters",
         f"attention  {described_layers(m)}{plans}",
         f"batch      {t.batch_tokens:,} tokens per step = {ranks} x "
-        f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {t.length} tokens",
+        f"{plan.accumulation} accumulation x {plan.micro_batch} sequences x {lengths}",
         f"schedule   {t.steps:,} steps = {e.tokens:,} tokens, lr {t.lr:g} {t.schedule}, "
         f"{t.warmup} warm-up",
         f"memory     about {sum(e.memory.values()) / GIB:,.2f} GiB per process: {memory}",

@@ -7,7 +7,7 @@ from data_sets import write_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import TrainLoader, permute, validation_windows
+from data.loader import MixedLoader, TrainLoader, permute, validation_windows
 from data.shards import open_split
 from lssar.errors import UserError
 
@@ -199,3 +199,18 @@ def test_impossible_validation_is_refused_at_the_call(tokens):
         validation_windows(tokens, length=64, total_tokens=6400, batch=1)
     with pytest.raises(UserError, match="multiple"):
         validation_windows(tokens, length=64, total_tokens=0, batch=1)
+
+
+def test_every_third_step_is_the_next_one_of_the_long_loader(tokens):
+    usual, long = loader(tokens), loader(tokens, length=34, global_batch=12, micro_batch=1)
+    mixed, found = MixedLoader(usual, long, interval=3), []
+    for step in range(9):
+        (x, y), *rest = list(mixed.micro_batches(step))
+        assert x.numel() * (1 + len(rest)) == 24 * 17  # as many tokens per step at any length
+        assert mixed.divisors(step) == [12] * 12
+        assert x[0].tolist() == STREAM[mixed.offsets(step)[0] :][: x.shape[1]].tolist()
+        assert y[0].tolist() == STREAM[mixed.offsets(step)[0] + 1 :][: x.shape[1]].tolist()
+        found.append(mixed.offsets(step).tolist())
+    assert found[2::3] == [long.offsets(n).tolist() for n in range(3)]
+    del found[2::3]
+    assert found == [usual.offsets(n).tolist() for n in range(6)]

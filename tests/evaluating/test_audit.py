@@ -352,6 +352,23 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
     assert record.details["verdict"] == held_back and held_back in shown
 
 
+@pytest.mark.parametrize(
+    ("full", "near", "gain"),
+    [(0.5, 0.0, 0.0), (0.3, 0.1, 0.0), (0.9, 0.1, 0.4), (0.9, 0.6, 0.3), (0.4, 0.9, -0.4)],
+)
+def test_a_share_below_that_of_a_guess_counts_as_a_guess(workspace, full, near, gain):
+    """Half of the bits of flip-flop are right by chance."""
+    asked = ["--near", "64", "--times", "4", "--segments", "20", "--out", "unused.json"]
+    arguments = audit.make_parser().parse_args(["unused", "--task", "flipflop", *asked])
+    one = audit.Audit(arguments, open_checkpoints([str(workspace / "lssar")]))
+    count = len(one.targets.place)
+    shares = [np.arange(count) % 10 < 10 * share for share in (full, near)]
+    chosen = np.arange(count) < count // 10 * 10
+    found = one.gain(np.stack(shares).astype(float), chosen)
+    assert count >= 10 and found["value"] == pytest.approx(gain)
+    assert found["details"]["full"] == pytest.approx(full)
+
+
 def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
     details = {"by_block": [0.5, 0.6], "beyond": 128, "full": 0.9, "near": 0.1}
     runs = {}

@@ -281,6 +281,10 @@ def test_an_override_of_a_string_is_taken_as_typed(text):
         ("--train.micro_batch=0", ["train.micro_batch = 0"]),
         ("--train.micro_batch=all", ["micro_batch = 'all'", "must be int or 'auto'"]),
         ("--train.micro_batch=must be above 0", ["must be int or 'auto'"]),
+        (
+            "--train.long_length=3000",
+            ["train.micro_batch = 'auto'", "a multiple of 375 for long_length"],
+        ),
         ("--eval.tokens=1000", ["eval.tokens = 1000", "1024"]),
         ("--log.name=a/b", ["log.name = 'a/b'"]),
         ("--model.heads=7", ["heads = 7"]),

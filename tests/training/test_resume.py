@@ -280,3 +280,21 @@ def test_an_optimiser_that_does_not_fit_or_is_not_there_is_refused(corpus, six_s
     (find(tmp_path / "bare") / TRAINER).unlink()
     with pytest.raises(UserError, match=rf"{TRAINER} (does not exist|is missing)"):
         train_here(*given, "--log.name=c")
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+
+def test_lengths_mixed_in_training_resume_bit_for_bit_and_make_another_model(
+    corpus, six_steps, tmp_path
+):
+    mixed = (*CONSTANT, "--train.long_length=64", "--train.long_interval=2")
+    given = arguments(corpus, tmp_path / "once", *mixed, "--train.steps=6")
+    assert train_here(*given) == 0
+    for steps in (3, 6):
+        given = arguments(corpus, tmp_path / "twice", *mixed, f"--train.steps={steps}")
+        assert train_here(*given, *(["--resume"] if steps == 6 else [])) == 0
+    whole = tmp_path / "once" / six_steps.name
+    assert_equal_weights(whole, tmp_path / "twice" / six_steps.name)
+    plain = weights(six_steps)
+    assert not all(torch.equal(plain[name], w) for name, w in weights(whole).items())
