@@ -1,4 +1,5 @@
 """python report.py results/ --out site/
+python report.py results/ --write README.md docs/far_context.md
 python report.py results/x.json
 
 Turns a folder of results into one page: what was found, every claim with its verdict, every table
@@ -6,6 +7,7 @@ with the paper's value beside the measured one, figures, runs. SITE/index.html n
 no network; its figures are stored beside it, and its numbers link to the results files. Files that
 cannot be read are named on the page. The same results give the same bytes.
 
+With --write, the marked tables in these files are filled with the results (paper/documents.py).
 Given one results file, prints its numbers as a table.
 """
 
@@ -24,11 +26,17 @@ def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("results", type=Path, help="folder of results, or one results file")
     parser.add_argument("--out", type=Path, help="folder of the page")
+    parser.add_argument("--write", type=Path, nargs="+", metavar="FILE", help="files with tables")
     args = parser.parse_args(argv)
     if args.results.is_file():
         print(file_table(args.results))
     elif not args.results.is_dir():
         raise UserError(f"{args.results} is not there; give the folder of results, or a file of it")
+    elif args.write:
+        from paper.documents import write_tables
+
+        for path in args.write:
+            print(f"{path}: {write_tables(path, args.results)} tables")
     elif args.out is None:
         raise UserError("--out SITE is missing: the folder of the page, for example --out site/")
     else:

@@ -88,6 +88,12 @@ class Entry(NamedTuple):
         return fixed(self.cell.mean, self.decimals) if self.cell.n else ""
 
     @property
+    def by_seed(self) -> str:
+        """What the mean is of."""
+        values = self.cell.values.values()
+        return " ".join("none" if value is None else f"{value:.6g}" for value in values)
+
+    @property
     def spread(self) -> str:
         return "" if self.cell.sd is None else f"±{self.cell.sd:,.{self.decimals}f}"
 
@@ -100,6 +106,12 @@ class Line(NamedTuple):
     @property
     def seeds(self) -> int:
         return max((entry.cell.n for entry in self.entries), default=0)
+
+    @property
+    def sources(self) -> dict[int | None, Path]:
+        """The files of all cells, where they are the same; else none."""
+        found = [entry.cell.sources for entry in self.entries if entry.cell.n]
+        return found[0] if found and all(sources == found[0] for sources in found) else {}
 
     @property
     def mechanism(self) -> str:

@@ -40,7 +40,7 @@ class Page(HTMLParser):
         return [e for e in found if all(e.get(k) == v for k, v in wanted.items())]
 
     def rows(self):
-        """Text of the cells of every table row, by the row's own header."""
+        """Text of the cells of every table row."""
         names, rows = [e["text"] for e in self.all("th", scope="row")], []
         for element in self.elements:
             if element["tag"] == "tr":

@@ -62,7 +62,7 @@ def test_every_cell_has_the_measured_value_its_interval_and_the_papers_value(res
         )
         text = " ".join(row[i + 1].split())
         mean, sd = statistics.fmean(ours.values()), statistics.stdev(ours.values())
-        assert text.startswith(f"{mean:.3f} ±{sd:.3f} seeds 0 1 2")
+        assert text.startswith(f"{mean:.3f} ±{sd:.3f} ")
         found = compare(ours, theirs, margin=0.02 if i == 0 else 0.1)
         low, high = map(signed, found.interval)
         assert f"{signed(found.mean)} {found.words}[{low}, {high}]" in text
@@ -72,7 +72,7 @@ def test_every_cell_has_the_measured_value_its_interval_and_the_papers_value(res
 
 
 def test_overflowed_and_missing_rows_are_shown_as_such(shown):
-    rows = {row[0]: row for row in shown.rows() if row}
+    rows = {row[0].partition("seeds 0")[0]: row for row in shown.rows() if row}
     assert rows["ReLU / Lsome seeds missing"][1].split()[0] == "overflow"
     assert rows["Sigmoid, l1missing"][1].split()[0] == "–"
 
@@ -121,7 +121,7 @@ def test_both_scales_stand_on_one_page_each_judged_by_its_rule(tmp_path):
 def test_a_row_with_some_of_its_seeds_does_not_pass_for_complete(tmp_path):
     page = build(one_run(tmp_path, "softmax"), tmp_path / "site")
     names = {row[0] for row in page.rows() if row}
-    assert "IV: exp x, l1 (softmax)some seeds missing" in names
+    assert "IV: exp x, l1 (softmax)some seeds missingseeds 0" in names
 
 
 def test_a_folder_without_results_says_so(tmp_path):
@@ -143,13 +143,20 @@ def test_every_link_leads_to_a_file_or_to_a_place_on_the_page(site, shown):
             assert (site / unquote(href.partition("#")[0])).is_file(), href
 
 
-def test_every_measured_number_links_to_a_file_that_holds_it(site, shown):
-    checked = 0
-    for element in shown.all("a", **{"class": "num"}):
-        if element["title"] not in ("", "None"):
-            found = json.loads((site / unquote(element["href"])).read_text(encoding="utf-8"))
-            assert float(element["title"]) in {r["value"] for r in found["records"]}, element
-            checked += 1
+def test_every_measured_number_is_in_a_file_that_its_row_links_to(site, shown):
+    checked, links, rows = 0, set(), []
+    for element in shown.elements:
+        if element["tag"] == "tr":
+            rows.append((links := set(), values := []))
+        elif element.get("class") == "num":
+            links.add(site / unquote(element["href"]))
+        elif element["tag"] == "b" and element.get("title"):
+            values += [value for value in element["title"].split() if value != "none"]
+    for links, values in rows:
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in links]
+        found = [r["value"] for file in files for r in file["records"] if r["value"] is not None]
+        assert set(values) <= {f"{v * factor:.6g}" for v in found for factor in (1, 100)}
+        checked += len(values)
     assert checked > 200
 
 
@@ -222,7 +229,7 @@ def test_the_page_of_the_committed_results_is_whole_and_of_moderate_size(tmp_pat
     assert "Could not be read" not in page.source
     way = os.path.relpath((ROOT / "results").resolve(), (tmp_path / "site").resolve())
     beside = page.source.replace(quote(way), "../results")  # as README has it, wherever this is
-    assert beside.count("../results/") > 1000 and len(beside.encode()) < 1_000_000
+    assert beside.count("../results/") > 500 and len(beside.encode()) < 1_000_000
     row = next(row for row in page.rows() if row and row[0].startswith("Softmax"))
     assert [cell.split()[0] for cell in row[1:6]] == ["1.733", "1.809", "2.033", "2.299", "2.525"]
 
