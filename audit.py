@@ -77,15 +77,12 @@ from evaluating.protocol import measuring, opened
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
-from paper.statistic import MARGIN, OPEN, Comparison, t_quantile
+from paper.statistic import MARGIN, TASK_MARGIN, Comparison, far_verdict, t_quantile
 from support import plots
 from support.text import table
 from training import distributed
 
 BLOCKS = 30
-ACCURACY_MARGIN = 0.05
-LEARNED = 0.9  # of the answers at 1x: what a verdict on a task requires
-USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
 OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
 
 
@@ -93,7 +90,7 @@ class Scale:
     """How scores are compared: the losses of a text's tokens, or the right answers of a task."""
 
     def __init__(self, task: str | None):
-        self.unit, margin = ("accuracy", ACCURACY_MARGIN) if task else ("nats", MARGIN)
+        self.unit, margin = ("accuracy", TASK_MARGIN) if task else ("nats", MARGIN)
         self.options = {"lower_is_better": task is None, "margin": margin}
 
     def compared(self, gains) -> Comparison:
@@ -117,14 +114,6 @@ class Scale:
         details = {"interval": mean.interval, "by_block": mean.differences}
         count = int(chosen.sum())
         return {"value": mean.mean, "error": error, "tokens": count, "details": details}
-
-    def verdict(self, gain: Comparison, right: float = 1.0) -> str:
-        """`right`: the share of right answers at 1x, of a task."""
-        if right < LEARNED:
-            return f"not learned at 1x ({right:.1%} right, the bar is {LEARNED:.0%})"
-        if gain.equivalent:
-            return IGNORES
-        return HARMED if gain.mean is None else {1: USES, -1: HARMED, 0: OPEN}[gain.sign]
 
 
 class Audit:
@@ -207,7 +196,7 @@ class Audit:
             for scored, answers, places in (at_1x, (targets, found[0], parts)):
                 means = ((n, self.scale.mean(scored, answers, c)) for n, c in places)
                 records += [record("accuracy_by_distance", mean, n) for n, mean in means]
-        details["verdict"] = self.scale.verdict(self.scale.compared(details["by_block"]), right)
+        details["verdict"] = far_verdict(self.scale.compared(details["by_block"]), right)
         details["seconds"] = round(time.monotonic() - begun, 2)
         return [*records, record("far_gain", overall)]
 
@@ -269,7 +258,7 @@ def verdicts(results: Results, scale: Scale) -> str:
         shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
         right = min(found.get("accuracy_at_near", 1.0) for found in details)
         shown = gain.text() if gain.n else "overflow"
-        rows.append([name, targets, *shares, shown, scale.verdict(gain, right)])
+        rows.append([name, targets, *shares, shown, far_verdict(gain, right)])
     shares = ["at 1x", "far", "near only"] if task else []
     return table(["", "targets > distance", *shares, f"gain ({scale.unit})", "verdict"], rows)
 

@@ -214,7 +214,7 @@ class PasskeySource(NumberedSource):
 
     Half name their key ten times in a row; a quarter ask for it four times, a few words of filler
     apart; a quarter are whole prompts of the short form, of at most `longest` bytes. On whole
-    prompts alone, where few bytes are digits, a small model never learns more than to guess them.
+    prompts alone, where few bytes are keys, a small model never learns more than to guess them.
     """
 
     DOCUMENTS, VALIDATION = 120_000, 2_400

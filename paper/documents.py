@@ -69,7 +69,7 @@ def markdown(sheet: Sheet, rows: list[str], columns: list[str]) -> str:
     cells = [(sheet.table.row(key), sheet.columns[i][0]) for key in rows for i in chosen]
     records = [m.record for cell in cells for m in sheet.measured(*cell).values()]
     commits = sorted({record.revision[:7] or "no commit" for record in records})
-    source = f"`python reproduce.py {sheet.table.name}` at {', '.join(commits)}"
+    source = f"`python reproduce.py {sheet.table.name}` at {', '.join(commits) or 'no commit yet'}"
     losses = any(column.quantity == "loss" for _, column in cells)
     unit = f"{sheet.unit[:1].upper()}{sheet.unit[1:]}, mean" if losses else "Mean"
     caption = f"*{unit} ± standard deviation over seeds ({source}).*"

@@ -14,10 +14,21 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from evaluating.results import Measured, collect
+from evaluating.results import Measured, collect, read_results
 from paper import paper_numbers
 from paper.experiments import SCALES, Column, Row, Scale, Table, all_tables
-from paper.statistic import Agreement, BySeed, Comparison, agreement, compare, direction, margin_of
+from paper.statistic import (
+    MARGIN,
+    TASK_MARGIN,
+    Agreement,
+    BySeed,
+    Comparison,
+    agreement,
+    compare,
+    direction,
+    far_verdict,
+    margin_of,
+)
 from support.files import finite, json_record, refuse_wrong_types
 from support.text import short_number
 from support.text import table as text_table
@@ -68,6 +79,11 @@ class Cell(NamedTuple):
     @property
     def sd(self) -> float | None:
         return statistics.stdev(self.values.values()) if self.finite and self.n > 1 else None
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the mean's 95 % interval; None below two seeds."""
+        return Comparison(tuple(self.values.values())).half_width if self.finite else None
 
 
 class Entry(NamedTuple):
@@ -135,7 +151,7 @@ class Sheet:
         self.columns = [(c, self.heading(c)) for c in columns]
         rows = [r for r in table.rows if not r.control or self.has_number([r], table.columns)]
         self.lines = [self._line(row, columns) for row in rows]
-        self.notes = [*table.notes, *self._equations()]
+        self.notes = [*table.notes, *self._far_verdicts(), *self._equations()]
 
     def has_number(self, rows, columns) -> bool:
         return any(self.cell(row, column).n for row in rows for column in columns)
@@ -215,6 +231,22 @@ class Sheet:
         cells = (self.cell(row, replace(column, quantity="reach")) for row in self.table.rows)
         return next((cell.mean for cell in cells if cell.n), None)
 
+    def _far_verdicts(self) -> list[str]:
+        """What each model of an audit does with far context, by the rule of audit.py."""
+        found: dict[str, list[str]] = {}
+        for row, c in itertools.product(self.table.rows, self.table.columns):
+            if c.quantity != "far_gain" or not (measured := self.measured(row, c)):
+                continue
+            options = {"lower_is_better": c.lower_is_better}
+            options["margin"] = TASK_MARGIN if c.task else MARGIN
+            gains = tuple(one.record.value for one in measured.values())
+            gain = Comparison(gains if None not in gains else (), **options)
+            shares = [one.record.details.get("accuracy_at_near") for one in measured.values()]
+            right = min((s for s in shares if isinstance(s, int | float)), default=1.0)
+            found.setdefault(far_verdict(gain, right), []).append(row.title)
+        named = ((verdict.capitalize(), "; ".join(titles)) for verdict, titles in found.items())
+        return [f"{verdict}: {titles}." for verdict, titles in named]
+
     def _equations(self) -> list[str]:
         """The laws that symbolic regression found, in words."""
         columns, found = [c for c in self.table.columns if c.quantity == "constant"], []
@@ -224,7 +256,8 @@ class Sheet:
                 laws = listed if isinstance(listed, list) else []
                 whole = (law for law in laws if isinstance(law, dict) and "equation" in law)
                 texts = [str(law["equation"]) for law in whole]
-                found += [f"{row.title}: {'; '.join(texts)}."] if texts else []
+                engine = read_results(one.source).settings.get("engine", "symbolic regression")
+                found += [f"{row.title}, by {engine}: {'; '.join(texts)}."] if texts else []
         return found
 
     def __str__(self) -> str:

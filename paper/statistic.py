@@ -10,18 +10,22 @@ from typing import NamedTuple
 # Values this close are as good as each other, by quantity; fixed before the runs.
 MARGIN, FAR_MARGIN = 0.02, 0.1  # nats: of a loss at the training length, and beyond it
 MARGINS = {"accuracy": 10, "far_accuracy": 10, "acc": 2, "cosine_needed": 0.05}
+TASK_MARGIN = 0.05  # of the share of a task's answers that far context brings
 
 BETTER, WORSE, AS_GOOD, OPEN = "better", "worse", "as good", "open"
+NO_WORSE = "no worse"  # what a claim may ask for besides
 SAME, OPPOSITE = "same direction", "opposite direction"
 REPRODUCED, DIFFERS = "reproduced", "differs"
 HOLDS, FAILS = "holds", "does not hold"
 
 EXPLANATION = (
     "Runs are paired by seed, and the mean of their differences is given with a 95 % interval by "
-    "Student's t. One is better than the other when the whole interval lies beyond zero, and as "
-    f"good as the other when it lies within ±{MARGIN} nats at the training length, ±{FAR_MARGIN} "
-    f"beyond it, or ±{MARGINS['accuracy']} points of passkey accuracy. Everything else is open, in "
-    "particular whatever rests on one seed, and says what would settle it."
+    "Student's t. One is better than the other when the whole interval lies beyond zero, as good "
+    f"when it lies within a margin (±{MARGIN} nats at the training length, ±{FAR_MARGIN} beyond "
+    f"it, ±{MARGINS['accuracy']} points of passkey accuracy, ±{MARGINS['acc']} of a task's, "
+    f"±{MARGINS['cosine_needed']} of a cosine), and no worse when it crosses that margin on the "
+    "better side alone. Everything else is open, in particular whatever rests on one seed, and "
+    "says what would settle it; a claim of several comparisons fails with one that is the opposite."
 )
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -71,6 +75,21 @@ class Comparison:
     def equivalent(self) -> bool:
         known = self.interval is not None and self.margin is not None
         return known and max(map(abs, self.interval)) <= self.margin
+
+    @property
+    def beyond(self) -> int:
+        """As `sign`, of what lies outside the margin as a whole."""
+        if self.margin is None or not self.sign:
+            return 0
+        return self.sign if min(map(abs, self.interval)) > self.margin else 0
+
+    @property
+    def no_worse(self) -> bool:
+        """Whether the interval ends before the margin on the worse side."""
+        if self.interval is None or self.margin is None:
+            return False
+        low, high = self.interval
+        return high <= self.margin if self.lower_is_better else low >= -self.margin
 
     @property
     def sign(self) -> int:
@@ -140,6 +159,19 @@ def compare(first: BySeed, second: BySeed, **options) -> Comparison:
     return Comparison(tuple(apply(operator.sub, first, second).values()), **options)
 
 
+USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
+LEARNED = 0.9  # of a task's answers at the training length: what a verdict on it requires
+
+
+def far_verdict(gain: Comparison, right: float = 1.0) -> str:
+    """What a model does with far context; `right`: its share of right answers at 1x, of a task."""
+    if right < LEARNED:
+        return f"not learned at 1x ({right:.1%} right, the bar is {LEARNED:.0%})"
+    if gain.equivalent:
+        return IGNORES
+    return HARMED if gain.mean is None else {1: USES, -1: HARMED, 0: OPEN}[gain.sign]
+
+
 class Agreement(NamedTuple):
     verdict: str
     reason: str = ""
@@ -171,12 +203,14 @@ def judge(found: list[tuple[Comparison, str]]) -> str:
 
 
 def side(found: Comparison, wanted: str) -> str:
-    """Whether one comparison is as wanted; for "as good", better is good enough."""
-    if wanted == AS_GOOD and found.equivalent:
-        return HOLDS
+    """Whether one comparison is as wanted."""
+    if wanted == AS_GOOD:
+        return HOLDS if found.equivalent else FAILS if found.beyond else OPEN
+    if wanted == NO_WORSE:
+        return HOLDS if found.no_worse else FAILS if found.beyond < 0 else OPEN
     if found.sign == 0:
         return OPEN
-    return HOLDS if (found.sign > 0) == (wanted != WORSE) else FAILS
+    return HOLDS if (found.sign > 0) == (wanted == BETTER) else FAILS
 
 
 def settles(found: list[tuple[Comparison, str]]) -> str:

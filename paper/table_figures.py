@@ -32,7 +32,7 @@ def quantity(sheet: Sheet) -> str:
 
 
 def by_length(sheet: Sheet):
-    """One line per row; error bars are the spread over seeds.
+    """One line per row; error bars are 95 % intervals of the mean over seeds.
 
     "gaps" draws the comparisons with the baseline instead, for rows that have different seeds.
     """
@@ -87,7 +87,7 @@ def draw_lines(axes, lines: list[Line], lengths: list[int], gaps: bool) -> list:
         title, points = line.row.title, []
         for length, e in zip(lengths, line.entries, strict=False):
             y = e.comparison.mean if gaps else e.cell.mean
-            spread = e.comparison.half_width if gaps else e.cell.sd
+            spread = e.comparison.half_width if gaps else e.cell.half_width
             points += [(length, y, spread or 0)] if y is not None else []
         if points:
             x, y, spread = zip(*points, strict=True)
@@ -108,7 +108,7 @@ def by_ends(sheet: Sheet):
         look = {k: plots.style(line.mechanism, line.row.variant)[k] for k in ("color", "marker")}
         axes.plot([cell.mean for cell in cells], [place] * 2, color=look["color"], linewidth=1)
         for cell, fill in zip(cells, ("white", look["color"]), strict=True):
-            spread = {"xerr": cell.sd or 0, "elinewidth": 0.7, "markerfacecolor": fill}
+            spread = {"xerr": cell.half_width or 0, "elinewidth": 0.7, "markerfacecolor": fill}
             axes.errorbar(cell.mean, place, **look, **spread, markersize=4)
     axes.set_yticks(range(len(found)), [line.row.title for line, _ in found])
     ends = f"hollow at {sheet.columns[first][1]}, filled at {sheet.columns[last][1]}"
@@ -176,7 +176,7 @@ def by_column(sheet: Sheet):
         axes.set_visible(False)
     for i, (axes, (_, title)) in enumerate(zip(grid.flat, sheet.columns, strict=False)):
         cells = [(line, line.entries[i].cell) for line in lines]
-        draw_bars(axes, [(n, c.mean, c.sd or None, c.mechanism or n.row.key) for n, c in cells])
+        draw_bars(axes, [(n, c.mean, c.half_width, c.mechanism or n.row.key) for n, c in cells])
         axes.set_title(title)
         axes.locator_params(axis="x", nbins=4)
     grid[0, 0].invert_yaxis()

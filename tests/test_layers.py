@@ -108,7 +108,7 @@ def test_a_config_file_says_the_pattern_and_the_command_line_the_mechanism_of_on
     assert model.layer(1) == Layer(lssar, "none")
     assert parse_config(config.to_toml(), "saved") == config
     shown = "\n".join(dry_run(config, 1, "cpu"))
-    assert "layers 1, 3: softmax, positions rope, window 32; layers 2: lssar (p = 3)" in shown
+    assert "layers 1, 3: softmax, positions rope, window 32; layer 2: lssar (p = 3)" in shown
     other = load_config(tmp_path / "hybrid.toml", ['--model.pattern=["global", "local:9"]'])
     assert [m.window for m, _ in other.model_config().all_layers] == [None, 9, None]
     assert other.differences(config) != []

@@ -236,7 +236,10 @@ def described_layers(m: ModelConfig) -> str:
         kinds.setdefault(f"{attention.name}{p}{place}{window}{shift}", []).append(str(number))
     if len(kinds) == 1:
         return next(iter(kinds))
-    return "; ".join(f"layers {', '.join(found)}: {kind}" for kind, found in kinds.items())
+    shown = []
+    for kind, found in kinds.items():
+        shown.append(f"{'layers' if len(found) > 1 else 'layer'} {', '.join(found)}: {kind}")
+    return "; ".join(shown)
 
 
 def summary(config: Config, processes: int, device: str, planned=False, gpu=None) -> list[str]:

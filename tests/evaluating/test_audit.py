@@ -20,6 +20,7 @@ from evaluating.checkpoints import open_checkpoints
 from evaluating.far_targets import last_occurrences, scores, text_targets
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
+from paper.statistic import HARMED, IGNORES, OPEN, USES, far_verdict
 
 BYTES = get_tokeniser("bytes")
 
@@ -191,31 +192,31 @@ def test_scores_are_those_of_whole_forward_passes_one_by_one():
 @pytest.mark.parametrize(
     "task, gains, words",
     [
-        (None, (-0.5, -0.4, -0.6), audit.USES),
-        (None, (0.5, 0.4, 0.6), audit.HARMED),
-        (None, (0.001, -0.001, 0.002), audit.IGNORES),
-        (None, (-0.011, -0.010, -0.012), audit.IGNORES),  # certain, but too small to matter
-        (None, (-0.5, 0.4, 0.1), audit.OPEN),
-        (None, (-0.5,), audit.OPEN),  # one block or one seed shows no spread
-        (None, (-0.5, None, -0.4), audit.HARMED),
-        (None, (-0.5, math.nan, -0.4), audit.HARMED),
-        ("mqar", (0.9, 0.8, 0.85), audit.USES),
-        ("mqar", (-0.9, -0.8, -0.85), audit.HARMED),
-        ("mqar", (0.02, -0.01, 0.0), audit.IGNORES),
-        ("mqar", (0.3, -0.1, 0.0), audit.OPEN),
+        (None, (-0.5, -0.4, -0.6), USES),
+        (None, (0.5, 0.4, 0.6), HARMED),
+        (None, (0.001, -0.001, 0.002), IGNORES),
+        (None, (-0.011, -0.010, -0.012), IGNORES),  # certain, but too small to matter
+        (None, (-0.5, 0.4, 0.1), OPEN),
+        (None, (-0.5,), OPEN),  # one block or one seed shows no spread
+        (None, (-0.5, None, -0.4), HARMED),
+        (None, (-0.5, math.nan, -0.4), HARMED),
+        ("mqar", (0.9, 0.8, 0.85), USES),
+        ("mqar", (-0.9, -0.8, -0.85), HARMED),
+        ("mqar", (0.02, -0.01, 0.0), IGNORES),
+        ("mqar", (0.3, -0.1, 0.0), OPEN),
     ],
 )
 def test_the_verdict_follows_the_rule_of_the_docstring(task, gains, words):
     scale = audit.Scale(task)
-    assert scale.verdict(scale.compared(gains)) == words
+    assert far_verdict(scale.compared(gains)) == words
 
 
 @pytest.mark.parametrize("gains", [(0.9, 0.8, 0.85), (-0.9, -0.8, -0.85), (0.01, 0.0, -0.01)])
 def test_a_task_that_was_not_learned_is_not_judged(gains):
     scale = audit.Scale("mqar")
     held_back = "not learned at 1x (89.9% right, the bar is 90%)"
-    assert scale.verdict(scale.compared(gains), 0.899) == held_back
-    assert scale.verdict(scale.compared(gains), 0.9) == scale.verdict(scale.compared(gains))
+    assert far_verdict(scale.compared(gains), 0.899) == held_back
+    assert far_verdict(scale.compared(gains), 0.9) == far_verdict(scale.compared(gains))
 
 
 def test_intervals_are_over_blocks_not_tokens():
@@ -264,14 +265,14 @@ def test_a_model_that_copies_uses_far_context_and_ignores_it_with_a_window(
     results = of_copier(copier, "x.json", "--window", "56")
     free, window = results.select(quantity="far_gain")
     assert (free.variant, window.variant) == ("as trained", "window=56")
-    assert free.details["verdict"] == audit.USES and free.value < -1
+    assert free.details["verdict"] == USES and free.value < -1
     same, differs = (free.details[kind] for kind in ("same", "differs"))
     assert same["tokens"] > 25 and same["value"] < -1 and same["tokens"] + differs["tokens"] == 32
-    assert window.details["verdict"] == audit.IGNORES
+    assert window.details["verdict"] == IGNORES
     assert window.value == pytest.approx(0, abs=1e-3)
     assert free.tokens == window.tokens == 32
     shown = capsys.readouterr().out
-    assert audit.USES in shown and audit.IGNORES in shown
+    assert USES in shown and IGNORES in shown
     assert (copier / "x.png").stat().st_size > 5000
     (by_distance,) = results.select(quantity="gain_by_distance", variant="as trained")
     assert (by_distance.length, by_distance.tokens) == (256, 32)

@@ -148,8 +148,12 @@ def test_equal_needs_the_interval_inside_the_margin_and_not_a_lack_of_evidence(t
     assert "seeds would settle it" in found.settles
 
 
-@pytest.mark.parametrize(("best", "expected"), [(40, OPEN), (15, HOLDS), (1, OPEN)])
-def test_a_best_exponent_at_the_edge_of_the_sweep_confirms_nothing(tmp_path, best, expected):
+@pytest.mark.parametrize(
+    ("best", "expected"), [(40, OPEN), (30, FAILS), (15, HOLDS), (3, FAILS), (1, OPEN)]
+)
+def test_the_best_exponent_is_around_15_and_at_the_edge_of_the_sweep_it_is_open(
+    tmp_path, best, expected
+):
     root = tmp_path / "nano"
     for p in SWEPT_P:
         for seed in range(3):
@@ -187,6 +191,9 @@ def test_passkeys_are_judged_on_those_farther_back_than_the_training_length(tmp_
     columns = [title for _, title in found.sheet(found.tables["passkey"]).columns]
     assert columns[1] == "192 (1.5x), 60 % in reach"
     passkeys(root, "passkey-lssar", far=0.3)
+    unlearned = judged(claim("succeeds far beyond"), evidence(root))
+    assert unlearned.verdict == OPEN and "Softmax finds 0 % of the keys" in unlearned.settles
+    passkeys(root, "passkey-softmax", far=0.0)
     assert judged(claim("succeeds far beyond"), evidence(root)).verdict == HOLDS
 
 
@@ -242,16 +249,63 @@ def test_most_of_the_effect_is_more_than_half_of_it(tmp_path):
         assert judged(claim("more than half"), evidence(root)).verdict == expected
 
 
-def test_physics_stays_open_while_no_model_predicts_the_force(tmp_path):
-    for r2, expected in ((0.07, True), (0.9, False)):
-        root = tmp_path / f"{r2}" / "nano"
-        for row in ("softmax", "lssar"):
-            for seed in range(3):
-                found = made.record("constant", 27.0 if row == "lssar" else None)
-                records = [found, made.record("R2", r2)]
-                made.results(root / f"physics/{row}-s{seed}.json", f"{row}-s{seed}", seed, records)
-        found = judged(claim("identifies an inverse-square"), evidence(root))
-        assert ("no model here predicts the force" in found.settles) == expected
+def physics(root: Path, r2: float, found: dict[str, float | None], blind: float = 0.7) -> Evidence:
+    for row, constant in found.items():
+        for seed in range(3):
+            records = [made.record("constant", constant), made.record("R2", r2)]
+            made.results(root / f"physics/{row}-s{seed}.json", f"{row}-s{seed}", seed, records)
+    made.results(root / "physics/blind.json", "blind", None, [made.record("R2", blind)])
+    return evidence(root)
+
+
+@pytest.mark.parametrize(("r2", "blind", "open_"), [(0.07, 0.7, 1), (0.9, 0.7, 0), (0.9, 0.95, 1)])
+def test_physics_stays_open_while_no_model_predicts_the_force(tmp_path, r2, blind, open_):
+    world = physics(tmp_path / "nano", r2, {"lssar": 27.0, "softmax": None}, blind)
+    found = judged(claim("identifies an inverse-square"), world)
+    assert ("no model here predicts the force" in found.settles) == bool(open_)
+
+
+@pytest.mark.parametrize(
+    ("lssar", "softmax", "expected"),
+    [(27.0, None, HOLDS), (27.0, 30.0, FAILS), (None, None, FAILS), (None, 30.0, FAILS)],
+)
+def test_the_law_has_to_be_found_with_lssar_and_not_with_softmax(
+    tmp_path, lssar, softmax, expected
+):
+    world = physics(tmp_path / "nano", 0.9, {"lssar": lssar, "softmax": softmax})
+    assert judged(claim("identifies an inverse-square"), world).verdict == expected
+
+
+@pytest.mark.parametrize(("won", "expected"), [(5, HOLDS), (3, FAILS)])
+def test_most_tasks_are_more_than_half_of_the_papers(tmp_path, won, expected):
+    """Seven tasks; on the others LSSAR is behind."""
+    root, metric = tmp_path / "paper", {"mmlu": "acc", "scrolls_summscreenfd": "rouge1"}
+    tasks = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "mmlu", "sciq", *list(metric)[1:])
+    for seed in range(3):
+        for key in ("softmax", "lssar-p15"):
+            records = [
+                made.record(
+                    metric.get(task, "acc_norm"),
+                    0.3 + (key != "softmax") * (0.1 if i < won else -0.1),
+                    task=task,
+                )
+                for i, task in enumerate(tasks)
+            ]
+            made.results(root / f"downstream/{key}-s{seed}.json", f"{key}-s{seed}", seed, records)
+    found = judged(claim("superior performance on a range of tasks"), Evidence("paper", root))
+    assert found.verdict == expected
+
+
+@pytest.mark.parametrize(("right", "expected"), [(0.95, HOLDS), (0.8, OPEN)])
+def test_a_task_that_was_not_learned_decides_nothing(tmp_path, right, expected):
+    for seed in range(3):
+        known = {"accuracy_at_near": right}
+        record = made.record("far_gain", 0.8, task="copy", length=2048, details=known)
+        path = tmp_path / f"nano/far_copy/x-s{seed}.json"
+        made.results(path, f"copy-far-s{seed}", seed, [record], kind="audit")
+    found = judged(claim("The recipe copies"), evidence(tmp_path / "nano"))
+    assert found.verdict == expected
+    assert ("not learned at 1x (80.0% right" in found.settles) == (expected == OPEN)
 
 
 def test_one_seed_is_never_more_than_open_however_large_the_difference(tmp_path):

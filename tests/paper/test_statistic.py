@@ -10,6 +10,7 @@ from paper.statistic import (
     FAILS,
     HOLDS,
     MARGIN,
+    NO_WORSE,
     OPEN,
     WORSE,
     Comparison,
@@ -121,7 +122,7 @@ def test_at_another_scale_the_side_of_the_baseline_is_compared(differences, pape
 
 
 BELOW, EQUAL, ABOVE = (-0.3, -0.31, -0.29), (0.001, -0.001, 0.002), (0.3, 0.31, 0.29)
-NEARLY, ONE = (-0.010, -0.011, -0.012), (-0.3,)
+NEARLY, ONE, CROSSING = (-0.010, -0.011, -0.012), (-0.3,), (0.015, 0.020, 0.025)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,14 @@ NEARLY, ONE = (-0.010, -0.011, -0.012), (-0.3,)
         ([NEARLY], BETTER, HOLDS),
         ([EQUAL], AS_GOOD, HOLDS),
         ([NEARLY], AS_GOOD, HOLDS),
-        ([BELOW], AS_GOOD, HOLDS),
+        ([BELOW], AS_GOOD, FAILS),  # "similar" is not "better"
         ([ABOVE], AS_GOOD, FAILS),
+        ([CROSSING], AS_GOOD, OPEN),
+        ([BELOW], NO_WORSE, HOLDS),
+        ([EQUAL], NO_WORSE, HOLDS),
+        ([ABOVE], NO_WORSE, FAILS),
+        ([CROSSING], NO_WORSE, OPEN),  # certainly worse, perhaps by less than the margin
+        ([ONE], NO_WORSE, OPEN),
         ([ONE], BETTER, OPEN),
         ([ONE], AS_GOOD, OPEN),
         ([BELOW, ONE], BETTER, OPEN),
