@@ -108,9 +108,8 @@ def assert_shown_as_text(folder: Path, text: str, plain: Page) -> None:
     assert {name for e in page.elements for name in e} <= allowed, "a new attribute"
     readable = text.replace("\ud800", "?").replace("\x00", "�")
     assert any(e["text"] == readable for e in page.all("th", scope="row")), "the run"
-    assert any(
-        f"LSSAR p=15, by symbolic regression: {readable}." == e["text"] for e in page.all("li")
-    ), "the law"
+    law = f"LSSAR p=15, by symbolic regression: {readable}."
+    assert any(e["text"] == law for e in page.all("li")), "the law"
     for href in hrefs(page):
         target = folder / "site" / unquote(href.partition("#")[0])
         assert href.startswith(("#", "https://arxiv.org/")) or target.is_file()
