@@ -80,5 +80,5 @@ def shown(entry: Entry) -> str:
     """The mean, with its sign where it is a difference, and the spread."""
     gain = "gain" in entry.column.quantity and entry.cell.mean is not None
     text = signed(entry.cell.mean, entry.decimals).lstrip("±") if gain else entry.text
-    text += "%" if entry.column.percent and text else ""
+    text += " %" if entry.column.percent and text else ""
     return f"{text} {entry.spread}".strip()
