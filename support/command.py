@@ -6,6 +6,7 @@ import errno
 import functools
 import math
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -53,7 +54,8 @@ def _leave(number: int, frame) -> None:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Run a script's `main(argv)` as a program: exit 0, 2 for a user's mistake, 130 on Ctrl-C."""
+    """Run a script's `main(argv)` as a program: exit 0, 2 for a user's mistake, 130 on Ctrl-C, 141
+    where nobody reads its output any more."""
     sys.exit(_exit_code(main))
 
 
@@ -62,13 +64,29 @@ def _exit_code(main: Callable[[list[str]], int | None]) -> int:
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with as_user_errors():
-            return main(sys.argv[1:]) or 0
+            code = main(sys.argv[1:]) or 0
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads the output any more, as after `| head`. What is left of it is lost."""
+    asked, output = select.poll(), sys.stdout.fileno()
+    asked.register(output, select.POLLOUT)
+    left = any(event & select.POLLERR for _, event in asked.poll(0))
+    if left:  # or Python tries to write it once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return left
 
 
 @contextlib.contextmanager

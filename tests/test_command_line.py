@@ -126,3 +126,15 @@ def test_a_room_imports_what_contributing_says():
         for path in (ROOT / room).rglob("*.py"):
             others = {name for name in imports_of(path) if name in modules} - {room}
             assert others <= allowed, f"{path.relative_to(ROOT)} imports {others - allowed}"
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # left in the buffer, and more than a pipe holds
+def test_a_reader_that_leaves_early_is_no_traceback(lines):
+    main = f"lambda argv: print(*range({lines}), sep='\\n')"
+    code = f"import time; from support.command import run; time.sleep(0.5); run({main})"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+    process.stderr.close()
