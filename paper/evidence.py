@@ -101,7 +101,11 @@ class Entry(NamedTuple):
     def text(self) -> str:
         if self.cell.n and self.cell.mean is None:
             return NO_VALUE.get(self.column.quantity, "overflow")
-        return fixed(self.cell.mean, self.decimals) if self.cell.n else ""
+        if not self.cell.n:
+            return ""
+        if "gain" in self.column.quantity:  # rounded, as a gain of 1e-18 is none
+            return f"{round(self.cell.mean, self.decimals) + 0.0:,.{self.decimals}f}"
+        return fixed(self.cell.mean, self.decimals)
 
     @property
     def by_seed(self) -> str:
