@@ -112,7 +112,7 @@ def by_ends(sheet: Sheet):
             axes.errorbar(cell.mean, place, **look, **spread, markersize=4)
     axes.set_yticks(range(len(found)), [line.row.title for line, _ in found])
     ends = f"hollow at {sheet.columns[first][1]}, filled at {sheet.columns[last][1]}"
-    axes.set_xlabel(f"{quantity(sheet)}: {ends}")
+    axes.set_xlabel(f"{quantity(sheet)}: {ends}", loc="right")  # titles may leave little room
     axes.invert_yaxis()
     return figure
 
@@ -174,10 +174,13 @@ def by_column(sheet: Sheet):
     figure, grid = plots.figure(down, across, plots.PAGE, height, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
-    for i, (axes, (_, title)) in enumerate(zip(grid.flat, sheet.columns, strict=False)):
+    for i, (axes, (column, title)) in enumerate(zip(grid.flat, sheet.columns, strict=False)):
         cells = [(line, line.entries[i].cell) for line in lines]
         draw_bars(axes, [(n, c.mean, c.half_width, c.mechanism or n.row.key) for n, c in cells])
         axes.set_title(title)
+        if column.percent:  # an interval may reach beyond what a share can be
+            low, high = axes.get_xlim()
+            axes.set_xlim(max(0, low), min(102, high))
         axes.locator_params(axis="x", nbins=4)
     grid[0, 0].invert_yaxis()
     return figure
