@@ -17,18 +17,21 @@ from paper.claims import places
 from paper.evidence import Entry, Evidence, Sheet
 from paper.experiments import SCALES
 from paper.statistic import signed
-from support.files import read_text, write_text
+from support.files import read_text, reading, write_text, writing
 
 BLOCK = re.compile(r"(<!-- results (\S+) (\S+): (.+?); (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def write_tables(path: Path, results: Path) -> int:
     """Fill the tables of a file; returns how many it has."""
-    text, count = filled(read_text(path), results)
+    with reading(path):
+        given = read_text(path)
+    text, count = filled(given, results)
     if not count:
         mark = "<!-- results nano headline: softmax; 1, 16 -->"
         raise UserError(f"{path} has no table to fill; put {mark!r} and '<!-- end -->' into it")
-    write_text(path, text)
+    with writing(path):
+        write_text(path, text)
     return count
 
 

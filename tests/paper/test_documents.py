@@ -58,3 +58,8 @@ def test_a_mistyped_table_is_named_and_the_file_stays_as_it_is(tmp_path, block, 
     with pytest.raises(UserError, match=wrong):
         write_tables(file, ROOT / "results")
     assert file.read_text() == block
+
+
+def test_a_missing_document_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.md"):
+        report([str(ROOT / "results"), "--write", str(tmp_path / "nowhere.md")])
