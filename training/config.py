@@ -12,6 +12,7 @@ import math
 import shlex
 import tomllib
 import typing
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -105,6 +106,12 @@ class TrainSection:
     init_from: PathText = ""  # a run or checkpoint whose weights to start from
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
     max_skipped_steps: CountOrZero = 3  # non-finite steps in a row; more stop at the next report
+
+    def per_token(self, cost: Callable[[int], float]) -> float:
+        """What a token costs on average, given its cost in sequences of a length."""
+        short = cost(self.length)
+        longer = cost(self.long_length) - short if self.long_length else 0
+        return short + longer / self.long_interval
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,8 @@ def estimate(config: Config, backends: list[str], device: str = "cuda") -> Estim
         "head": 0 if m.outputs else head,
     }
     tokens = t.steps * t.batch_tokens
-    flops = model.flops_per_token(t.length)
-    if t.long_length:
-        flops += (model.flops_per_token(t.long_length) - flops) / t.long_interval
-    return Estimate(parameters, tokens, flops * tokens, memory)
+    flops = t.per_token(model.flops_per_token) * tokens
+    return Estimate(parameters, tokens, flops, memory)
 
 
 def checkpoint_bytes(config: Config, e: Estimate) -> float:

@@ -50,7 +50,8 @@ def planned_device(key: str | None, otherwise: str = "a100") -> Device:
 def gpu_hours(config: Config, backends: list[str], device: Device, processes: int = 1) -> float:
     """Of training with its validations, on all GPUs together; `backends`: of the layers."""
     model, t, e = model_of(config), config.train, config.eval
-    seconds = t.steps * t.batch_tokens * token_seconds(model, backends, device, t.length, t.compile)
+    seconds = t.per_token(lambda n: token_seconds(model, backends, device, n, t.compile))
+    seconds *= t.steps * t.batch_tokens
     reading = token_seconds(model, backends, device, t.length, t.compile, training=False)
     seconds += -(-t.steps // e.interval) * e.tokens * reading
     stepping = device.moving(ASSUMED["optimiser_bytes"] * model.parameter_count())

@@ -33,6 +33,16 @@ def test_eager_lssar_takes_as_long_as_the_paper_measured():
     assert found == pytest.approx(4096 / 0.25032, rel=0.1)
 
 
+def test_longer_sequences_in_one_step_of_four_take_their_share():
+    options = ("--train.micro_batch=4", "--eval.interval=100000")
+    costs = [
+        1 / tokens_per_second("single-lssar", "4090", *options, f"--train.{change}")
+        for change in ("length=1024", "long_length=4096", "length=4096")
+    ]
+    assert costs[1] == pytest.approx(0.75 * costs[0] + 0.25 * costs[2], rel=1e-3)
+    assert costs[1] > 1.01 * costs[0]
+
+
 def test_more_work_takes_longer():
     speeds = [tokens_per_second(f"single-{name}", "4090") for name in ("softmax", "lssar")]
     speeds.append(tokens_per_second("single-lssar", "4090", "--attention.backend=eager"))
