@@ -63,6 +63,7 @@ class Measured(NamedTuple):
     seed: int | None
     kind: str
     source: Path
+    settings: dict  # of the file: which tokens, how many trials, ...
 
 
 class Results:
@@ -153,7 +154,7 @@ def read_results(path: str | Path) -> Results:
 def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
     """Every measured number below a folder, and what could not be read, by file, with the reason.
 
-    Of a number that was measured again, after its run was trained again, only the last counts.
+    Of a run that was measured again after it was trained again, only the last model counts.
     """
     newest: dict[tuple, Measured] = {}
     problems = {}
@@ -165,9 +166,12 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
         except UserError as error:
             problems[path] = str(error).removesuffix("; give another --out")
             continue
+        last = {results.runs[r.run]["run"]: r.run for r in results.records}
         for r in results.records:
             run = results.runs[r.run]
+            if last[run["run"]] != r.run:
+                continue
             seed = run["seed"] if isinstance(run.get("seed"), int) else None
             place = (path, r.quantity, run["run"], r.variant, r.task, r.length)
-            newest[place] = Measured(r, run, run["run"], seed, results.kind, path)
+            newest[place] = Measured(r, run, run["run"], seed, results.kind, path, results.settings)
     return list(newest.values()), problems

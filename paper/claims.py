@@ -4,6 +4,7 @@ The claims are in claims.toml. Comparisons come from `evidence.py`, as those of 
 page do, and are judged by `statistic.py` alone.
 """
 
+import math
 import operator
 import re
 import statistics
@@ -80,7 +81,7 @@ class Point(NamedTuple):
     @property
     def text(self) -> str:
         if self.found.mean is None:
-            return f"{self.label}: not measured"
+            return f"{self.label}: {self.found.absent}"
         paper = "" if self.paper is None else f"; paper {signed(self.paper, self.decimals)}"
         seeds = f"{self.found.n} seeds" if self.found.n > 1 else "one seed"
         return f"{self.label}: {self.shown or self.found.text(self.decimals)}, {seeds}{paper}"
@@ -130,9 +131,9 @@ def of_checks(claim: Claim, sheet: Sheet) -> list[Point]:
         column = column_of(sheet.table, place, quantity)
         values = [sheet.cell(row, column).values for row in rows]
         values = apply(lambda value, base=1.0: value / base, *values)
-        off = {s: abs(v - float(centre)) if centre else v for s, v in values.items()}
+        off = apply(lambda value, at=centre: abs(value - float(at)) if at else value, values)
         found = compare(off, dict.fromkeys(off, float(limit)), lower_is_better=kind != "above")
-        mean = f"{statistics.fmean(values.values()):.4g}" if values else ""
+        mean = f"{statistics.fmean(values.values()):.4g}" if found.n else ""
         unit = " %" if column.percent and len(rows) == 1 else ""
         rule = f"{kind} {limit}" + (f" of {centre}" if centre else "")
         label = f"{' / '.join(row.title for row in rows)}, {sheet.heading(column)}"
@@ -192,8 +193,8 @@ def swept(sheet: Sheet, stem: str, place: int) -> dict[int, BySeed]:
 def best_exponents(losses: dict[int, BySeed]) -> BySeed:
     found: dict[int | None, dict[int, float]] = {}
     for p, values in losses.items():
-        for seed, loss in apply(float, values).items():
-            found.setdefault(seed, {})[p] = loss
+        for seed, loss in values.items():
+            found.setdefault(seed, {})[p] = math.inf if loss is None else loss
     return {seed: min(at, key=at.get) for seed, at in found.items() if len(at) > 2}
 
 
@@ -220,7 +221,8 @@ def most_tasks(sheet: Sheet) -> list[Point]:
         for column in tasks.values():  # the first metric of each, which is the paper's
             differences = apply(operator.sub, *(sheet.cell(r, column).values for r in (row, other)))
             for seed, gap in differences.items():
-                wins.setdefault(seed, []).append((gap < 0) == column.lower_is_better and gap != 0)
+                ahead = bool(gap) and (gap < 0) == column.lower_is_better  # an overflow is not
+                wins.setdefault(seed, []).append(ahead)
         shares = {seed: sum(won) / len(won) for seed, won in wins.items() if len(won) == len(tasks)}
         found = compare(shares, dict.fromkeys(shares, 0.5), lower_is_better=False)
         label = f"{row.title}: share of the tasks ahead of {other.title}, above a half"

@@ -73,7 +73,7 @@ class Speed:
             seconds = (n * token_seconds(*place, m, training=False) for m, n in tokens.items())
             return sum(seconds) / 3600
         work = sum(n * model.flops_per_token(m) / 3 for m, n in tokens.items())
-        return cost.hours * work / (cost.tokens * model.flops_per_token(config.train.length))
+        return cost.hours * work / (cost.tokens * config.train.per_token(model.flops_per_token))
 
     def total(self, hours: float, elapsed: float, where: str) -> str:
         name = self.device.name if self.device else "core"

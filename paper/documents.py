@@ -9,6 +9,7 @@ or a task, as in paper/claims.toml; or a quantity at a length: `accuracy_by_dist
 """
 
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def filled(text: str, results: Path) -> tuple[str, int]:
 
     def block(match: re.Match) -> str:
         begin, scale, name, rows, columns, end = match.groups()
+        if match[0].count("<!-- results ") > 1:  # else what stands between would be lost
+            raise UserError(f"the table that {begin.strip()} begins has no '<!-- end -->'")
         known(scale, SCALES, "scale")
         known(name, evidence(scale).tables, "table")
         sheet = evidence(scale).sheet(evidence(scale).tables[name])
@@ -54,21 +57,25 @@ def known(name: str, names, what: str) -> None:
 
 
 def markdown(sheet: Sheet, rows: list[str], columns: list[str]) -> str:
-    lines, by_column = {line.row.key: line for line in sheet.lines}, {}
+    lines, named = {line.row.key: line for line in sheet.lines}, defaultdict(list)
     for i, (column, _) in enumerate(sheet.columns):
         names = {f"{column.quantity}@{column.factor:g}"} if column.factor is not None else set()
-        by_column |= dict.fromkeys(names | places(column), i)
+        for name in names | places(column):
+            named[name].append(i)
     for name in rows:
         known(name, [row.key for row in sheet.table.rows], f"row of {sheet.table.name}")
     for name in columns:
-        known(name, by_column, f"column of {sheet.table.name}")
-    chosen = [by_column[name] for name in columns]
+        known(name, named, f"column of {sheet.table.name}")
+        if len(named[name]) > 1:
+            several = f"{len(named[name])} columns of {sheet.table.name} are called {name!r}"
+            raise UserError(f"{several}; say at which length: QUANTITY@LENGTH")
+    chosen = [named[name][0] for name in columns]
     table = [["", *(sheet.columns[i][1] for i in chosen), "seeds"], ["---"] * (len(chosen) + 2)]
     for key in rows:  # a control without a number has no line
         entries = [lines[key].entries[i] for i in chosen] if key in lines else []
         cells = [shown(entry) for entry in entries] or [""] * len(chosen)
-        seeds = str(lines[key].seeds) if entries else "not measured"
-        table.append([sheet.table.row(key).title, *cells, seeds])
+        seeds = min((entry.cell.n for entry in entries if entry.cell.n), default="not measured")
+        table.append([sheet.table.row(key).title, *cells, str(seeds)])
     cells = [(sheet.table.row(key), sheet.columns[i][0]) for key in rows for i in chosen]
     records = [m.record for cell in cells for m in sheet.measured(*cell).values()]
     commits = sorted({record.revision[:7] or "no commit" for record in records})

@@ -34,6 +34,7 @@ from support.text import short_number
 from support.text import table as text_table
 
 RUNS = "runs.json"  # beside the results of a scale: what every training run was
+UNEQUAL = "not measured with the same settings (tokens, trials, ...)"
 LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
 # What a value that is None means; elsewhere it overflowed.
 NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
@@ -178,6 +179,9 @@ class Sheet:
     def _compare(self, row: Row, other: Row, column: Column) -> Comparison:
         options = {"lower_is_better": column.lower_is_better}
         options["margin"] = margin_of(column.quantity, column.factor)
+        found = [one for r in (row, other) for one in self.measured(r, column).values()]
+        if any(one.settings != found[0].settings for one in found):
+            return Comparison((), absent=UNEQUAL, **options)
         return compare(*(self.cell(r, column).values for r in (row, other)), **options)
 
     def printed(self, row: Row, column: Column) -> float | None:

@@ -100,7 +100,7 @@ def measuring_job(table: Table, configs: list[Config], space: Workspace) -> Job:
 
 def is_complete(out: Path, directories: list[str]) -> bool:
     """Whether every run, as it is now, was measured in all that any run was measured in."""
-    done = {(r.run, r.variant, r.task) for r in read_results(out).records}
+    done = {(r.run, r.variant, r.task, r.length) for r in read_results(out).records}
     runs = [c.identity for c in open_checkpoints(directories)]
     return bool(done) and all((run, *measured) in done for run in runs for _, *measured in done)
 
@@ -120,8 +120,19 @@ def training_jobs(run: Run, seed: int, space: Workspace) -> list[Job]:
 
 
 def is_trained(config: Config) -> bool:
+    """Whether it is finished, with these settings; with others its own command says which."""
     _, info = read_description(find(config.run_directory))
-    return info.step >= config.train.steps
+    if info.step < config.train.steps:
+        return False
+    try:
+        return not saved_config(config.run_directory).differences(config)
+    except OSError:
+        return False
+
+
+def saved_config(run_directory: Path) -> Config:
+    path = run_directory / "config.toml"
+    return parse_config(read_text(path), str(path))
 
 
 def evaluation_job(run: Run, config: Config, space: Workspace, folder: str) -> Job:
@@ -179,11 +190,15 @@ def write_runs(space: Workspace) -> None:
 def run_record(directory: Path, seed: int) -> dict | None:
     """What the run's own directory says about it; None for a run that has not begun."""
     try:
-        about = json.loads(read_text(directory / "run.json"))
-        text = read_text(directory / "config.toml")
-    except (OSError, ValueError):
+        about, config = json.loads(read_text(directory / "run.json")), saved_config(directory)
+        commit = about["revision"]
+        about = {key: about[key] for key in ("torch", "device", "processes", "threads")}
+    except OSError:
         return None
-    metrics, config = read_metrics(directory), parse_config(text, str(directory / "config.toml"))
+    except (ValueError, KeyError, TypeError) as error:  # of another revision
+        print(f"warning: {directory} is not in {RUNS}: {error}", file=sys.stderr)
+        return None
+    metrics = read_metrics(directory)
     losses = [m["val_loss"] for m in metrics if "val_loss" in m]
     speeds = [m["tokens_per_s"] for m in metrics if "tokens_per_s" in m]
     tokens = config.train.steps * config.train.batch_tokens
@@ -191,11 +206,11 @@ def run_record(directory: Path, seed: int) -> dict | None:
     sections = {name: values for name, values in asdict(config).items() if name != "log"}
     return {
         "config": {s: {k: v for k, v in d.items() if v is not None} for s, d in sections.items()},
-        "commit": about["revision"],
+        "commit": commit,
         "seed": seed,
         "tokens": tokens,
         "seconds": round(tokens / statistics.harmonic_mean(speeds), 1) if speeds else None,
         "loss": losses[-1] if losses else None,
-        **{key: about[key] for key in ("torch", "device", "processes", "threads")},
+        **about,
         "status": "done" if finished else "unfinished",
     }

@@ -50,6 +50,7 @@ class Comparison:
     differences: tuple[float, ...]
     lower_is_better: bool = True
     margin: float | None = None  # of equivalence; None where none was fixed beforehand
+    absent: str = "not measured"  # why there are no differences, where there are none
 
     @property
     def n(self) -> int:
@@ -111,7 +112,7 @@ class Comparison:
         return self.verdict + small
 
     def text(self, decimals: int = 3) -> str:
-        shown = "not measured" if self.mean is None else signed(self.mean, decimals)
+        shown = self.absent if self.mean is None else signed(self.mean, decimals)
         if self.interval is None:
             return shown
         low, high = (signed(end, decimals) for end in self.interval)
@@ -124,7 +125,7 @@ class Comparison:
             return ""
         if self.n < 2:
             one = "it rests on one run: at least 3 seeds would show the spread"
-            return one if self.n else "not measured"
+            return one if self.n else self.absent
         seeds = self.seeds_needed()
         if seeds > MANY_SEEDS:
             return f"more than {MANY_SEEDS} seeds would be needed to show so small a difference"
@@ -149,14 +150,19 @@ BySeed = dict[int | None, float | None]  # a value may have overflowed
 
 
 def apply(function: Callable[..., float], *series: BySeed) -> BySeed:
-    """A function of the values of each seed; seeds without a value in some series are left out."""
-    found = {seed: [values.get(seed) for values in series] for seed in series[0]}
-    return {seed: function(*values) for seed, values in found.items() if None not in values}
+    """A function of the values of each seed that all series have; of an overflow, one."""
+    shared = [seed for seed in series[0] if all(seed in values for values in series)]
+    found = {seed: [values[seed] for values in series] for seed in shared}
+    return {seed: None if None in values else function(*values) for seed, values in found.items()}
 
 
 def compare(first: BySeed, second: BySeed, **options) -> Comparison:
-    """Paired by seed; options: of Comparison."""
-    return Comparison(tuple(apply(operator.sub, first, second).values()), **options)
+    """Paired by seed; options: of Comparison. Without the seeds that overflowed, those that went
+    well would be compared: there is nothing to compare then."""
+    differences = apply(operator.sub, first, second)
+    if None in differences.values():
+        return Comparison((), absent="a seed overflowed", **options)
+    return Comparison(tuple(differences.values()), **options)
 
 
 USES, IGNORES, HARMED = "uses far context", "ignores far context", "harmed by far context"
@@ -216,9 +222,13 @@ def side(found: Comparison, wanted: str) -> str:
 def settles(found: list[tuple[Comparison, str]]) -> str:
     """What an open claim still needs: what its least settled comparison needs."""
     open_ones = [comparison for comparison, wanted in found if side(comparison, wanted) == OPEN]
-    if not open_ones or any(c.n == 0 for c in open_ones):
-        return "not measured"
+    if absent := [comparison.absent for comparison in open_ones if not comparison.n]:
+        return absent[0]
+    if not open_ones:
+        return Comparison.absent
     least = max(open_ones, key=lambda c: (c.n == 1, c.n > 1 and c.seeds_needed()))
+    if least.margin is None:
+        return least.settles or "no margin was fixed"
     smaller = "a smaller difference needs more seeds"
     return least.settles or f"as good within {least.margin:g}: {smaller}"
 

@@ -188,14 +188,14 @@ def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     settings = {"draws": arguments.draws, "keys": KEYS, "dim": DIM, "p": P}
     results = open_results(arguments.out, "theory", settings, about={})
+    records = []
     for draw in range(arguments.draws):
-        records = []
         for (row, quantity, task), value in measure(draw).items():
             name = f"{row}-s{draw}"
             attention = {"name": row.partition("-p")[0]}
             results.runs[name] = {"run": name, "seed": draw, "model": {"attention": attention}}
             records.append(Record(quantity, name, value, task=task))
-        results.add(*records)
+    results.add(*records)  # all or none: a file with some of the draws would count as finished
     for path in plots.save(figure(), results.sibling(".png")):
         print(f"figure: {path}")
 

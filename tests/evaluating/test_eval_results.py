@@ -89,13 +89,13 @@ def test_a_number_taken_over_keeps_the_command_and_revision_that_measured_it(tmp
     assert read_results(tmp_path / "x.json").records == [before]
 
 
-def test_of_a_run_that_was_trained_again_only_the_last_number_counts(tmp_path):
+def test_of_a_run_that_was_trained_again_only_the_last_model_counts(tmp_path):
     results = begin(tmp_path / "x.json")
     results.runs["b"] = {"run": "name of a", "seed": 4}
     results.add(LOSS, replace(LOSS, length=16))
     results.add(replace(LOSS, run="b", value=1.25))
     measured, _ = collect(tmp_path)
-    assert {m.record.length: m.record.value for m in measured} == {8: 1.25, 16: 1.5}
+    assert {m.record.length: m.record.value for m in measured} == {8: 1.25}
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path):

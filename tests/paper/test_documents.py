@@ -50,6 +50,16 @@ def test_a_table_has_the_means_of_the_files_and_names_their_commits(tmp_path):
         (TABLE.format("softmax", "1").replace("headline", "hedline"), "unknown table 'hedline'"),
         (TABLE.format("softmax", "1").replace("nano", "nanno"), "unknown scale 'nanno'"),
         ("no table at all", "has no table to fill; put '<!-- results nano"),
+        (
+            TABLE.format("softmax", "1").replace("end", "ende")
+            + "text\n"
+            + TABLE.format("ssmax", "1"),
+            "headline: softmax; 1 --> begins has no '<!-- end -->'",
+        ),
+        (
+            TABLE.format("softmax", "accuracy_by_distance").replace("headline", "far_mqar"),
+            "columns of far_mqar are called 'accuracy_by_distance'; say at which length",
+        ),
     ],
 )
 def test_a_mistyped_table_is_named_and_the_file_stays_as_it_is(tmp_path, block, wrong):

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import report_results as made
+from eval_helpers import tiny_model, write_checkpoint
 from train_helpers import TINY, make_corpus
 
 import paper.plan
 import reproduce
 from data.shards import describe_set
+from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED
 from lssar.errors import UserError
 from paper import paper_numbers
@@ -453,6 +455,66 @@ def test_a_run_that_was_trained_again_counts_as_it_is_now(space):
     made.write(path, found)
     cell = built(space, "tab:decomsoft", EXP, FIRST).lines[0].entries[0].cell
     assert cell.values == {0: 1.25}
+
+
+def test_a_row_never_mixes_a_model_with_the_one_before_it_was_trained_again(space):
+    path = made.losses(space.folder, "exp", 0, {(AS_TRAINED, 128): 1.5, (AS_TRAINED, 256): 1.75})
+    found = json.loads(path.read_text())
+    found["records"].append(found["records"][0] | {"run": "again", "value": 1.25})
+    found["runs"]["again"] = found["runs"]["id"]
+    made.write(path, found)
+    cell = built(space, "tab:decomsoft", EXP, Column(2, paper="2K")).lines[0].entries[0].cell
+    assert cell.values == {}, "the evaluation at 256 was not made again"
+
+
+def test_rows_that_were_measured_on_other_tokens_are_not_compared(space):
+    for key, loss, tokens in (("lssa", 1.5, 4096), ("exp", 1.7, 4096), ("lssa", 1.4, 512)):
+        for seed in range(3):
+            records = [made.record("loss", loss + seed / 100, length=128)]
+            name = f"{key}-s{seed}"
+            file = space.folder / f"extrapolation/{name}.json"
+            made.results(file, name, seed, records, settings={"tokens": tokens})
+        table = Table("x", "tab:softmaxfreeatt", (FIRST,), (LSSA, EXP), "lssa")
+        compared = Evidence("nano", space.folder).sheet(table).lines[1].entries[0].comparison
+        assert compared.n == (3 if key == "exp" else 0)
+    assert "not measured with the same settings" in compared.settles
+
+
+def test_a_table_that_was_interrupted_in_its_last_run_is_not_complete(tmp_path):
+    names = ("a", "b")
+    folders = [write_checkpoint(tmp_path / n, tiny_model(seed=i)) for i, n in enumerate(names)]
+    runs = {c.identity: c.describe() for c in open_checkpoints(map(str, folders))}
+    one, other = runs
+    places = [(one, 128), (one, 256), (other, 128), (other, 256)]
+    whole = {"kind": "extrapolation", "settings": {}, "about": {}, "runs": runs}
+    for count in (3, 4):
+        records = [{"quantity": "loss", "run": r, "value": 1.0, "length": n} for r, n in places]
+        path = made.write(tmp_path / "x.json", whole | {"records": records[:count]})
+        assert paper.plan.is_complete(path, list(map(str, folders))) == (count == 4)
+
+
+def test_a_run_with_other_settings_is_trained_again_by_its_own_command(space, tmp_path):
+    config = load_config(ROOT / "configs/nano-softmax.toml", [f"--log.directory={space.runs}"])
+    folder = config.run_directory / "checkpoints/step-00000600"
+    write_checkpoint(folder, tiny_model(), step=config.train.steps)
+    (folder.parent / "latest").write_text(folder.name)
+    settings = config.run_directory / "config.toml"
+    for text, trained in ((config.to_toml(), True), ("[model]\nheads = 2\n", False), (None, False)):
+        settings.write_text(text) if text else settings.unlink()
+        assert paper.plan.is_trained(config) == trained
+
+
+def test_a_run_of_another_revision_leaves_the_others_in_the_list(space, capsys):
+    for key, text in (("softmax", "[model]\nshift = 2\n"), ("ssmax", "[model]\nshift = false\n")):
+        folder = space.run_directory(key, 0)
+        folder.mkdir(parents=True)
+        (folder / "config.toml").write_text(text)
+        about = dict.fromkeys(("torch", "device", "revision"), "x") | {"processes": 1, "threads": 1}
+        made.write(folder / "run.json", about)
+    space.folder.mkdir(parents=True)
+    write_runs(space)
+    assert list(read_runs(space.folder / "runs.json")) == ["ssmax-s0"]
+    assert re.search(r"softmax-s0 is not in runs\.json: .*shift = 2", capsys.readouterr().err)
 
 
 def test_a_tolerance_is_of_the_column_and_may_be_a_share_of_the_number():

@@ -42,8 +42,20 @@ def test_an_interval_is_that_of_the_differences_and_not_of_the_two_means():
 
 
 def test_seeds_are_paired_by_their_number_and_others_do_not_count():
-    found = compare({0: 1.0, 1: None, 2: 3.0, 7: 0.0}, {2: 2.0, 1: 5.0, 0: 1.5})
+    found = compare({0: 1.0, 2: 3.0, 7: 0.0, 8: None}, {2: 2.0, 1: 5.0, 0: 1.5})
     assert found.differences == (-0.5, 1.0)
+
+
+def test_a_seed_that_overflowed_is_not_left_out_of_a_comparison():
+    others = {seed: 2 + seed / 100 for seed in range(5)}
+    found = compare({0: 1.0, 1: 1.02, 2: None, 3: 1.01, 4: 1.0}, others, margin=MARGIN)
+    assert (found.n, found.verdict, found.settles) == (0, OPEN, "a seed overflowed")
+    assert judge([(found, BETTER)]) == OPEN
+    assert settles([(found, BETTER)]) == "a seed overflowed"
+
+
+def test_what_no_margin_was_fixed_for_cannot_be_as_good_and_says_so():
+    assert settles([(Comparison((1.0, 1.1, 1.2)), AS_GOOD)]) == "no margin was fixed"
 
 
 @pytest.mark.parametrize(
