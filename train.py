@@ -290,7 +290,7 @@ class Run:
             lr=self.optimiser.param_groups[0]["lr"],
             grad_norm=self.norm,
             tokens_per_s=rate,
-            mfu=peak and self.model.flops_per_token(t.length) * rate / (peak * self.world.size),
+            mfu=peak and t.per_token(self.model.flops_per_token) * rate / (peak * self.world.size),
             seconds_left=(t.steps - step) * pace,
         )
         self.reported, self.seconds = step, 0.0

@@ -107,6 +107,11 @@ class TrainSection:
     init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
     max_skipped_steps: CountOrZero = 3  # non-finite steps in a row; more stop at the next report
 
+    @property
+    def least_micro_batch(self) -> int:
+        """All micro-batches have as many tokens, whatever the length of their sequences."""
+        return math.lcm(self.length, self.long_length or 1) // self.length
+
     def per_token(self, cost: Callable[[int], float]) -> float:
         """What a token costs on average, given its cost in sequences of a length."""
         short = cost(self.length)
@@ -382,9 +387,8 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     t, m, tokens, run = config.train, config.model, config.eval.tokens, config.log.name
     backend, known = config.attention.backend, ("auto", *BACKENDS)
     table = m.positions if type(m.positions) is int else LARGEST
-    # All micro-batches have as many tokens.
-    most = math.lcm(t.length, t.long_length or 1) // t.length
-    fits = not t.long_length or (t.micro_batch != "auto" and t.micro_batch % most == 0)
+    least = t.least_micro_batch
+    fits = not t.long_length or (t.micro_batch != "auto" and t.micro_batch % least == 0)
     has_moments = t.init_from and not m.outputs  # a regression head starts from scratch
     nearest = max(1, tokens // t.length) * t.length
     plain = Path(run).name == run and run != ".." and run.isprintable()
@@ -393,7 +397,7 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
         "attention.backend": (backend in known, f"unknown; {did_you_mean(backend, known)}"),
         "train.length": (t.length <= table, f"is above model.positions = {table}"),
         "train.long_length": (t.long_length <= table, f"is above model.positions = {table}"),
-        "train.micro_batch": (fits, f"must be a multiple of {most} for long_length"),
+        "train.micro_batch": (fits, f"must be a multiple of {least} for long_length"),
         "train.warmup": (t.warmup <= t.steps, f"is longer than train.steps = {t.steps}"),
         "train.init_optimiser": (has_moments or not t.init_optimiser, needs),
         "eval.tokens": (tokens % t.length == 0, f"not a multiple of length; nearest: {nearest}"),

@@ -139,10 +139,10 @@ def main_memory() -> int:
 
 def fit(config: Config, world_size: int, free: float, device: str, most: int = 0) -> Config | None:
     """With the largest micro-batch that fits `free` bytes: a power of two, or `most` and its
-    halves; None if a single sequence is too much."""
+    halves; None if the smallest there is, mostly a single sequence, is too much."""
     share = batch_plan(config.with_micro_batch(1), world_size).accumulation
     sequences = most if most and share % most == 0 else share & -share
-    while sequences:
+    while sequences and sequences % config.train.least_micro_batch == 0:
         fitted = config.with_micro_batch(sequences)
         e = estimate(fitted, planned_backends(fitted, device), device)
         if sum(e.memory.values()) <= ROOM * free:
@@ -172,7 +172,8 @@ def on_cards(config: Config, world_size: int) -> str:
         if fitted is not None and (asked == "auto" or asked <= fitted.micro_batch):
             what = f"micro-batch {'' if asked == 'auto' else 'up to '}{fitted.micro_batch}"
         elif fitted is not None:
-            what = f"too small; --train.micro_batch={fitted.micro_batch} or auto"
+            auto = "" if config.train.long_length else " or auto"
+            what = f"too small; --train.micro_batch={fitted.micro_batch}{auto}"
         else:
             one = config.with_micro_batch(1)
             memory = estimate(one, planned_backends(one, "cuda")).memory
@@ -195,14 +196,15 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
 
 
 def attention_calls(config: Config, device: str) -> Iterator[tuple[Mechanism, Call]]:
-    """What training asks of the attention in each layer."""
+    """What training asks of the attention in each layer, in its longest sequences."""
     m, t = config.model_config(), config.train
-    entries = config.micro_batch * m.heads * t.length**2
+    length = max(t.length, t.long_length)
+    entries = config.micro_batch * m.heads * t.length * length  # as many tokens at any length
     call = Call(device, product_type(device, t.precision), entries, m.head_dim, compiled=t.compile)
     for attention, positions in m.all_layers:
-        spans = m.documents or (attention.window or t.length) < t.length
+        spans = m.documents or (attention.window or length) < length
         here = replace(call, spans=spans, decays=positions in ("alibi", "fox"))
-        yield resolve(attention, t.length), here
+        yield resolve(attention, length), here
 
 
 def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:

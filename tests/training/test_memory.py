@@ -17,7 +17,15 @@ from training import estimate
 from training.checkpoint import find, read_trainer
 from training.config import load_config, parse_config
 from training.distributed import product_type
-from training.estimate import CARDS, GIB, batch_plan, fit, planned_backends
+from training.estimate import (
+    CARDS,
+    GIB,
+    batch_plan,
+    fit,
+    on_cards,
+    planned_backends,
+    refuse_backend,
+)
 
 GPT2 = "gpt2-124m-softmax"
 # 8 sequences per step; a checkpoint at every step.
@@ -81,6 +89,25 @@ def test_a_dry_run_refuses_a_backend_that_the_device_does_not_have():
     given = ("nano-softmax", "--attention.backend=triton", "--dry-run", "--device=cpu")
     with pytest.raises(UserError, match="'triton' cannot compute this: it computes on a GPU"):
         train_here(*given)
+
+
+def test_a_backend_is_asked_about_the_longest_sequences_of_the_training():
+    options = ["--attention.window=128", "--attention.backend=sdpa"]
+    refuse_backend(load_config("nano-softmax", options), "cpu")
+    config = load_config("nano-softmax", [*options, "--train.long_length=512"])
+    with pytest.raises(UserError, match="'sdpa' cannot compute this: it has no windows"):
+        refuse_backend(config, "cpu")
+
+
+def test_no_micro_batch_is_offered_that_long_sequences_do_not_fit():
+    options = ["--train.micro_batch=8", "--train.long_length=8192"]
+    config = load_config("gpt2-124m-lssar", options)
+    cards = on_cards(config, 1)
+    assert "auto" not in cards
+    offered = [int(n) for n in re.findall(r"micro[-_]batch(?: up to |=| )(\d+)", cards)]
+    assert offered and all(n % 8 == 0 for n in offered)
+    tight = fit(config, 1, 4 * GIB, "cuda")
+    assert tight is None or tight.micro_batch % 8 == 0
 
 
 def test_a_dry_run_for_this_cpu_names_the_backend_that_is_here(capsys, monkeypatch):
