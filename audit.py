@@ -154,9 +154,10 @@ class Audit:
         if asked.within_documents:
             raise UserError("--within-documents is about --data; the sequences of a task are whole")
         deepest = max(c.config.layers for c in checkpoints)
-        if deepest >= asked.times:
+        shortest = deepest * (2 if self.task == "copy" else 1)  # copies begin after half of it
+        if shortest >= asked.times:
             reach = f"windows of {self.near} reach {deepest * self.near} tokens in {deepest} layers"
-            raise UserError(f"{reach}; raise --times to at least {2 ** deepest.bit_length()}")
+            raise UserError(f"{reach}; raise --times to at least {2 ** shortest.bit_length()}")
         self.guess = guess(self.task, reader)
         self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
         which = {"tokeniser": reader, "count": asked.segments, "seed": asked.seed}

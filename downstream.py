@@ -49,6 +49,7 @@ from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError
 from paper import paper_numbers
 from support import plots
+from support.files import lookup
 from support.text import table
 from training import distributed
 
@@ -73,12 +74,22 @@ def main(argv: list[str]) -> None:
     settings = {"fewshot": 0, "limit": arguments.limit, "bootstrap": BOOTSTRAP}
     settings["lm_eval"] = versions["lm_eval"]
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
-    about |= {"corpus": describe_set(arguments.corpus)} if arguments.corpus else {}
+    if arguments.corpus:
+        about["corpus"] = describe_set(arguments.corpus)
+        refuse_other_corpus(arguments.out, about["corpus"])
     world = distributed.start(arguments.device)
     with measuring(arguments, "downstream", settings, about, world) as results:
         fill(results, list(product(checkpoints, tasks)), arguments, world.device)
     print(tables(results))
     plots.publish(bars(results), results.sibling(".png"))
+
+
+def refuse_other_corpus(out: Path, corpus: dict) -> None:
+    """Models that were asked about different documents would stand side by side in a file."""
+    before = lookup(out, "about", "corpus") or corpus
+    if before["tokens_sha256"] != corpus["tokens_sha256"]:
+        made = f"{out} was made from {before['data']} as it was, not from this {corpus['data']}"
+        raise UserError(f"{made}: not comparable; give another --out or delete it")
 
 
 def fill(results: Results, pairs: list[tuple[Checkpoint, str]], arguments, device) -> None:

@@ -118,9 +118,13 @@ class Variant:
             return "has RoPE in a layer without a window"
         if self.key in ("ntk", "yarn") and config.interpolation != 1:
             return "was trained without position interpolation"
+        if self.key == "yarn" and any(m.cosine and place == "rope" for m, place in wide):
+            return "has scores of q.k: YaRN makes q and k longer, which no cosine notices"
+        if self.sinks and config.shift:
+            return "has keys that are not shifted: a sink's is that of another token"
         if self.sinks and config.documents:
             return "sees more than one document: the first tokens are those of another"
-        if self.sinks and any(m.cosine and place == "rope" for m, place in wide):
+        if self.sinks and config.attention.cosine and config.positions == "rope":
             return "has scores of q.k or no RoPE: a sink's cosine is not that of a turned query"
         return None
 

@@ -152,6 +152,8 @@ class CheckpointLM(TemplateLM):
                     unfinished.discard(row)
             if not unfinished:
                 break
-            tokens, last = chosen.unsqueeze(1), torch.zeros_like(last)
+            # What follows the end of a text is not used; its document must not end again.
+            tokens = chosen.masked_fill(chosen == self.eot_token_id, 0).unsqueeze(1)
+            last = torch.zeros_like(last)
             mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
         return [t[: min((t.find(s) for s in until if s in t), default=None)] for t in texts]

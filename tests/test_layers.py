@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -331,7 +332,11 @@ def test_variants_of_layers_of_two_kinds():
     assert [m.sinks for m, _ in kept.config(hybrid, 16, 64).all_layers] == [0, 4, 0]
     assert kept.needs(hybrid) is None
     assert "q.k" in kept.needs(preset("nano", "lssar"))
+    windowed = preset("nano", get_mechanism("lssar", window=32))
+    assert "q.k" in kept.needs(windowed), "its window does not make its cosines another's"
+    assert "shifted" in kept.needs(replace(hybrid, shift=True))
     assert "document" in kept.needs(preset("nano", documents=True))
+    assert "cosine" in Variant("YaRN", "yarn").needs(preset("nano", "lssar"))
     assert "RoPE" in Variant("PI", "pi").needs(hybrid)
     assert "re-weights" in Variant("p", "p", 3).needs(preset("nano", "ssmax"))
     yarn = Variant("YaRN", "yarn").config(preset("nano"), 16, 64)

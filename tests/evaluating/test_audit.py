@@ -419,8 +419,8 @@ def test_mistakes_are_one_clear_line(workspace, options, message):
     [
         ("mqar", ("--near", "9"), "length 9 is too short for 'mqar'"),
         ("passkey", ("--near", "40"), "length 40 is no larger than the passkey prompt"),
-        ("copy", ("--times", "2"), "windows of 64 reach 128 tokens in 2 layers; raise --times to"),
-        ("copy", ("--times", "4", "--segments", "1"), "no answer stands farther than 128 tokens"),
+        ("mqar", ("--times", "2"), "windows of 64 reach 128 tokens in 2 layers; raise --times to"),
+        ("copy", ("--times", "4"), "reach 128 tokens in 2 layers; raise --times to at least 8"),
         ("copy", ("--within-documents",), "--within-documents is about --data"),
         ("copies", (), "invalid choice: 'copies'"),
     ],

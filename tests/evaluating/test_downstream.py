@@ -14,7 +14,7 @@ import datasets
 import huggingface_hub
 from data_sets import run_prepare
 from downstream_helpers import DOCUMENTS, text_by_hand, write_hub_copies, write_lines
-from eval_helpers import tiny_model, write_checkpoint
+from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
 import downstream
 from data.shards import describe_set
@@ -204,6 +204,9 @@ def test_nano_tasks_go_through_the_same_command(tmp_path, checkpoint, corpus, ca
     assert read_results(out).about["corpus"] == describe_set(corpus)
     with pytest.raises(UserError, match="was made with limit = 6, this is 7"):
         evaluate(checkpoint, out, *options[:-1], 7)
+    other = write_tokens(tmp_path / "other", 2000)
+    with pytest.raises(UserError, match=r"n\.json was made from .*, not from this .*other"):
+        evaluate(checkpoint, out, *options[:5], other, *options[6:])
 
 
 def test_a_yaml_of_ones_own_is_a_task(tmp_path, checkpoint):

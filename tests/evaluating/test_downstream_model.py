@@ -11,6 +11,7 @@ from downstream_helpers import BYTES, by_hand, text_by_hand
 from eval_helpers import tiny_model, write_checkpoint
 from lm_eval.api.instance import Instance
 
+from evaluating import lm_eval_model
 from evaluating.checkpoints import open_checkpoints
 from evaluating.lm_eval_model import CheckpointLM
 from lssar.errors import UserError
@@ -146,6 +147,25 @@ def test_texts_are_those_generated_one_at_a_time(tmp_path, mechanism):
             # No max_gen_toks: half of max_length.
             assert ask(lm, "generate_until", [(p, {"until": until}) for p in PROMPTS]) == expected
     assert expected != plain
+
+
+def test_a_text_that_ends_leaves_the_others_of_a_batch_alone(tmp_path, monkeypatch):
+    """Of a model whose tokens see their own document only."""
+    model = tiny_model("lssar", documents=True)
+    lm = opened(write_checkpoint(tmp_path / "model", model, tokeniser="bytes"))
+    alone = ask(lm, "generate_until", [("abc", {"until": [], "max_gen_toks": 6})])
+    chosen, steps = lm_eval_model.sample, []
+
+    def second_ends(logits, *settings):
+        steps.append(len(steps))
+        tokens = chosen(logits, *settings)
+        tokens[1:] = BYTES.eot if len(steps) > 1 else 65
+        return tokens
+
+    monkeypatch.setattr(lm_eval_model, "sample", second_ends)
+    asked = [("abc", {"until": [], "max_gen_toks": 6}), ("xyz", {"until": [], "max_gen_toks": 6})]
+    assert ask(lm, "generate_until", asked) == [*alone, "A"]
+    assert len(steps) == 6
 
 
 def test_generation_settings_are_followed_or_refused(tmp_path):
