@@ -263,8 +263,8 @@ def _with_notice(device: str, reason: str | None) -> str | None:
 
 
 _SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
-# Both fused kernels know every other part; `fused.unfused` says which of them do not go together.
-_FUSED = PARTS | {"numerics": ("safe",), "norm": ("l1", "none", "L", "gamma sqrt(N/2)")}
+# `fused.unfused` says which of these do not go together.
+_FUSED = _SOFTMAX | fused.KNOWN
 
 # In order of preference.
 BACKENDS: dict[str, Backend] = {

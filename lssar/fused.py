@@ -12,6 +12,14 @@ from lssar.reference import over_root_d
 from lssar.spans import Span
 
 PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
+# What both kernels compute: a value that is added to PARTS is the reference's until it is here.
+KNOWN = {
+    "bias": ("none", "-log L", "-log N"),
+    "phi": PHI,
+    "norm": ("l1", "none", "L", "gamma sqrt(N/2)"),
+    "post": ("none", "negate", "recentre", "recentre, l1"),
+    "numerics": ("safe",),
+}
 OWN_SCALES = ("1/sqrt(d)", "log d log N")  # others are factors of q
 CAN_SHARPEN = ("exp", "sigmoid", "softplus")
 LARGEST_HEAD_DIM = 256

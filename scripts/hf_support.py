@@ -118,7 +118,7 @@ def tried(kind: str) -> str:
         package = re.search(r"requires the (\w+) library", str(error))
         if package is None:
             raise
-        return f"refused: transformers needs the package {package[1]}, which is not installed"
+        return f"not tried: transformers needs the package {package[1]}, which is not installed"
     with torch.no_grad():
         own = build(kind, "eager")(**given).logits
     torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-4)

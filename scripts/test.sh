@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite: `bash scripts/test.sh [--slow] [pytest arguments]`.
+# The test suite: `bash scripts/test.sh [pytest arguments]`; with `--slow` first, the slow tests alone.
 # `bash scripts/test.sh --drill [--jobs 2] [NAME ...]` attacks the system and writes docs/reliability.md.
 # Makes .venv when missing, installs what the tests need, checks style, runs the tests.
 set -euo pipefail

@@ -83,6 +83,15 @@ def test_an_entry_no_backend_knows_is_computed_by_the_reference():
             assert (out - expected).abs().max() < (1e-12 if precise else 1e-4)
 
 
+@pytest.mark.parametrize("part", ["bias", "phi", "norm", "post"])
+def test_a_part_that_only_the_reference_has_reaches_no_kernel(part, monkeypatch):
+    monkeypatch.setitem(PARTS, part, (*PARTS[part], "cubes"))
+    mine = Mechanism("mine", "Mine", **{part: "cubes"})
+    for device, backend in (("cpu", "cpu"), ("cuda", "triton"), ("cpu", "sdpa")):
+        refused = BACKENDS[backend].refuses(mine, Call(device, torch.float32, 100, 8))
+        assert refused == f"it does not compute 'mine': {part} = 'cubes'"
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_does_not_exist_is_refused(part):
     with pytest.raises(UserError, match=rf"'mine': {part} = 'logs'; choose from"):
