@@ -163,7 +163,7 @@ class Sheet:
 
     def measured(self, row: Row, column: Column) -> dict[int | None, Measured]:
         """The records of a cell by seed."""
-        variant = re.sub("^window", f"window={self.scale.train_length}", row.variant)
+        variant = re.sub("^window(?!=)", f"window={self.scale.train_length}", row.variant)
         place = (self.table.folder, column.quantity, column.run(row.run), variant, column.task)
         return self.found.get((*place, self.scale.length(column.factor)), {})
 

@@ -89,7 +89,7 @@ class Row:
     key: str
     title: str
     run: str  # may contain {factor}, the column's
-    variant: str = AS_TRAINED  # "window" is one of the training length, also with ", sinks=4"
+    variant: str = AS_TRAINED  # "window": one of the training length, also with ", sinks=4"
     control: bool = False  # not in the paper
 
 
