@@ -110,6 +110,12 @@ def by_ends(sheet: Sheet):
         for cell, fill in zip(cells, ("white", look["color"]), strict=True):
             spread = {"xerr": cell.half_width or 0, "elinewidth": 0.7, "markerfacecolor": fill}
             axes.errorbar(cell.mean, place, **look, **spread, markersize=4)
+    low = min((cell.mean for _, cells in found for cell in cells), default=0)
+    *_, high, last_high = (0, 0, *sorted(max(c.mean for c in cells) for _, cells in found))
+    if len(found) > 2 and last_high - low > 3 * (high - low):  # one row would flatten all others
+        axes.set_xlim(right=high + (high - low) / 3)
+        beside = {"xycoords": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.annotate(f"{last_high:.2f} \N{RIGHTWARDS ARROW}", (1, len(found) - 1), **beside)
     axes.set_yticks(range(len(found)), [line.row.title for line, _ in found])
     ends = f"hollow at {sheet.columns[first][1]}, filled at {sheet.columns[last][1]}"
     axes.set_xlabel(f"{quantity(sheet)}: {ends}", loc="right")  # titles may leave little room
