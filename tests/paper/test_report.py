@@ -234,16 +234,13 @@ def test_the_page_of_the_committed_results_is_whole_and_of_moderate_size(tmp_pat
     assert [cell.split()[0] for cell in row[1:6]] == ["1.729", "1.807", "2.020", "2.283", "2.517"]
 
 
-LOST = {"eaef13e"}  # was not kept; what names it is to be made again
-
-
 def test_no_committed_number_names_a_commit_that_this_history_lacks():
     def git(*words) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
 
     if git("rev-parse", "--is-shallow-repository").strip() != "false":
         pytest.skip("not a whole checkout")
-    known = {commit[:7] for commit in git("rev-list", "HEAD").split()} | LOST
+    known = {commit[:7] for commit in git("rev-list", "HEAD").split()}
     named = re.compile(r'"(?:revision|commit)": "([0-9a-f]{7})[0-9a-f]{33}\+?"')
     told = re.compile(r"\bat ([0-9a-f]{7})\b|\b([0-9a-f]{40})\b")
     for pattern, files in ((named, "results/**/*.json"), (told, "**/*.md")):
