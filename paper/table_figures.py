@@ -7,6 +7,7 @@ ends.
 import itertools
 import math
 import re
+import textwrap
 from collections import Counter, defaultdict
 
 from paper.evidence import Line, Sheet
@@ -51,6 +52,8 @@ def by_length(sheet: Sheet):
         if gaps:
             lines = [n for n in lines if n.entries[0].comparison and not n.row.control]
         ends = draw_lines(axes, sorted(lines, key=priority), lengths, gaps)
+        if table.folder == PASSKEY and not gaps:  # intervals may reach beyond what a share can be
+            axes.set_ylim(-3, 103)
         if None not in reach:
             axes.plot(lengths, reach, color=plots.GREY, linestyle=":", label="keys in reach")
             ends.append(("keys in reach", reach[-1], plots.GREY))
@@ -175,7 +178,8 @@ def by_column(sheet: Sheet):
     """One panel of bars per column, for tables whose columns have different units."""
     lines = [n for n in sheet.lines if any(e.cell.finite for e in n.entries)]
     count = len(sheet.columns)
-    across, down = min(4, count), math.ceil(count / 4)
+    down = math.ceil(count / 4)
+    across = math.ceil(count / down)
     height = 0.5 + down * (0.4 + 0.17 * len(lines))
     figure, grid = plots.figure(down, across, plots.PAGE, height, squeeze=False, sharey=True)
     for axes in grid.flat[count:]:
@@ -183,7 +187,7 @@ def by_column(sheet: Sheet):
     for i, (axes, (column, title)) in enumerate(zip(grid.flat, sheet.columns, strict=False)):
         cells = [(line, line.entries[i].cell) for line in lines]
         draw_bars(axes, [(n, c.mean, c.half_width, c.mechanism or n.row.key) for n, c in cells])
-        axes.set_title(title)
+        axes.set_title(textwrap.fill(title, 16))
         if column.percent:  # an interval may reach beyond what a share can be
             low, high = axes.get_xlim()
             axes.set_xlim(max(0, low), min(102, high))
