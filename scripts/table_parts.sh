@@ -5,7 +5,7 @@
 # SCALE=nano (default): two CPU cores, no network. SCALE=paper: 8 x A100 80GB, softmax of cosines alone.
 # Options as of reproduce.py; --plan prints the cost and starts nothing.
 # Hours: nano 1; paper 18 on 8 GPUs (1 run beside those of other tables).
-# Expected at nano, three seeds, 1x / 16x: softmax of cosines 1.69 / 2.15, LSSAR 1.74 / 2.16, softmax 1.75 / 2.53.
+# Expected at nano, three seeds, 1x / 16x: softmax of cosines 1.69 / 2.13, LSSAR 1.74 / 1.98, softmax 1.73 / 2.52.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh requirements.txt
