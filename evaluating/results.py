@@ -36,8 +36,13 @@ class Record:
     details: dict = field(default_factory=dict)
 
     @property
+    def place(self) -> tuple:
+        """What was measured, of whatever run."""
+        return self.quantity, self.variant, self.task, self.length
+
+    @property
     def key(self) -> tuple:
-        return self.quantity, self.run, self.variant, self.task, self.length
+        return self.run, *self.place
 
     def to_json(self) -> dict:
         """Without the fields that have their default."""
@@ -156,8 +161,7 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
 
     Of a run that was measured again after it was trained again, only the last model counts.
     """
-    newest: dict[tuple, Measured] = {}
-    problems = {}
+    found, problems = [], {}
     for path in sorted(Path(folder).rglob("*.json")):
         try:
             if path.is_symlink() or not path.is_file():  # reading a pipe would block
@@ -166,12 +170,15 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
         except UserError as error:
             problems[path] = str(error).removesuffix("; give another --out")
             continue
-        last = {results.runs[r.run]["run"]: r.run for r in results.records}
+        last, again = {}, set()  # the model measured last at each place; those it replaces
+        for r in results.records:
+            place = (results.runs[r.run]["run"], *r.place)
+            again |= {last[place]} - {r.run} if place in last else set()
+            last[place] = r.run
         for r in results.records:
             run = results.runs[r.run]
-            if last[run["run"]] != r.run:
-                continue
-            seed = run["seed"] if isinstance(run.get("seed"), int) else None
-            place = (path, r.quantity, run["run"], r.variant, r.task, r.length)
-            newest[place] = Measured(r, run, run["run"], seed, results.kind, path, results.settings)
-    return list(newest.values()), problems
+            if r.run not in again:
+                seed = run["seed"] if isinstance(run.get("seed"), int) else None
+                known = (run["run"], seed, results.kind, path, results.settings)
+                found.append(Measured(r, run, *known))
+    return found, problems
