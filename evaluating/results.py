@@ -36,13 +36,8 @@ class Record:
     details: dict = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple:
-        """What was measured, of whatever run."""
-        return self.quantity, self.variant, self.task, self.length
-
-    @property
     def key(self) -> tuple:
-        return self.run, *self.place
+        return self.quantity, self.run, self.variant, self.task, self.length
 
     def to_json(self) -> dict:
         """Without the fields that have their default."""
@@ -172,7 +167,8 @@ def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
             continue
         last, again = {}, set()  # the model measured last at each place; those it replaces
         for r in results.records:
-            place = (results.runs[r.run]["run"], *r.place)
+            name = results.runs[r.run]["run"]
+            place = (r.quantity, name, r.variant, r.task, r.length)
             again |= {last[place]} - {r.run} if place in last else set()
             last[place] = r.run
         for r in results.records:
