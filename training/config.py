@@ -8,18 +8,26 @@ an impossible batch is an error that names the file, the key, the value and what
 
 import contextlib
 import json
-import math
 import shlex
 import tomllib
 import typing
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
 from support.files import read_text
+from training.sections import (
+    RULES,
+    AttentionSection,
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    LocalSection,
+    LogSection,
+    ModelSection,
+    TrainSection,
+)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them stays quick and exact
@@ -27,133 +35,17 @@ LARGEST = 2**40  # no size, count or seed needs more, and arithmetic with them s
 FREE = ("eval.", "checkpoint.", "log.", "data.directory", "data.prepare", "attention.backend")
 FREE += ("train.micro_batch", "train.compile", "train.max_skipped_steps", "train.init_")
 
-RULES = {
-    "must be above 0": lambda x: 0 < x < math.inf,
-    "must be 0 or more": lambda x: 0 <= x < math.inf,
-    "must be in [0, 1)": lambda x: 0 <= x < 1,
-    "must not have a zero byte": lambda text: "\0" not in text,
-}
-Count, CountOrZero = Annotated[int, "must be above 0"], Annotated[int, "must be 0 or more"]
-Positive, NotNegative = Annotated[float, "must be above 0"], Annotated[float, "must be 0 or more"]
-Beta = Annotated[float, "must be in [0, 1)"]
-PathText = Annotated[str, "must not have a zero byte"]
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    preset: str = "124m"
-    layers: int | None = None  # None: the preset's value, here and below
-    heads: int | None = None
-    width: int | None = None
-    tokeniser: str | None = None  # whose vocabulary: "bytes" or "gpt2"
-    vocab_size: int | None = None
-    vocab_rows: int | None = None
-    interpolation: float = 1.0  # position interpolation, target length / training length
-    channels: int | None = None  # these: see model.ModelConfig; None: a text model's
-    outputs: int | None = None
-    positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
-    pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers
-    shift: bool | None = None  # global layers keep a value under the previous token's key
-
-
-@dataclass(frozen=True)
-class AttentionSection:
-    name: str = "softmax"
-    p: float | None = None  # None: the mechanism's own value, here and below
-    alpha: float | None = None
-    train_length: int | None = None  # None: train.length
-    length: str | None = None
-    numerics: str | None = None
-    window: int | None = None
-    backend: str = "auto"  # one of lssar.BACKENDS: how it is computed, not what
-
-
-@dataclass(frozen=True)
-class LocalSection:  # what local layers have in place of [attention] and model.positions
-    name: str | None = None  # None: as the global layers, here and below
-    p: float | None = None
-    positions: str | int | None = None
-
-
-@dataclass(frozen=True)
-class DataSection:
-    directory: PathText = "corpora/fineweb10B"
-    prepare: str = "data/prepare.py fineweb"  # what makes it, but for --out
-    shuffle: bool = True  # windows in a seeded order, each once per epoch
-    document_mask: bool = False  # a token sees its own document only
-
-
-@dataclass(frozen=True)
-class TrainSection:
-    length: Count = 1024
-    long_length: CountOrZero = 0  # of the sequences of every long_interval-th step; 0: none differ
-    long_interval: Count = 4
-    steps: Count = 18865
-    batch_tokens: Count = 524288  # of one optimiser step, over all processes
-    # Sequences per process and forward pass; "auto": the largest power of two that fits the memory.
-    micro_batch: Count | Literal["auto"] = 4
-    optimiser: Literal["adamw", "muon"] = "adamw"  # Muon: see training/optimiser.py
-    lr: Positive = 6e-4
-    warmup: CountOrZero = 700
-    schedule: Literal["cosine", "constant"] = "cosine"  # to zero
-    beta1: Beta = 0.9
-    beta2: Beta = 0.95
-    weight_decay: NotNegative = 0.1
-    clip: NotNegative = 1.0  # of the gradient's norm; 0 for none
-    seed: CountOrZero = 0
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # bf16 on GPUs that have it, else fp32
-    compile: bool = False
-    init_from: PathText = ""  # a run or checkpoint whose weights to start from
-    init_optimiser: bool = False  # and whose optimiser state: a new schedule for an old run
-    max_skipped_steps: CountOrZero = 3  # non-finite steps in a row; more stop at the next report
-
-    @property
-    def least_micro_batch(self) -> int:
-        """All micro-batches have as many tokens, whatever the length of their sequences."""
-        return math.lcm(self.length, self.long_length or 1) // self.length
-
-    def per_token(self, cost: Callable[[int], float]) -> float:
-        """What a token costs on average, given its cost in sequences of a length."""
-        short = cost(self.length)
-        longer = cost(self.long_length) - short if self.long_length else 0
-        return short + longer / self.long_interval
-
-
-@dataclass(frozen=True)
-class EvalSection:
-    interval: Count = 250
-    tokens: Count = 10485760  # the first ones of the validation set
-    batch: CountOrZero = 0  # sequences at once; 0: the micro-batch
-    sample_interval: CountOrZero = 0  # steps between samples of text; 0: none
-    sample_prompt: str = "\n"
-    sample_tokens: CountOrZero = 64
-
-
-@dataclass(frozen=True)
-class CheckpointSection:
-    interval: Count = 1000
-    keep: Count = 2  # besides the best
-
-
-@dataclass(frozen=True)
-class LogSection:
-    name: str = ""  # of the run; empty: the config file's name
-    directory: PathText = "runs"
-    interval: Count = 10
-    wandb: bool = False
-    wandb_project: str = "lssar"
-
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelSection = ModelSection()
-    attention: AttentionSection = AttentionSection()
-    local: LocalSection = LocalSection()
-    data: DataSection = DataSection()
-    train: TrainSection = TrainSection()
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    log: LogSection = LogSection()
+    model: ModelSection = field(default_factory=ModelSection)
+    attention: AttentionSection = field(default_factory=AttentionSection)
+    local: LocalSection = field(default_factory=LocalSection)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
 
     @property
     def run_directory(self) -> Path:

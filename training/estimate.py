@@ -139,7 +139,7 @@ def main_memory() -> int:
 
 def fit(config: Config, world_size: int, free: float, device: str, most: int = 0) -> Config | None:
     """With the largest micro-batch that fits `free` bytes: a power of two, or `most` and its
-    halves; None if the smallest there is, mostly a single sequence, is too much."""
+    halves; None if even the smallest is too much."""
     share = batch_plan(config.with_micro_batch(1), world_size).accumulation
     sequences = most if most and share % most == 0 else share & -share
     while sequences and sequences % config.train.least_micro_batch == 0:

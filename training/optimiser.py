@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from training.config import TrainSection
+from training.sections import TrainSection
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, steep at zero
 ITERATIONS = 5
