@@ -86,9 +86,9 @@ def main(argv: list[str]) -> None:
 
 def refuse_other_corpus(out: Path, corpus: dict) -> None:
     """Models that were asked about different documents would stand side by side in a file."""
-    before = lookup(out, "about", "corpus") or corpus
-    if before["tokens_sha256"] != corpus["tokens_sha256"]:
-        made = f"{out} was made from {before['data']} as it was, not from this {corpus['data']}"
+    before = lookup(out, "about", "corpus", "tokens_sha256")
+    if before and before != corpus["tokens_sha256"]:
+        made = f"{out} was made from another corpus than {corpus['data']}"
         raise UserError(f"{made}: not comparable; give another --out or delete it")
 
 
