@@ -150,15 +150,15 @@ BySeed = dict[int | None, float | None]  # a value may have overflowed
 
 
 def apply(function: Callable[..., float], *series: BySeed) -> BySeed:
-    """A function of the values of each seed that all series have; of an overflow, one."""
+    """A function of the values of each seed that all series have; None where one overflowed."""
     shared = [seed for seed in series[0] if all(seed in values for values in series)]
     found = {seed: [values[seed] for values in series] for seed in shared}
     return {seed: None if None in values else function(*values) for seed, values in found.items()}
 
 
 def compare(first: BySeed, second: BySeed, **options) -> Comparison:
-    """Paired by seed; options: of Comparison. Without the seeds that overflowed, those that went
-    well would be compared: there is nothing to compare then."""
+    """Paired by seed; options: of Comparison. With an overflow there is no comparison: the other
+    seeds alone are those that went well."""
     differences = apply(operator.sub, first, second)
     if None in differences.values():
         return Comparison((), absent="a seed overflowed", **options)
