@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main experiment at the smallest scale: `bash scripts/quickstart.sh`.
-# Needs Python 3.11 and two CPU cores; no GPU, no account, no data to download.
+# Needs Python 3.11 or newer and two CPU cores; no GPU, no account, no data to download.
 # Trains a softmax and an LSSAR model at length 128 on the Python standard library's sources and
 # evaluates both at up to 16 times that length. Run again, it continues or shows what is there.
 set -euo pipefail

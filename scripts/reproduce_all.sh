@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every table and figure of the paper: `bash scripts/reproduce_all.sh [--plan]`, SCALE=nano (default), single or paper.
-# Options as of reproduce.py; --plan prints the cost and starts nothing.
+# Takes the options of reproduce.py; --plan prints the cost and starts nothing.
 # Runs that several tables use are trained once. Interrupted, it continues; a failed run stops no other.
 # Hours, with evaluation: nano about 13 on two CPU cores (423 runs, from recorded speeds); single 64 on an RTX 4090 and
 # paper 148 on 8 x A100 80GB, both estimated. Physics: 1, 6 and 8 more. On one GPU a night is enough for

@@ -7,7 +7,7 @@
 #
 # How many steps an hour has is measured, not guessed: 30 steps of each mechanism come first, and all of them then
 # train for as many steps as the slowest makes in HOURS, so that they see the same tokens.
-# Not run on hardware yet, so no loss is known to expect; on an RTX 4090 an hour is an estimated 0.7B tokens.
+# Not run on hardware yet, so there is no expected loss; on an RTX 4090 an hour is an estimated 0.7B tokens.
 # Without a GPU it says so and ends with code 2; DEVICE=cpu rehearses it on a CPU. Options
 # --section.key=value go to train.py; LENGTH and TOKENS are the training length and the number of tokens to evaluate on.
 set -euo pipefail
