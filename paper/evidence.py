@@ -6,6 +6,7 @@ they cannot disagree.
 
 import itertools
 import math
+import operator
 import re
 import statistics
 from collections import defaultdict
@@ -57,7 +58,15 @@ class Evidence:
             longest = found[*place, None]
             if (longest.get(one.seed, one).record.length or 0) <= (r.length or 0):
                 longest[one.seed] = one
-        self.sheet = cache(lambda table: Sheet(table, self.scale, paper[table.label], found))
+        self.found, self.paper, self.sheet = found, paper, cache(self._sheet)
+
+    def _sheet(self, table: Table, without: tuple[int, ...] = ()) -> "Sheet":
+        """The table filled with what was measured, without some seeds."""
+        found = self.found
+        if without:
+            kept = {p: {s: m for s, m in by.items() if s not in without} for p, by in found.items()}
+            found = {place: by_seed for place, by_seed in kept.items() if by_seed}
+        return Sheet(table, self.scale, self.paper[table.label], found)
 
 
 class Cell(NamedTuple):
@@ -182,7 +191,30 @@ class Sheet:
         found = [one for r in (row, other) for one in self.measured(r, column).values()]
         if any(one.settings != found[0].settings for one in found):
             return Comparison((), absent=UNEQUAL, **options)
+        options |= self.text_error(column, row, other)
         return compare(*(self.cell(r, column).values for r in (row, other)), **options)
+
+    def text_error(self, column: Column, *rows: Row) -> dict:
+        """Of the mean of a row, or of the difference of two: its standard error over the pieces of
+        text that were read, and their number; nothing where these are not recorded."""
+        if column.quantity == "bits_per_byte":  # the loss in another unit
+            loss = replace(column, quantity="loss")
+            bits, nats = (self.cell(rows[0], c).mean for c in (column, loss))
+            found = self.text_error(loss, *rows) if bits and nats else {}
+            return found and found | {"text_error": found["text_error"] * bits / nats}
+        found = [self.measured(row, column) for row in rows]
+        shared = [[one[seed] for seed in one if all(seed in o for o in found)] for one in found]
+        means = [by_piece(measured) for measured in shared]
+        if all(means) and len(set(map(len, means))) == 1:
+            apart = (
+                [operator.sub(*both) for both in zip(*means, strict=True)] if rows[1:] else means[0]
+            )
+            error = statistics.stdev(apart) / math.sqrt(len(apart))
+            return {"text_error": error * (100 if column.percent else 1), "pieces": len(apart)}
+        if column.quantity != "context_gain" or not shared[0]:
+            return {}
+        errors = [statistics.fmean(m.record.error or 0.0 for m in measured) for measured in shared]
+        return {"text_error": math.hypot(*errors), "pieces": pieces_of(shared[0][0].settings)}
 
     def printed(self, row: Row, column: Column) -> float | None:
         """The paper's own number."""
@@ -281,6 +313,25 @@ class Sheet:
         unit = f"{self.unit}; mean ±sd over seeds; * not in the paper"
         shown = text_table(["", *(title for _, title in self.columns), "seeds"], body)
         return f"\n{self.table.label}: {self.title} ({unit})\n{shown}"
+
+
+def by_piece(found: list[Measured]) -> list[float]:
+    """The mean over seeds of what was measured on each piece of text; empty where that is not
+    recorded of all seeds."""
+    kept = [one.record.details for one in found]
+    lists = [details.get("segment_losses", details.get("by_block")) for details in kept]
+    numbers = (isinstance(v, list) and all(isinstance(x, int | float) for x in v) for v in lists)
+    if not lists or not all(numbers) or len(set(map(len, lists))) > 1:
+        return []
+    means = [statistics.fmean(values) for values in zip(*lists, strict=True)]
+    return means if len(means) > 1 else []
+
+
+def pieces_of(settings: dict) -> int:
+    """Of an evaluation by segments; the fewest there can be where that is not recorded."""
+    tokens, segment = settings.get("tokens"), settings.get("segment")
+    known = isinstance(tokens, int) and isinstance(segment, int) and segment > 0
+    return max(2, tokens // segment) if known else 2
 
 
 def mechanism_of(run: dict) -> str:

@@ -5,6 +5,7 @@ import operator
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 # Values this close are as good as each other, by quantity; fixed before the runs.
@@ -20,27 +21,41 @@ HOLDS, FAILS = "holds", "does not hold"
 
 EXPLANATION = (
     "Runs are paired by seed, and the mean of their differences is given with a 95 % interval by "
-    "Student's t. One is better than the other when the whole interval lies beyond zero, as good "
+    "Student's t, over seeds and, where losses were compared, over pieces of the text too. One is "
+    "better than the other when the whole interval lies beyond zero, as good "
     f"when it lies within a margin (±{MARGIN} nats at the training length, ±{FAR_MARGIN} beyond "
     f"it, ±{MARGINS['accuracy']} points of passkey accuracy, ±{MARGINS['acc']} of a task's, "
     f"±{MARGINS['cosine_needed']} of a cosine), and no worse when it crosses that margin on the "
     "better side alone. Everything else is open, in particular whatever rests on one seed, and "
-    "says what would settle it; a claim of several comparisons fails with one that is the opposite."
+    "says what would settle it; a claim of several comparisons fails with one that is the opposite "
+    "at a level divided by their number."
 )
 
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+TAIL = 0.025  # on either side of a 95 % interval
 POWER = 2.8  # 1.96 + 0.84: a difference is found in four of five experiments
 MANY_SEEDS = 50
 
 
-def t_quantile(freedom: int) -> float:
-    if freedom <= len(T):
-        return T[freedom - 1]
-    z = 1.959964  # and the first terms of its expansion in 1 / freedom
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+def within(t: float, freedom: int) -> float:
+    """The probability that Student's |T| is below t: a finite series for whole degrees."""
+    angle, odd = math.atan(t / math.sqrt(freedom)), freedom % 2
+    cosine, total = math.cos(angle), 0.0
+    term = cosine if odd else 1.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    total *= math.sin(angle)
+    return (angle + total) * 2 / math.pi if odd else total
+
+
+@cache
+def t_quantile(freedom: int, tail: float = TAIL) -> float:
+    """What Student's T exceeds with the probability `tail`, by bisection."""
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, freedom) < 1 - 2 * tail else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Comparison:
     lower_is_better: bool = True
     margin: float | None = None  # of equivalence; None where none was fixed beforehand
     absent: str = "not measured"  # why there are no differences, where there are none
+    text_error: float = 0.0  # standard error of the mean over pieces of text; 0 where unknown
+    pieces: int = 2
 
     @property
     def n(self) -> int:
@@ -63,9 +80,16 @@ class Comparison:
     @property
     def half_width(self) -> float | None:
         """Half of the 95 % interval; None below two seeds."""
+        return self.half_width_at(TAIL)
+
+    def half_width_at(self, tail: float) -> float | None:
         if self.n < 2:
             return None
-        return t_quantile(self.n - 1) * statistics.stdev(self.differences) / math.sqrt(self.n)
+        seeds = t_quantile(self.n - 1, tail) * statistics.stdev(self.differences)
+        return math.hypot(seeds / math.sqrt(self.n), self.text_half_width(tail))
+
+    def text_half_width(self, tail: float = TAIL) -> float:
+        return self.text_error and t_quantile(self.pieces - 1, tail) * self.text_error
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -77,12 +101,13 @@ class Comparison:
         known = self.interval is not None and self.margin is not None
         return known and max(map(abs, self.interval)) <= self.margin
 
-    @property
-    def beyond(self) -> int:
-        """As `sign`, of what lies outside the margin as a whole."""
-        if self.margin is None or not self.sign:
+    def sign_among(self, count: int, margin: float = 0.0) -> int:
+        """+1 where certainly better, -1 where certainly worse, both by more than a margin, else 0;
+        as one of so many comparisons."""
+        half = self.half_width_at(TAIL / count)
+        if half is None or abs(self.mean) - half <= margin:
             return 0
-        return self.sign if min(map(abs, self.interval)) > self.margin else 0
+        return 1 if (self.mean < 0) == self.lower_is_better else -1
 
     @property
     def no_worse(self) -> bool:
@@ -94,10 +119,7 @@ class Comparison:
 
     @property
     def sign(self) -> int:
-        """+1 where certainly better, -1 where certainly worse, else 0."""
-        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
-            return 0
-        return 1 if (self.mean < 0) == self.lower_is_better else -1
+        return self.sign_among(1)
 
     @property
     def verdict(self) -> str:
@@ -121,22 +143,42 @@ class Comparison:
     @property
     def settles(self) -> str:
         """What would settle an open comparison; empty for a settled one."""
-        if self.verdict != OPEN:
-            return ""
+        return self.settled_by() if self.verdict == OPEN else ""
+
+    def settled_by(self, wanted: str = "") -> str:
         if self.n < 2:
             one = "it rests on one run: at least 3 seeds would show the spread"
             return one if self.n else self.absent
-        seeds = self.seeds_needed()
+        if wanted in (AS_GOOD, NO_WORSE) and self.margin is None:
+            return "no margin was fixed"
+        if self.text_half_width() >= max(self.distance(wanted), 5e-4):
+            return f"more text would settle it: this one leaves ±{self.text_half_width():.3f}"
+        seeds = self.seeds_needed(wanted)
         if seeds > MANY_SEEDS:
             return f"more than {MANY_SEEDS} seeds would be needed to show so small a difference"
         return f"about {seeds} seeds would settle it, there are {self.n}"
 
-    def seeds_needed(self) -> int:
-        """To confirm the difference that was seen, or that it is inside the margin."""
-        spread, size = statistics.stdev(self.differences), abs(self.mean)
-        target = max(size, (self.margin or 0) - size)
-        needed = (POWER * spread / target) ** 2 + 2 if target else math.inf
+    def distance(self, wanted: str) -> float:
+        """From the mean to what decides: zero or, for some claims, the margin."""
+        size, margin = abs(self.mean), self.margin or 0.0
+        worse = self.mean if self.lower_is_better else -self.mean
+        found = {BETTER: size, WORSE: size, AS_GOOD: abs(margin - size)}
+        found[NO_WORSE] = abs(margin - worse)
+        return found.get(wanted, max(size, margin - size))
+
+    def seeds_needed(self, wanted: str = "") -> int:
+        """To confirm the difference that was seen, or on which side of the margin it is."""
+        spread, target = statistics.stdev(self.differences), self.distance(wanted)
+        left = target**2 - self.text_half_width() ** 2
+        needed = (POWER * spread) ** 2 / left + 2 if left > 0 else math.inf
         return max(self.n + 1, math.ceil(min(needed, MANY_SEEDS + 1)))
+
+    def is_against(self, wanted: str) -> bool:
+        """Whether the mean, if it were certain, would be the opposite of what is wanted."""
+        worse = self.mean if self.lower_is_better else -self.mean
+        margin = self.margin or 0.0
+        found = {BETTER: worse > 0, WORSE: worse < 0, AS_GOOD: abs(worse) > margin}
+        return found.get(wanted, worse > margin)
 
 
 def margin_of(quantity: str, factor: float | None) -> float | None:
@@ -204,33 +246,38 @@ def direction(found: Comparison, paper_gap: float, tolerance: float | None) -> A
 
 def judge(found: list[tuple[Comparison, str]]) -> str:
     """HOLDS if all comparisons are as wanted, FAILS if one is the opposite, else OPEN."""
-    sides = [side(*one) for one in found]
+    sides = [side(*one, len(found)) for one in found]
     return FAILS if FAILS in sides else HOLDS if sides and set(sides) == {HOLDS} else OPEN
 
 
-def side(found: Comparison, wanted: str) -> str:
-    """Whether one comparison is as wanted."""
-    if wanted == AS_GOOD:
-        return HOLDS if found.equivalent else FAILS if found.beyond else OPEN
-    if wanted == NO_WORSE:
-        return HOLDS if found.no_worse else FAILS if found.beyond < 0 else OPEN
-    if found.sign == 0:
-        return OPEN
-    return HOLDS if (found.sign > 0) == (wanted == BETTER) else FAILS
+def side(found: Comparison, wanted: str, among: int = 1) -> str:
+    """Whether one comparison is as wanted. Of many, one is the opposite by chance: that has to be
+    certain for their number."""
+    if wanted in (BETTER, WORSE):
+        sign = 1 if wanted == BETTER else -1
+        holds, fails = found.sign == sign, found.sign_among(among) == -sign
+    else:
+        beyond = 0 if found.margin is None else found.sign_among(among, found.margin)
+        as_good = wanted == AS_GOOD
+        holds, fails = (found.equivalent, beyond) if as_good else (found.no_worse, beyond < 0)
+    return HOLDS if holds else FAILS if fails else OPEN
 
 
 def settles(found: list[tuple[Comparison, str]]) -> str:
-    """What an open claim still needs: what its least settled comparison needs."""
-    open_ones = [comparison for comparison, wanted in found if side(comparison, wanted) == OPEN]
-    if absent := [comparison.absent for comparison in open_ones if not comparison.n]:
+    """What an open claim still needs: the comparison that is nearest to refuting it or, where none
+    points that way, the least settled one."""
+    open_ones = [one for one in found if side(*one, len(found)) == OPEN]
+    if absent := [comparison.absent for comparison, _ in open_ones if not comparison.n]:
         return absent[0]
     if not open_ones:
         return Comparison.absent
-    least = max(open_ones, key=lambda c: (c.n == 1, c.n > 1 and c.seeds_needed()))
-    if least.margin is None:
-        return least.settles or "no margin was fixed"
-    smaller = "a smaller difference needs more seeds"
-    return least.settles or f"as good within {least.margin:g}: {smaller}"
+    single = [one for one in open_ones if one[0].n == 1]
+    against = [(c, wanted) for c, wanted in open_ones if c.n > 1 and c.is_against(wanted)]
+    pick = min if against else max
+    least = (
+        single[0] if single else pick(against or open_ones, key=lambda o: o[0].seeds_needed(o[1]))
+    )
+    return least[0].settled_by(least[1])
 
 
 def signed(value: float, decimals: int = 3) -> str:

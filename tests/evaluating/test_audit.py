@@ -231,7 +231,7 @@ def test_intervals_are_over_blocks_not_tokens():
     ]
     error = math.sqrt(sum(r * r for r in residuals) * 6 / 5) / len(gains)
     assert found.mean == pytest.approx(mean)
-    assert found.half_width == pytest.approx(2.571 * error)
+    assert found.half_width == pytest.approx(2.570582 * error)
     doubled = audit.Scale(None).by_block(np.tile(gains, 2), np.tile(block, 2))
     assert doubled.interval == pytest.approx(found.interval)
 

@@ -1,6 +1,7 @@
 """Tables true to the files of records, and what counts as done."""
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -99,6 +100,46 @@ def test_rows_that_were_measured_on_other_tokens_are_not_compared(space):
         compared = Evidence("nano", space.folder).sheet(table).lines[1].entries[0].comparison
         assert compared.n == (3 if key == "exp" else 0)
     assert "not measured with the same settings" in compared.settles
+
+
+def of_pieces(space: Workspace, key: str, seed: int, pieces: list[float], **more) -> None:
+    loss = sum(pieces) / len(pieces)
+    records = [made.record("loss", loss, length=128, details={"segment_losses": pieces})]
+    records.append(made.record("bits_per_byte", loss / math.log(2), length=128))
+    records += [made.record("context_gain", 0.5, length=2048, error=0.1)]
+    path, name = space.folder / f"extrapolation/{key}-s{seed}.json", f"{key}-s{seed}"
+    made.results(path, name, seed, records, settings={"tokens": 8192, "segment": 2048} | more)
+
+
+def test_losses_of_the_same_text_differ_by_what_its_pieces_say(space):
+    apart = [0.1, 0.3, 0.1, 0.3]  # LSSA is worse by this on each of four pieces, with every seed
+    for seed in range(3):
+        of_pieces(space, "exp", seed, [1.0, 2.0, 3.0, 4.0 + seed])
+        of_pieces(space, "lssa", seed, [1.1, 2.3, 3.1, 4.3 + seed])
+    bits = Column(1, "bits_per_byte")
+    gain = Column(16, "context_gain")
+    table = Table("x", "tab:softmaxfreeatt", (FIRST, bits, gain), (LSSA, EXP), "exp")
+    sheet = Evidence("nano", space.folder).sheet(table)
+    error = statistics.stdev(apart) / 2
+    found = sheet.compare(LSSA, EXP, FIRST)
+    assert (found.text_error, found.pieces) == (pytest.approx(error), 4)
+    assert found.half_width == pytest.approx(3.182446 * error), "the seeds agree"
+    assert sheet.compare(LSSA, EXP, bits).text_error == pytest.approx(error / math.log(2))
+    assert sheet.text_error(gain, LSSA) == {"text_error": pytest.approx(0.1), "pieces": 4}
+    assert sheet.compare(LSSA, EXP, gain).text_error == pytest.approx(math.hypot(0.1, 0.1))
+
+
+@pytest.mark.parametrize("pieces", [[1.0], [], "1.0", [1.0, None], ["a", "b"], {"a": 1.0}, None])
+def test_pieces_that_are_none_say_nothing_of_the_text(space, pieces):
+    for seed in range(3):
+        for key in ("lssa", "exp"):
+            details = {"segment_losses": pieces}
+            records = [made.record("loss", 1.5 + seed, length=128, details=details)]
+            path, name = space.folder / f"extrapolation/{key}-s{seed}.json", f"{key}-s{seed}"
+            made.results(path, name, seed, records)
+    found = built(space, "tab:softmaxfreeatt", LSSA, FIRST)
+    assert found.text_error(FIRST, LSSA) == {}
+    assert found.compare(LSSA, EXP, FIRST).half_width == 0.0
 
 
 def test_a_table_that_was_interrupted_in_its_last_run_is_not_complete(tmp_path):

@@ -32,11 +32,18 @@ def test_quantiles_of_student_are_those_of_the_tables(freedom, expected):
     assert t_quantile(freedom) == pytest.approx(expected, abs=6e-4)
 
 
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("tail", [0.25, 0.005, 0.0005])
+def test_quantiles_of_student_are_those_of_scipy(freedom, tail):
+    stats = pytest.importorskip("scipy.stats")
+    assert t_quantile(freedom, tail) == pytest.approx(stats.t.isf(tail, freedom), rel=1e-9)
+
+
 def test_an_interval_is_that_of_the_differences_and_not_of_the_two_means():
     first, second = {0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.1, 1: 2.2, 2: 3.3}
     found = compare(first, second)
     assert found.mean == pytest.approx(-0.2)
-    assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+    assert found.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
     assert found.verdict == OPEN, "0.2 +- 0.25, though all three are below"
     assert compare(first, {0: 1.1, 1: 2.1, 2: 3.1}).verdict == BETTER
 
@@ -98,6 +105,40 @@ def test_equivalence_may_be_nearer_than_a_difference():
     found = Comparison((-0.009, 0.001, 0.011), margin=MARGIN)
     assert found.verdict == OPEN
     assert "about 5 seeds" in found.settles
+
+
+def test_another_text_is_in_the_interval_as_another_seed_is():
+    seeds = Comparison((-0.10, -0.11, -0.12), margin=0.2)
+    text = Comparison(seeds.differences, margin=0.2, text_error=0.03, pieces=64)
+    assert text.half_width == pytest.approx(math.hypot(seeds.half_width, 1.99834 * 0.03))
+    assert text.verdict == BETTER
+    few = Comparison(seeds.differences, margin=0.2, text_error=0.03, pieces=3)
+    assert few.text_half_width() == pytest.approx(4.302653 * 0.03)
+    assert few.verdict == OPEN
+    wanted = [(few, BETTER)]
+    assert judge(wanted) == OPEN
+    assert settles(wanted) == "more text would settle it: this one leaves ±0.129"
+
+
+def test_of_many_comparisons_one_that_is_the_opposite_by_chance_refutes_nothing():
+    better, worse = Comparison((-0.3, -0.31, -0.29)), Comparison((0.05, 0.08, 0.11))
+    assert worse.verdict == WORSE
+    assert judge([(worse, BETTER)]) == FAILS
+    many = [(better, BETTER)] * 9 + [(worse, BETTER)]
+    assert worse.sign_among(10) == 0
+    assert judge(many) == OPEN
+    assert settles(many) == "about 4 seeds would settle it, there are 3"
+    assert judge([*many[:-1], (Comparison((0.3, 0.31, 0.29)), BETTER)]) == FAILS
+
+
+def test_what_would_settle_a_claim_is_what_it_asks_for():
+    # sd 0.01, mean 0.002: (2.8 * 0.01 / 0.018)^2 + 2 for the margin, / 0.002 for a difference
+    found = Comparison((-0.008, 0.002, 0.012), margin=MARGIN)
+    assert "about 5 seeds" in settles([(found, AS_GOOD)])
+    assert "more than 50 seeds" in settles([(found, BETTER)])
+    # One comparison that goes the other way is enough to refute, so it is the one to settle.
+    against = Comparison((0.0, 0.1, 0.2))
+    assert "about 10 seeds" in settles([(found, BETTER), (against, BETTER)])
 
 
 @pytest.mark.parametrize(

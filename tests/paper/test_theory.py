@@ -11,7 +11,7 @@ from evaluating.results import read_results
 from paper import theory
 from paper.claims import OUR_CONTROLS, PAPER_CLAIMS, judged
 from paper.evidence import Evidence
-from paper.statistic import HOLDS, OPEN
+from paper.statistic import HOLDS
 from paper.table_figures import draw
 
 
@@ -95,4 +95,4 @@ def test_the_command_fills_its_tables_and_decides_their_claims(tmp_path, capsys)
         if claim.table == "theory":
             assert judged(claim, evidence).verdict == HOLDS, claim.text
         if claim.table == "overflow":
-            assert judged(claim, evidence).verdict != OPEN
+            assert all(point.found.sign for point in judged(claim, evidence).points)
