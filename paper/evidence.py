@@ -280,6 +280,7 @@ class Sheet:
             options = {"lower_is_better": c.lower_is_better}
             options["margin"] = TASK_MARGIN if c.task else MARGIN
             gains = tuple(one.record.value for one in measured.values())
+            options |= self.text_error(c, row)
             gain = Comparison(gains if None not in gains else (), **options)
             shares = [one.record.details.get("accuracy_at_near") for one in measured.values()]
             right = min((s for s in shares if isinstance(s, int | float)), default=1.0)
@@ -355,7 +356,7 @@ def fixed(value: float, decimals: int) -> str:
 
 
 _FIELDS = dict.fromkeys(("commit", "torch", "device", "status"), str) | {"config": dict}
-_FIELDS |= dict.fromkeys(("seed", "tokens", "seconds", "loss"), int | float | None)
+_FIELDS |= dict.fromkeys(("seed", "threads", "tokens", "seconds", "loss"), int | float | None)
 
 
 def read_runs(path: Path) -> dict[str, dict]:

@@ -68,6 +68,7 @@ def run(seed: int, **fields) -> dict:
         "loss": 1.6831256803125143,
         "torch": "2.13.0+cpu",
         "device": "cpu",
+        "threads": 1,
         "status": "done",
     } | fields
 

@@ -185,7 +185,7 @@ def test_a_tolerance_is_of_the_column_and_may_be_a_share_of_the_number():
     assert tolerance_of(printed, accuracy, 8.79) == 1.3
     assert tolerance_of(printed, perplexity, 10720.58) == pytest.approx(1072.058)
     assert tolerance_of(printed, perplexity, 33.27) == pytest.approx(3.327)
-    assert tolerance_of(paper_numbers()["tab:decomsoft"], FIRST, 3.2) == 0.02
+    assert tolerance_of(paper_numbers()["tab:decomsoft"], FIRST, 3.2) == 0.03
 
 
 def test_an_overflow_is_a_finished_row_without_a_number(space):
