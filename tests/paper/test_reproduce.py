@@ -16,7 +16,7 @@ import reproduce
 from data.shards import describe_set
 from lssar.errors import UserError
 from paper import paper_numbers
-from paper.costs import Cost, Speed, room_lines
+from paper.costs import Cost, Speed, describe, room_lines
 from paper.evidence import read_runs
 from paper.experiments import (
     DATA,
@@ -273,6 +273,31 @@ def test_a_plan_takes_the_speed_that_was_recorded_for_a_run_or_its_like(monkeypa
 def test_the_gpu_of_a_plan_for_a_cpu_is_refused():
     with pytest.raises(UserError, match="--gpu 4090: --scale nano is for a CPU"):
         reproduce.main(["headline", "--gpu", "4090", "--plan"])
+
+
+def planned(tables: list[Table], runs: Path) -> tuple[float, int]:
+    """Hours on two cores and runs at nano, with nothing trained yet."""
+    space = Workspace(SCALES["nano"], parallel=2, runs=runs)
+    plan = describe([], jobs_of(tables, space), space, None)
+    hours = re.search(r"([\d.]+) hours on 2 cores", plan)[1]
+    return float(hours), int(re.search(r"runs +(\d+)", plan)[1])
+
+
+def test_the_hours_in_the_headers_of_the_scripts_are_those_of_the_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    by_script: dict[str, list[Table]] = {"scripts/reproduce_all.sh": list(all_tables("nano").values())}
+    for table in all_tables("nano").values():
+        by_script.setdefault(table.script, []).append(table)
+    wrong, checked = {}, 0
+    for script, tables in by_script.items():
+        text = (ROOT / script).read_text(encoding="utf-8")
+        if found := re.search(r"nano ([\d.]+) on two cores(?: \((\d+) runs)?", text):
+            said, (hours, runs) = float(found[1]), planned(tables, tmp_path)
+            checked += 1
+            if abs(said - hours) > 0.05 + 0.05 * hours or found[2] not in (None, str(runs)):
+                wrong[script] = (found[0], hours, runs)
+    assert not wrong
+    assert checked == 14
 
 
 def test_the_seconds_in_the_comments_of_the_configs_are_the_recorded_ones():
