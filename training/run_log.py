@@ -178,5 +178,6 @@ def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.legend()
+    if axes.lines:  # none where no loss was finite
+        axes.legend()
     plots.save(figure, file)

@@ -285,8 +285,9 @@ def planned(tables: list[Table], runs: Path) -> tuple[float, int]:
 
 def test_the_hours_in_the_headers_of_the_scripts_are_those_of_the_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    by_script: dict[str, list[Table]] = {"scripts/reproduce_all.sh": list(all_tables("nano").values())}
-    for table in all_tables("nano").values():
+    tables = list(all_tables("nano").values())
+    by_script = {"scripts/reproduce_all.sh": tables.copy()}
+    for table in tables:
         by_script.setdefault(table.script, []).append(table)
     wrong, checked = {}, 0
     for script, tables in by_script.items():

@@ -116,6 +116,18 @@ def test_divergence_is_told_at_the_next_report_with_the_step_that_was_one_too_ma
     assert "step-00000005" not in shown  # it was saved only after its steps were looked at
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_whose_every_step_overflows_ends_as_told_without_a_curve(
+    corpus, tmp_path, monkeypatch, capfd
+):
+    """As softmax with x**15 written out, a row of the sweep over exponents."""
+    poison(monkeypatch, 0, 1, 2, 3)
+    options = ("--train.steps=4", "--eval.interval=9", "--train.max_skipped_steps=4")
+    assert train_here(*arguments(corpus, tmp_path, *options)) == 0
+    assert capfd.readouterr().err.count("was skipped") == 4
+    assert (tmp_path / "nano-lssar/loss.png").exists()
+
+
 # --- Muon ---
 
 
