@@ -98,7 +98,7 @@ def test_the_far_parts_are_folded(shown):
 
 def test_runs_show_their_own_settings_commit_seed_tokens_and_time(shown):
     row = next(row for row in shown.rows() if row and row[0] == "lssar-p15-s2")
-    assert row[1:8] == ["done", "2", "1,228,800", "71.2", "1.6831256803125143", "3d5c3b0a1b",
+    assert row[1:9] == ["done", "2", "1", "1,228,800", "71.2", "1.6831256803125143", "3d5c3b0a1b",
                         "2.13.0+cpu"]  # fmt: skip
     assert row[-1] == ""  # no setting that most runs do not have
     other = next(row for row in shown.rows() if row and row[0] == "exp-s0")
