@@ -300,8 +300,8 @@ def draw(results: Results, models: list[Model], magnitudes: Magnitudes, vectors:
 
 
 def vector_figure(vectors: Vectors, models: list[Model], planets: list[str]):
-    """One panel per model and planet; several planets are drawn two per row."""
-    wide = min(2, len(planets))
+    """One panel per model and planet; with few models, two planets stand in a row."""
+    wide = 2 if len(planets) > 1 and len(models) <= len(ORDER) else 1
     rows, columns = -(-len(planets) // wide), wide * len(models)
     height = rows * plots.PAGE / columns + 0.4
     figure, axes = plots.figure(rows, columns, width=plots.PAGE, height=height, squeeze=False)
@@ -335,17 +335,23 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
 def magnitude_figure(truth: np.ndarray, models: list[Model]):
     """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
     shown = [model for model in models if model.name != TRUTH]
-    shape = {"width": plots.PAGE, "height": 2.6, "squeeze": False}
-    figure, axes = plots.figure(1, len(shown), sharex=True, sharey=True, **shape)
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
+    shape = {"width": plots.PAGE, "height": 0.6 + 2 * rows, "squeeze": False}
+    figure, axes = plots.figure(rows, columns, sharex=True, sharey=True, **shape)
     limits = truth.min() / 2, truth.max() * 2
-    for panel, model in zip(axes[0], shown, strict=True):
+    for panel in axes.flat[len(shown) :]:
+        panel.set_axis_off()
+    for panel, model in zip(axes.flat, shown, strict=False):
         positive = model.magnitudes > 0
         drawn = truth[positive], model.magnitudes[positive]
         panel.loglog(*drawn, ".", color=model.colour, markersize=1.5, alpha=0.4)
         panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
-        below = "" if positive.all() else f" ({1 - positive.mean():.0%} below zero)"
-        panel.set(title=f"{model.label}{below}", xlabel="true |F|", xlim=limits, ylim=limits)
-    axes[0][0].set_ylabel("predicted |F|")
+        below = "" if positive.all() else f", {1 - positive.mean():.1%} below zero"
+        panel.set_title(f"{model.label}{below}", fontsize=7)
+        panel.set(xlabel="true |F|", xlim=limits, ylim=limits)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("predicted |F|")
     return figure
 
 
