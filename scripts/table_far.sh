@@ -6,7 +6,7 @@
 # The same tokens for all (600 steps of 2,048 bytes at nano), so that a row can be added on a laptop: CONTRIBUTING.md.
 # SCALE=nano (default): two CPU cores, no network; it has no rows at other scales yet.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 3.0 on two cores.
+# Hours with nothing trained yet: nano 3.1 on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh requirements.txt

@@ -4,7 +4,7 @@
 # Do models of simulated orbits find Newton's law? Softmax and LSSAR, pre-trained on orbits, fine-tuned on
 # forces; symbolic regression on the forces they predict, beside the KNN oracle and the true forces.
 #
-# SCALE=nano (default): one CPU core, about six minutes per seed, three seeds. Short orbits of heavy planets, a
+# SCALE=nano (default): one CPU core, six to nine minutes per seed, three seeds. Short orbits of heavy planets, a
 #   0.75M model. Expected R^2 of the force magnitude, seed 0: softmax 0.99, LSSAR 0.98. Where the planet is says most
 #   of that without its mass: the exponent of m1 tells more.
 # SCALE=single: one GPU of 24 GB, an estimated 5.7 hours on an RTX 4090. The 45M model's shape, 2M sequences.
