@@ -2,7 +2,7 @@
 # Every table and figure of the paper: `bash scripts/reproduce_all.sh [--plan]`, SCALE=nano (default), single or paper.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
 # Runs that several tables use are trained once. Interrupted, it continues; a failed run stops no other.
-# Hours, with evaluation: nano 5.5 on two cores (422 runs, from recorded speeds); single 64 on an RTX 4090 and
+# Hours, with evaluation: nano 5.6 on two cores (422 runs, from recorded speeds); single 64 on an RTX 4090 and
 # paper 148 on 8 x A100 80GB, both estimated. Physics: 0.5, 6 and 8 more. On one GPU a night is enough for
 # `python reproduce.py headline --scale single --seeds 0`: LSSAR, its baselines and the controls.
 # The paper's numbers are in paper/paper.json, and beside ours in the printed tables and in site/index.html.
