@@ -5,10 +5,13 @@ recall the token that a document began with; a guess has a loss of log(32) = 3.4
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1]))  # a clone in which lssar is not installed
 
 from lssar import attend
 from lssar.spans import documents

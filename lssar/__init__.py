@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lssar import spans
-    from lssar.backends import BACKENDS, attend, choose_backend, used_backend
+    from lssar.backends import BACKENDS, attend, attend_padded, choose_backend, used_backend
     from lssar.errors import UserError
     from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
     from lssar.reference import attention_weights
-    from lssar.spans import attend_padded, token_positions
+    from lssar.spans import token_positions
 
 __version__ = "0.1.0"
 

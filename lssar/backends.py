@@ -9,10 +9,12 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lssar import cpu, fused, triton_op
 from lssar.errors import UserError, did_you_mean
@@ -28,7 +30,15 @@ from lssar.reference import (
     weights_of_span,
 )
 from lssar.rowblock import attend_by_row_blocks
-from lssar.spans import Span, span_of, without_unseen
+from lssar.spans import (
+    Arrangement,
+    Span,
+    arrange,
+    reordered,
+    shifted_keys,
+    span_of,
+    zero_unseen_values,
+)
 
 
 def attend(
@@ -42,17 +52,20 @@ def attend(
     decay: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal attention: q (B, H, Lq, d) over k, v (B, G, Lk, d), the last query at the last key.
+    """Compute causal attention of q (B, H, Lq, d) over k, v (B, G, Lk, d).
 
-    Each of the G heads of k and v serves H / G heads of q in turn; v may be of another width than
-    q and k. `mechanism` is a name or a `Mechanism`. `first` (B, Lq) or (Lq,) is the place of the
-    first key that each row sees (`lssar.spans` makes it: windows, packed documents, padding).
-    `params` holds the learnable scalar of each head (H,) for `ssmax` and `relu-shen`; absent, the
-    paper's initial value. `decay` (B, H, Lk) or (1, H, Lk) is the log of what each step forward
-    leaves of the keys before it: a score gains the decays of the steps from its key to its query
-    (a constant per head is ALiBi, a gate made of the hidden state a forgetting transformer).
-    `backend` is "auto" for the fastest that supports the call, or one of
-    `BACKENDS` to insist on it.
+    The last query stands at the last key. Each of the G heads of k and v serves H / G heads of q in
+    turn; v may be of another width than q and k.
+
+    `mechanism` is a name or a `Mechanism`.
+    `first` (B, Lq) or (Lq,) is the place of the first key that each row sees; `lssar.spans` makes
+    it: windows, packed documents, padding.
+    `params` (H,) holds the learnable scalar of each head, for `ssmax` and `relu-shen`; absent, the
+    paper's initial value.
+    `decay` (B, H, Lk) or (1, H, Lk) is the log of what each step forward leaves of the keys before
+    it: a score gains the decays of the steps from its key to its query. A constant per head is
+    ALiBi, a gate made of the hidden state a forgetting transformer.
+    `backend` is "auto" for the fastest that supports the call, or one of `BACKENDS` to insist on.
     """
     check_shapes(q, k, v)
     if torch.jit.is_tracing():
@@ -60,13 +73,57 @@ def attend(
             "torch.jit.trace cannot record attention; use torch.export or torch.compile"
         )
     m = resolve(mechanism, keys=k.shape[2])
-    params, decay = parameters_of(m, params, q), decay_of(decay, q, k)
+    params = parameters_of(m, params, q)
+    decay = decay_of(decay, q, k)
     span = span_of(first, m, q, k)
     chosen = _chosen(backend, m, _describe(q, k, v, span, decay))
-    return chosen.run(q, k, v, m, params, span, *(() if decay is None else (decay,)))
+    if decay is None:
+        return chosen.run(q, k, v, m, params, span)
+    return chosen.run(q, k, v, m, params, span, decay)
 
 
-# --- what a call asks and a backend offers -------------------------------------------------------
+def attend_padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mechanism: str | Mechanism,
+    mask: Tensor | Arrangement | None,
+    *,
+    shift: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Attend to the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
+
+    Keys from n on do not exist yet: a cache with room for more may be given whole. Padding may be
+    to the left, to the right or, in a cache, between the two; a row gives what its sequence gives
+    alone. The result is zero where a query is padding. `arrange` makes what several layers share
+    from a mask once. With `shift`, the keys are shifted (`shifted_keys`).
+    """
+    if mask is None:
+        return attend(q, shifted_keys(k) if shift else k, v, mechanism, **options)
+    if options.pop("first", None) is not None:
+        raise UserError("attend_padded makes first from its mask; give one of the two")
+    if not isinstance(mask, Arrangement):
+        mask = arrange(mask, q.shape[2])
+    end, first, keys, queries = mask
+    k, v = k[:, :, :end], v[:, :, :end]
+    decay = options.pop("decay", None)
+    if decay is not None:
+        decay = decay[:, :, :end]
+    if keys is not None and queries is not None:
+        q = reordered(q, queries)
+        k = reordered(k, keys)
+        v = reordered(v, keys)
+        if decay is not None:
+            decay = decay.expand(len(q), -1, -1).unsqueeze(-1)
+            decay = reordered(decay, keys).squeeze(-1)
+    if shift:
+        k = shifted_keys(k, first)
+    out = attend(q, k, v, mechanism, first=first, decay=decay, **options)
+    return out if queries is None else reordered(out, queries.argsort(dim=1))
+
+
+# --- a call and what a backend offers ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -84,7 +141,7 @@ class Call:
     spans: bool = False  # some rows do not see all keys up to their own
     grouped: bool = False  # heads of q share one of k and v
     decays: bool = False  # scores fall with the steps between key and query
-    transformed: bool = False  # inside torch.func.grad, vmap, jvp, ...
+    transformed: bool = False  # inside torch.func.grad, vmap, jvp, ..., or forward-mode AD
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None) -> Call:
@@ -101,16 +158,20 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None)
         spans=not span.full,
         grouped=q.shape[1] != k.shape[1],
         decays=decay is not None,
-        transformed=not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is not None,
+        transformed=not torch.compiler.is_compiling() and _is_transformed(),
     )
+
+
+def _is_transformed() -> bool:
+    """Tell whether torch.func or forward-mode AD computes with these tensors."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`run(q, k, v, mechanism, params, span)`, what it computes, and why it may be missing here.
+    """A way to compute attention: `run(q, k, v, mechanism, params, span)` and what it supports.
 
-    Of a part of mechanisms that is not named in `parts` it computes the first of PARTS.
+    Of a part of mechanisms that is not named in `parts`, the first value of PARTS is supported.
     """
 
     run: Callable[..., Tensor]
@@ -120,9 +181,9 @@ class Backend:
     transforms: bool = False  # made of operations that torch.func can transform
 
     def refuses(self, m: Mechanism, call: Call) -> str | None:
-        """Why it cannot take the call; None: it can."""
+        """Return why it cannot take the call; None: it can."""
         if call.transformed and not self.transforms:
-            return "torch.func cannot transform it; use backend='eager'"
+            return "torch.func and forward-mode AD cannot transform it; use backend='eager'"
         if self.parts is None:
             return None
         for part, values in PARTS.items():
@@ -178,7 +239,7 @@ EAGER_ENTRIES_COMPILED = 2**28
 
 
 def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str:
-    """The fastest backend that can take the call; `everywhere`: as if all were installed."""
+    """Return the fastest backend that can take the call; `everywhere`: as if all were installed."""
     limit = EAGER_ENTRIES_COMPILED if call.compiled else EAGER_ENTRIES
     for name, backend in BACKENDS.items():
         if name == "triton" and call.device != "cuda":  # the interpreter is for tests
@@ -191,7 +252,7 @@ def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str
 
 
 def _chosen(name: str, m: Mechanism, call: Call) -> Backend:
-    """The backend a caller named, or the fastest one for "auto"."""
+    """Return the backend that a caller named, or the fastest one for "auto"."""
     if name == "auto":
         name = choose_backend(m, call)
     elif name not in BACKENDS:
@@ -213,7 +274,7 @@ def _record(mechanism: str, window: int | None, backend: str) -> None:
 
 
 def used_backend(m: Mechanism) -> str | None:
-    """The backend that the latest call of the mechanism, with its window, in this process took."""
+    """Return the backend that this process' latest call of the mechanism and its window took."""
     return _used.get((m.name, m.window))
 
 
@@ -222,19 +283,20 @@ def used_backend(m: Mechanism) -> str | None:
 
 def _eager(q, k, v, m: Mechanism, params, span: Span, decay: Tensor | None = None) -> Tensor:
     if span.first is not None and not span.sinks:
-        v = without_unseen(v, span.first)
+        v = zero_unseen_values(v, span.first)
     with no_autocast(q):
         weights = weights_of_span(q, k, m, params, span, decay)
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
 def _sdpa(q, k, v, m: Mechanism, params, span: Span) -> Tensor:
-    """PyTorch's flash attention; other scales are factors of q."""
+    """Compute softmax with PyTorch's flash attention; other scales are factors of q."""
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale != "1/sqrt(d)":
-        wide, dtype = torch.promote_types(q.dtype, torch.float32), k.dtype
-        row_count = span.counts(q, k).to(wide)
-        q, k = (x.to(dtype) for x in over_root_d(q, k, m, params, row_count))
+        dtype = k.dtype
+        row_count = span.counts(q, k).to(torch.promote_types(q.dtype, torch.float32))
+        q, k = over_root_d(q, k, m, params, row_count)
+        q, k = q.to(dtype), k.to(dtype)
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # SDPA aligns is_causal with the first key, a cache needs the last.
@@ -269,8 +331,8 @@ _FUSED = _SOFTMAX | fused.KNOWN
 # In order of preference.
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(_sdpa, _SOFTMAX),
-    "triton": Backend(triton_op.attend, _FUSED, "cuda", _triton_missing),
-    "cpu": Backend(cpu.attend, _FUSED, "cpu", _cpu_missing),
+    "triton": Backend(triton_op.compute, _FUSED, "cuda", _triton_missing),
+    "cpu": Backend(cpu.compute, _FUSED, "cpu", _cpu_missing),
     "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }

@@ -81,11 +81,11 @@ struct Sigmoid {
   static constexpr float UNIT = LOG2_E;
   static constexpr bool SIGNED = false;
   static vf value(vf t) {  // a rounded inverse would be too coarse to be sharpened
-    vf e = exp2v(maximum(minus_abs(t), all(LOWEST)));
+    vf e = Exp::below_one(minus_abs(t));
     return where(t < all(0.f), e, all(1.f)) / (all(1.f) + e);
   }
   static Both both(vf t) {  // the same bits: sharpening would enlarge a difference to the forward
-    vf e = exp2v(maximum(minus_abs(t), all(LOWEST))), whole = all(1.f) + e;
+    vf e = Exp::below_one(minus_abs(t)), whole = all(1.f) + e;
     vf y = all(1.f) / whole;
     return {where(t < all(0.f), e, all(1.f)) / whole, e * y * y * all(LN_2)};
   }
@@ -98,9 +98,9 @@ struct Sigmoid {
 struct Softplus {
   static constexpr float UNIT = LOG2_E;
   static constexpr bool SIGNED = false;
-  static vf value(vf t) { return value(t, exp2v(maximum(minus_abs(t), all(LOWEST)))); }
+  static vf value(vf t) { return value(t, Exp::below_one(minus_abs(t))); }
   static Both both(vf t) {
-    vf e = exp2v(maximum(minus_abs(t), all(LOWEST)));
+    vf e = Exp::below_one(minus_abs(t));
     return {value(t, e), where(t < all(0.f), e, all(1.f)) * inverse(all(1.f) + e)};
   }
   static vf slope(vf t) {

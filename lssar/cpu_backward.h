@@ -313,6 +313,10 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
     }
     pack_rows(dout, 0, 1, dv, cols, &scale, scaled);
     pack_rows(out, 0, 1, dv, cols, nullptr, at.out + r * cols);
+    if (block.bad[r]) {  // it has no share in what other rows give
+      std::fill_n(scaled, cols, 0.f);
+      continue;
+    }
     if (!task.sharp()) {
       float l = stat[3] > 0.f ? 1.f / stat[3] : 0.f;
       if (c.has(RECENTRE) && block.shifted(r)) g.mean[r] = l / block.count[r];
@@ -343,6 +347,10 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
 // dx of x_hat = x / max(||x||, eps), given g = d x_hat / scale
 void through_normalise(const float* x, const float* g, float scale, int64_t d, float* to) {
   float length = norm(x, d), inverse = 1.f / std::max(length, EPS);
+  if (!std::isfinite(length)) {  // g is NaN where some row sees x, else zero
+    for (int64_t i = 0; i < d; i++) to[i] = g[i] * 0.f;
+    return;
+  }
   float along = length < EPS ? 0.f : dot(g, x, d) * inverse * inverse;
   for (int64_t i = 0; i < d; i++) to[i] = scale * inverse * (g[i] - along * x[i]);
 }
@@ -363,6 +371,8 @@ void backward_block(const Task& task, const BackwardScratch& at, int64_t head, i
       if (task.direct) {
         std::fill(at.s, at.s + tile.n * ROWS, 0.f);
         score_direct(block, key, tile.n, at.q, at.s, 1, ROWS);
+        for (int64_t x = 0; x < tile.n * ROWS; x++)
+          if (!std::isfinite(at.s[x])) at.s[x] = 0.f;
       } else {
         tile_product(tile, at.k + (key - task.from) * task.cols, task.cols, at.q_panels, task.d,
                      at.s);
@@ -384,6 +394,11 @@ void backward_block(const Task& task, const BackwardScratch& at, int64_t head, i
       through_normalise(block.query(r), dq, block.scale[r], task.d, to);
     else
       for (int64_t x = 0; x < task.d; x++) to[x] = dq[x] * block.scale[r];
+    if (!block.bad[r]) continue;
+    std::fill_n(to, task.d, NAN);
+    int64_t low = block.lo[r] - task.from, seen = block.hi[r] - block.lo[r];
+    std::fill_n(at.dk + low * task.cols, seen * task.cols, NAN);
+    std::fill_n(at.dv + low * task.vcols, seen * task.vcols, NAN);
   }
 }
 
@@ -417,14 +432,16 @@ void finish_keys(const Task& task, const KeySums* sums, int chunks, float* scrat
 
 // `dk` and `dv`: where the sums of a chunk are left for later; null: the only chunk finishes itself
 template <class Phi>
-bool backward_task(const Task& task, Arena& arena, float* dk, float* dv) {
+bool backward_task(Task& task, Arena& arena, float* dk, float* dv) {
   if (!arena.reserve(BackwardScratch::size(task))) return false;
   BackwardScratch at(arena, task);
   const Call& c = task.call;
+  task.find_bad_keys();
   int64_t keys = task.keys();
   if (dk) at.dk = dk, at.dv = dv;
   for (int64_t j = 0; j < keys; j++) at.inverse[j] = key_factor(task, task.from + j);
   pack_rows(task.key(task.from), c.k.l, keys, task.d, task.cols, at.inverse, at.k);
+  for (int64_t j : task.bad_keys) std::fill_n(at.k + (j - task.from) * task.cols, task.cols, 0.f);
   pack_rows(task.value(task.from), c.v.l, keys, task.dv, task.vcols, nullptr, at.v);
   std::fill(at.dk, at.dk + keys * task.cols, 0.f);
   std::fill(at.dv, at.dv + keys * task.vcols, 0.f);

@@ -12,13 +12,13 @@ constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read 
 constexpr int STATS = 8;   // numbers saved of each row
 constexpr float EPS = 1e-12f;  // as F.normalize
 
-struct View {  // (B, H, L, d) float32, unit stride along d
+struct View {  // (B, H, L, d) float32, unit stride along d; data is null where there is none
   float* data;
-  int64_t b, h, l;
+  int64_t b, h, l;  // strides
   float* row(int64_t i, int64_t j, int64_t k) const { return data + i * b + j * h + k * l; }
 };
 
-enum Flags : int64_t {  // what is not the plain case; named in cpu.py
+enum Flags : int64_t {  // what is not the plain case; named in fused.py
   COSINE = 1,           // scores are log d log N cos(q, k)
   L1 = 2,               // rows are divided by the sum of their absolute values
   LOG_N = 4,            // the bias is -log N
@@ -26,20 +26,18 @@ enum Flags : int64_t {  // what is not the plain case; named in cpu.py
   RECENTRE_L1 = 16,     // and they are normalised again
 };
 
-struct Call {  // the layout of the int64 array that Python passes
-  int64_t batch, heads, groups, lq, lk, d, dv, threads, train_length, window, phi, flags;
-  const int64_t* first;
-  int64_t first_b;
+struct Call {  // `KernelCall` in cpu.py, field by field; the size is checked when the library is loaded
+  int64_t batch, heads, groups, lq, lk, d, dv, threads;
+  int64_t train_length, window, phi, flags;
+  double p, alpha, bias;  // p = 0: not sharpened
+  const int64_t* first;   // (B, lq) or (lq,): the first key that each row sees; null: the first
+  int64_t first_b;        // its stride over the batch
   View q, k, v, out, stats, guide, dout, dq, dk, dvalue;
   bool has(Flags flag) const { return flags & flag; }
   bool spans() const { return first || window; }
   void expect(const View& x, int64_t some_heads, int64_t rows, int64_t width) const {
     use_huge_pages(x.data, batch * some_heads * rows * width * sizeof(float));
   }
-};
-
-struct Numbers {
-  double p, alpha, bias;  // p = 0: not sharpened
 };
 
 // Row i sees the keys [lo, hi); none where lo >= hi.
@@ -54,7 +52,6 @@ inline Seen seen_by(const Call& c, int64_t b, int64_t i) {
 
 struct Task {  // rows [begin, end) of every query head of one head of keys
   const Call& call;
-  const Numbers& numbers;
   int64_t b, group, begin, end;
   int64_t d = call.d, cols = round_up(call.d, W), dv = call.dv, vcols = round_up(call.dv, W);
   int64_t low = 0, to = 0;  // the keys that some of its rows see
@@ -62,8 +59,9 @@ struct Task {  // rows [begin, end) of every query head of one head of keys
   int64_t widest = 0;        // keys of a block, with room for alignment
   int rows;                  // of a block
   bool direct = end - begin <= DIRECT;
-  Task(const Call& c, const Numbers& numbers, int64_t b, int64_t group, int64_t begin, int64_t end)
-      : call(c), numbers(numbers), b(b), group(group), begin(begin), end(end) {
+  std::vector<int64_t> bad_keys;  // with NaN or inf, ascending; `find_bad_keys` looks for them
+  Task(const Call& c, int64_t b, int64_t group, int64_t begin, int64_t end)
+      : call(c), b(b), group(group), begin(begin), end(end) {
     // Fewer rows that differ waste fewer scores: four microkernels, or one panel backward.
     rows = !c.spans() ? ROWS : c.dq.data ? ROWS / 3 : ROWS / 2;
     low = c.lk;
@@ -81,7 +79,18 @@ struct Task {  // rows [begin, end) of every query head of one head of keys
   }
   int64_t keys() const { return to - from; }
   int64_t heads() const { return call.heads / call.groups; }
-  bool sharp() const { return numbers.p != 0; }
+  bool sharp() const { return call.p != 0; }
+  // A row that sees a NaN or an inf, in its query or in a key, is NaN, and so are the gradients of
+  // all that it sees. Such queries and keys are computed as zeros, since 0 NaN is NaN also where a
+  // row does not look, and what they reach is made NaN in the end.
+  void find_bad_keys() {
+    for (int64_t j = from; j < to; j++)
+      if (!finite(key(j), d)) bad_keys.push_back(j);
+  }
+  bool sees_bad_key(int64_t lo, int64_t hi) const {
+    auto found = std::lower_bound(bad_keys.begin(), bad_keys.end(), lo);
+    return found != bad_keys.end() && *found < hi;
+  }
   const float* key(int64_t j) const { return call.k.row(b, group, j); }
   const float* value(int64_t j) const { return call.v.row(b, group, j); }
 };
@@ -96,6 +105,7 @@ struct Block {  // up to `rows` consecutive queries of a head
   alignas(64) float mu[ROWS] = {}, mu_rest[ROWS] = {};  // the mean in two parts
   alignas(64) float m[ROWS], inverse_m[ROWS];           // largest excess over it
   bool mixed;                                           // rows differ in p
+  bool bad[ROWS] = {};                                  // sees a NaN or an inf
 
   Block(const Task& task, int64_t head, int64_t first, float unit)
       : task(task), head(head), first(first),
@@ -110,18 +120,17 @@ struct Block {  // up to `rows` consecutive queries of a head
       m[r] = inverse_m[r] = 1.f;
     }
     lo_all = std::min(lo_all, hi_all);
-    const Numbers& n = task.numbers;
     float log_d = std::log((float)c.d), root = 1.f / std::sqrt((float)c.d);
     for (int r = 0; r < task.rows; r += W) {
       vf log2_n = log2v(load(count + r)), to_unit = all(unit == 1.f ? LN_2 : 1.f);
       store(scale + r, c.has(COSINE) ? all(log_d) * log2_n * to_unit : all(root * unit));
-      store(shift + r, c.has(LOG_N) ? -log2_n * to_unit : all((float)n.bias * unit));
+      store(shift + r, c.has(LOG_N) ? -log2_n * to_unit : all((float)c.bias * unit));
     }
-    mixed = n.alpha != 0;
+    mixed = c.alpha != 0;
     for (int r = 0; r < task.rows; r++) {
-      p[r] = (float)n.p;
+      p[r] = (float)c.p;
       if (count[r] > c.train_length && mixed)
-        p[r] = (float)(n.p * (1 + n.alpha * (std::sqrt(count[r] / (double)c.train_length) - 1)));
+        p[r] = (float)(c.p * (1 + c.alpha * (std::sqrt(count[r] / (double)c.train_length) - 1)));
     }
   }
   bool shifted(int r) const { return count[r] > 3.f; }  // the mean of the first three rows is 0
@@ -138,9 +147,15 @@ struct Block {  // up to `rows` consecutive queries of a head
 };
 
 // q scaled so that a score is q . k, or q . k_hat: rows [ROWS][cols]
-inline void pack_queries(const Block& block, float* q) {
+inline void pack_queries(Block& block, float* q) {
   const Task& task = block.task;
   for (int r = 0; r < block.rows; r++) {
+    bool good = finite(block.query(r), task.d);
+    block.bad[r] = task.sees_bad_key(block.lo[r], block.hi[r]) || (!good && block.lo[r] < block.hi[r]);
+    if (!good) {
+      std::fill_n(q + r * task.cols, task.cols, 0.f);
+      continue;
+    }
     float c = block.scale[r];
     if (task.call.has(COSINE)) c /= std::max(norm(block.query(r), task.d), EPS);
     pack_rows(block.query(r), 0, 1, task.d, task.cols, &c, q + r * task.cols);
@@ -173,10 +188,12 @@ inline void score_direct(const Block& block, int64_t first, int64_t n, const flo
   }
 }
 
-// calls f(Phi()) for the activation of the call
+constexpr int64_t ACTIVATIONS = 9;  // cases of with_activation
+
+// Calls f(Phi()) for the activation of the call, which is below ACTIVATIONS
 template <class F>
 inline void with_activation(int64_t phi, F&& f) {
-  switch (phi) {  // in the order of PHI in cpu.py
+  switch (phi) {  // in the order of PHI in fused.py
     case 0: return f(Exp());
     case 1: return f(Sigmoid());
     case 2: return f(Softplus());
@@ -185,7 +202,7 @@ inline void with_activation(int64_t phi, F&& f) {
     case 5: return f(Relu2());
     case 6: return f(Relu6());
     case 7: return f(Gelu());
-    default: return f(Mish());
+    case 8: return f(Mish());
   }
 }
 template <class Phi>
@@ -209,10 +226,10 @@ inline int64_t chunk_begin(const Call& c, int i, int n) {
   return (int64_t)(std::sqrt(before * before + 2 * work) - before) / ROWS * ROWS;
 }
 
-inline Task task_of(const Call& c, const Numbers& numbers, int64_t i, int chunks) {
+inline Task task_of(const Call& c, int64_t i, int chunks) {
   int chunk = (int)(i % chunks);
   int64_t head = i / chunks;
-  return Task(c, numbers, head / c.groups, head % c.groups, chunk_begin(c, chunk, chunks),
+  return Task(c, head / c.groups, head % c.groups, chunk_begin(c, chunk, chunks),
               chunk_begin(c, chunk + 1, chunks));
 }
 

@@ -54,6 +54,11 @@ void place_keys(const Task& task, ForwardScratch& at) {
   if (!task.direct) {
     for (int64_t j = 0; j < keys; j++) at.inverse[j] = key_factor(task, task.from + j);
     pack_panels(task.key(task.from), c.k.l, keys, task.d, at.inverse, at.panels);
+    for (int64_t key : task.bad_keys) {
+      int64_t j = key - task.from;
+      float* column = at.panels + j / PANEL * PANEL * task.d + j % PANEL;
+      for (int64_t i = 0; i < task.d; i++) column[i * PANEL] = 0.f;
+    }
   }
   if (c.has(RECENTRE)) {
     std::fill(at.prefix, at.prefix + (task.low - task.from + 1) * task.dv, 0.);
@@ -64,15 +69,17 @@ void place_keys(const Task& task, ForwardScratch& at) {
   }
   if (task.sharp() && !c.has(COSINE)) {  // the longest key so far bounds the scores
     float longest = 0.f;
-    for (int64_t j = 0; j < task.from; j++) longest = std::max(longest, norm(task.key(j), task.d));
-    for (int64_t j = 0; j < keys; j++)
-      at.longest[j] = longest = std::max(longest, norm(task.key(task.from + j), task.d));
+    for (int64_t j = 0; j < task.to; j++) {
+      const float* key = task.key(j);
+      if (finite(key, task.d)) longest = std::max(longest, norm(key, task.d));
+      if (j >= task.from) at.longest[j - task.from] = longest;
+    }
   }
 }
 
 // Scores of a block against the keys [from, to): [row][key - start], `start` a multiple of PANEL
 struct Strip {
-  const Block& block;
+  Block& block;
   const ForwardScratch& at;
   int64_t start, from, to;
   float* row(int r) const { return at.strip + r * at.ld; }
@@ -92,7 +99,7 @@ struct Strip {
 
 // f(tile) for the tiles of a block, from the first key on
 template <class F>
-void by_tiles(const Block& block, const ForwardScratch& at, F&& f) {
+void by_tiles(Block& block, const ForwardScratch& at, F&& f) {
   int64_t start = block.lo_all / PANEL * PANEL;
   int64_t step = ForwardScratch::whole(block.task) ? block.hi_all - start : TILE;
   for (int64_t key = start; key < block.hi_all; key += step)
@@ -100,12 +107,21 @@ void by_tiles(const Block& block, const ForwardScratch& at, F&& f) {
 }
 
 void score(const Strip& strip) {
-  const Block& block = strip.block;
+  Block& block = strip.block;
   const Task& task = block.task;
   const ForwardScratch& at = strip.at;
   if (task.direct) {
-    score_direct(block, strip.from, strip.to - strip.from, at.q,
-                 at.strip + (strip.from - strip.start), at.ld, 1);
+    int64_t n = strip.to - strip.from, shift = strip.from - strip.start;
+    score_direct(block, strip.from, n, at.q, at.strip + shift, at.ld, 1);
+    for (int r = 0; r < block.rows; r++) {  // keys are not looked at twice: their scores show it
+      float* s = strip.row(r);
+      if (finite(s + shift, n)) continue;
+      for (int64_t x = shift; x < shift + n; x++) {
+        if (std::isfinite(s[x])) continue;
+        s[x] = 0.f;
+        block.bad[r] |= x >= strip.lo(r) && x < strip.hi(r);
+      }
+    }
     return;
   }
   Seen group[ROWS / MR];
@@ -234,16 +250,6 @@ void norms(const Strip& strip, PlainRows& rows) {
 // to less than 2^31, so these are finite, and their mean is if v is.
 constexpr float UNIT = 0x1p-32f;
 
-inline bool finite(const float* row, int64_t d) {
-  uint32_t largest = 0;  // of the bits without the sign: a maximum of integers is vectorised
-  for (int64_t x = 0; x < d; x++) {
-    uint32_t y;
-    std::memcpy(&y, row + x, sizeof y);
-    largest = std::max(largest, y & 0x7fffffffu);
-  }
-  return largest < 0x7f800000u;
-}
-
 // to[x] = value(x) / unit; whether all is finite. In another unit than 1 only what was not finite
 // before is replaced.
 template <class F>
@@ -290,7 +296,7 @@ bool write_plain(const Block& block, const ForwardScratch& at, const PlainRows& 
 }
 
 template <class Phi>
-bool plain_block(const Block& block, const ForwardScratch& at, float unit) {
+bool plain_block(Block& block, const ForwardScratch& at, float unit) {
   const Task& task = block.task;
   PlainRows rows;
   int64_t start = block.lo_all / PANEL * PANEL;

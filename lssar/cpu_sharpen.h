@@ -260,7 +260,7 @@ void add_listed(const ForwardScratch& at, int r, int e, int end, int cols) {
 
 // Weights times values, tile by tile, so that the values of a tile are near for all rows
 template <bool GUIDE>
-void sum_listed(const Block& block, const ForwardScratch& at, const SharpRows& rows) {
+void sum_listed(Block& block, const ForwardScratch& at, const SharpRows& rows) {
   int cols = (int)block.task.vcols, done[ROWS] = {};
   int64_t kept = 0, present = 0;
   for (int r = 0; r < block.rows; r++)
@@ -345,11 +345,17 @@ void forward_block(const Task& task, const ForwardScratch& at, int64_t head, int
   } else if (!plain_block<Phi>(block, at, 1.f) && c.has(L1)) {
     plain_block<Phi>(block, at, UNIT);
   }
+  for (int r = 0; r < block.rows; r++) {
+    if (!block.bad[r]) continue;
+    std::fill_n(block.of(c.out, r), task.dv, NAN);
+    if (c.guide.data) std::fill_n(block.of(c.guide, r), task.dv, NAN);
+  }
 }
 
 template <class Phi>
-bool forward_task(const Task& task, Arena& arena) {
+bool forward_task(Task& task, Arena& arena) {
   if (!arena.reserve(ForwardScratch::size(task))) return false;
+  if (!task.direct) task.find_bad_keys();
   ForwardScratch at(arena, task);
   place_keys(task, at);
   for (int64_t h = 0; h < task.heads(); h++)

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 #include <type_traits>
+#include <vector>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -282,6 +283,17 @@ inline float norm(const float* x, int64_t d) {
   float square = dot(x, x, d);
   if (square > 1e-30f && square < 1e30f) return std::sqrt(square);
   return (float)std::sqrt(precise_dot(x, x, d));
+}
+
+// Whether there is no NaN and no inf
+inline bool finite(const float* row, int64_t d) {
+  uint32_t largest = 0;  // of the bits without the sign: a maximum of integers is vectorised
+  for (int64_t x = 0; x < d; x++) {
+    uint32_t y;
+    std::memcpy(&y, row + x, sizeof y);
+    largest = std::max(largest, y & 0x7fffffffu);
+  }
+  return largest < 0x7f800000u;
 }
 
 // C[m][0..W V) (+)= sum_k A(m, k) B[k][0..W V), A(m, k) = A[k][m] when T, else A[m][k]

@@ -1,4 +1,4 @@
-"""What the fused kernels of the CPU and the GPU share: how a mechanism is passed to a kernel."""
+"""The part that the fused kernels of the CPU and the GPU share: how they are given a mechanism."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lssar.reference import over_root_d
 from lssar.spans import Span
 
 PHI = ("exp", "sigmoid", "softplus", "identity", "relu", "relu2", "relu6", "gelu", "mish")
-# What both kernels compute: a value that is added to PARTS is the reference's until it is here.
+# Parts that the fused kernels support; others fall back to the reference.
 KNOWN = {
     "bias": ("none", "-log L", "-log N"),
     "phi": PHI,
@@ -23,11 +23,16 @@ KNOWN = {
 OWN_SCALES = ("1/sqrt(d)", "log d log N")  # others are factors of q
 CAN_SHARPEN = ("exp", "sigmoid", "softplus")
 LARGEST_HEAD_DIM = 256
-COSINE, L1, LOG_N, RECENTRE, RECENTRE_L1 = 1, 2, 4, 8, 16  # Flags in cpu_call.h
+# Flags in cpu_call.h
+COSINE = 1
+L1 = 2
+LOG_N = 4
+RECENTRE = 8
+RECENTRE_L1 = 16
 
 
 class Settings(NamedTuple):
-    """What a call asks besides its tensors, in the order of the operators' arguments."""
+    """The arguments of the operators besides their tensors, in order."""
 
     window: int  # 0: none
     phi: int
@@ -39,12 +44,12 @@ class Settings(NamedTuple):
 
     @property
     def guided(self) -> bool:
-        """Whether a backward pass needs more than the output and the row statistics."""
+        """Tell whether a backward pass needs more than the output and the row statistics."""
         return self.p != 0 or bool(self.flags & RECENTRE)
 
 
 def unfused(m: Mechanism) -> str | None:
-    """Why no kernel computes this combination of parts, though it knows each of them."""
+    """Return why no kernel computes this combination of parts, each of which it knows."""
     if m.sharpened and m.phi not in CAN_SHARPEN:
         return f"it does not re-weight phi = {m.phi!r}"
     if m.post.startswith("recentre") and (m.norm != "l1" or m.phi in SIGNED):
@@ -52,18 +57,15 @@ def unfused(m: Mechanism) -> str | None:
     return None
 
 
-def attend(run: Callable, q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
-    """Any mechanism that `unfused` lets through, by `run(q, k, v, first, settings, save)`.
+def kernel_inputs(
+    q, k, m: Mechanism, params: Tensor | None, span: Span
+) -> tuple[Tensor, Tensor, Settings]:
+    """Return q, k and the settings with which a kernel computes the mechanism.
 
-    What is a factor of a query or of an output row is multiplied outside of the kernel.
+    A factor of a query is multiplied here, outside of the kernel; see `finish` for the output.
     """
-    divisor: Tensor | float | None = m.train_length if m.norm == "L" else None
-    count = None
-    if params is not None:
-        count = span.counts(q, k)
-        if m.norm == "gamma sqrt(N/2)":
-            divisor = params.view(-1, 1, 1) * (count / 2).sqrt()
     if m.scale not in OWN_SCALES:
+        count = None if params is None else span.counts(q, k)
         q, k = over_root_d(q, k, m, params, count)
     flags = {
         COSINE: m.scale == "log d log N",
@@ -81,12 +83,17 @@ def attend(run: Callable, q, k, v, m: Mechanism, params: Tensor | None, span: Sp
         bias=-math.log(m.train_length) if m.bias == "-log L" else 0.0,
         train_length=m.train_length,
     )
-    save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out = run(q, k, v, span.first, settings, save)
+    return q, k, settings
+
+
+def finish(out: Tensor, q, k, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+    """Multiply a kernel's output by the factors of its rows that the kernel leaves out."""
     if m.phi == "softplus" and m.norm != "l1":
-        out = out * math.log(2)  # the kernel's is over ln 2
-    if divisor is not None:
-        out = out / divisor
+        out = out * math.log(2)  # the kernel's softplus is over ln 2
+    if m.norm == "L":
+        out = out / m.train_length
+    elif m.norm == "gamma sqrt(N/2)" and params is not None:
+        out = out / (params.view(-1, 1, 1) * (span.counts(q, k) / 2).sqrt())
     return -out if m.post == "negate" else out
 
 
@@ -100,12 +107,12 @@ def _fits(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> Tensor:
-    """A kernel takes any strides but the last, which is one, and of rows those that fit."""
+    """Return x, copied if a kernel could not read its strides."""
     return x if _fits(x) else x.contiguous()
 
 
 def room_like(x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for a result in the layout of x, so that merging the heads again needs no copy."""
+    """Return room for a result in the layout of x: merging the heads again needs no copy."""
     if width is not None and width != x.shape[3]:
         batch, heads, length, _ = x.shape
         return x.new_empty((batch, length, heads, width), dtype=dtype).transpose(1, 2)
@@ -125,10 +132,17 @@ _SETTINGS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in Settings.__anno
 
 
 def operators(
-    name: str, device: str | None, forward: Callable, outputs: Callable, results: int,
-    keep: Callable, kept: str, backward: Callable,
-) -> tuple[Callable, Callable]:  # fmt: skip
-    """The operators `name`, with "forward" and "backward" in its braces.
+    name: str,
+    *,
+    device: str | None,
+    forward: Callable,
+    outputs: Callable,
+    results: int,
+    keep: Callable,
+    kept: str,
+    backward: Callable,
+) -> tuple[Callable, Callable]:
+    """Return the operators `name`, with "forward" and "backward" in its braces.
 
     `forward(q, k, v, first, *settings, save)` returns `results` tensors, for which `outputs` makes
     room; `backward(grad, q, k, v, first, *kept, *settings)` is given what `keep(q, *results)` says.
@@ -157,7 +171,7 @@ def operators(
 
 
 def _operator(name, device, schema, compute, outputs, differentiate, setup_context=None):
-    """An operator of torch, registered once.
+    """Return an operator of torch, registered once.
 
     torch.compile's cache on disk knows an operator by its name: with a change of what is saved
     the name changes, or compiled code of an older version would be loaded and refuse the new

@@ -6,11 +6,14 @@
     model = AutoModelForCausalLM.from_pretrained(folder)  # LSSAR again: its config says so
 
 Grouped-query heads, sliding windows, chunks, packed sequences, padding to either side, dynamic and
-static caches. Another exponent or length gets a name of its own:
-`register("lssar-p3", get_mechanism("lssar", p=3))`. What a mechanism cannot do (bidirectional
-sequences, dropout on the weights, learned sinks, masks that are no spans) is an error, never
-something else in silence; so is a model whose layers do not call it. An adapter (LoRA) does not
-carry the attention: give `attn_implementation` to its base model, or merge it.
+static caches. Another exponent or length gets a name of its own, before a model is built or loaded:
+`register("lssar-p3", get_mechanism("lssar", p=3))`.
+
+What a mechanism cannot do (bidirectional sequences, dropout on the weights, learned sinks, masks
+that are no spans) is an error, never something else in silence; so is a model whose layers do not
+call it. Import this module before the model is built, or call `check(model)`: no class of
+transformers is changed. An adapter (LoRA) does not carry the attention: give `attn_implementation`
+to its base model, or merge it.
 """
 
 import functools
@@ -25,12 +28,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from lssar import hf_models
+from lssar.backends import attend_padded
 from lssar.errors import UserError
-from lssar.hf_models import add_head_scales, family_of
+from lssar.hf_models import add_head_scales, check, family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
-from lssar.spans import Arrangement, arrange, attend_padded, bounded, can_look_at
+from lssar.spans import Arrangement, arrange, bounded, can_look_at
 
-__all__ = ["add_head_scales", "attention_forward", "register", "visibility"]
+__all__ = ["add_head_scales", "attention_forward", "check", "register", "visibility"]
 
 # Tensors that a model may pass to its layers and that change nothing here. Any other is taken for
 # one that another attention function would use.
@@ -263,4 +267,4 @@ def register(name: str, mechanism: Mechanism) -> None:
 
 for _name, _mechanism in MECHANISMS.items():
     register(_name, _mechanism)
-hf_models.install(register)
+hf_models.install()

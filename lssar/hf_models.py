@@ -1,8 +1,12 @@
 """What `lssar.hf` adds to models of transformers that use one of our mechanisms.
 
 A saved model's config records the mechanism: it is loaded with it, and a warning is given where it
-is run with another. A forward in which no layer called it is refused. Packed sequences are computed
-without a cache, which has no place for where they begin.
+is run with another. A variant under a name of its own must be registered before it is loaded. A
+model whose layers do not call our function is refused when it is built, or by its first forward.
+Packed sequences are computed without a cache: packed sequences cannot be cached.
+
+No class of transformers is changed. Models are seen while they are built, by a hook of torch, and
+what is added is added to the model itself.
 """
 
 import functools
@@ -11,12 +15,14 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -31,69 +37,82 @@ HEAD_SCALE = "head_scale"
 DEFAULTS = {field.name: field.default for field in fields(Mechanism)}
 
 
-def install(register: Callable[[str, Mechanism], None]) -> None:
-    """Let every model that transformers constructs from now on pass through here."""
-    if hasattr(PreTrainedModel, WATCHED):
-        return
-    setattr(PreTrainedModel, WATCHED, False)
-    construct, finish = PreTrainedModel.__init__, PreTrainedModel.post_init
-    switch, save = PreTrainedModel.set_attn_implementation, PreTrainedModel.save_pretrained
+def install() -> None:
+    """Watch every model of transformers that is built from now on.
 
-    @functools.wraps(construct)
-    def __init__(self, config, *args, **options):
-        record = getattr(config, FIELD, None)
-        if record:
-            _recall(record, register)
-            if config._attn_implementation is None:
-                config._attn_implementation_internal = record["name"]
-        construct(self, config, *args, **options)
-        _settle(self)
+    torch calls `_on_registration` whenever a module becomes part of another, which is while models
+    are built; nothing of transformers is changed.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        register_module_module_registration_hook(_on_registration)
 
-    @functools.wraps(finish)
-    def post_init(self):
-        record = getattr(self.config, FIELD, None)
-        if record and record.get("head_scales"):
-            add_head_scales(self)
-        finish(self)
 
-    @functools.wraps(switch)
-    def set_attn_implementation(self, attn_implementation, *args, **options):
-        wanted = attn_implementation
-        if isinstance(wanted, dict):
-            wanted = wanted.get("", self.config._attn_implementation)
-        switch(self, attn_implementation, *args, **options)
-        if wanted in REGISTERED and self.config._attn_implementation != wanted:
-            _refuse_model(self, wanted)
-        for model in self.modules():
-            if isinstance(model, PreTrainedModel):
-                _settle(model)
+_installed = False
 
-    @functools.wraps(save)
-    def save_pretrained(self, *args, **options):
-        with _recorded(self):
-            return save(self, *args, **options)
 
-    for method in (__init__, post_init, set_attn_implementation, save_pretrained):
-        setattr(PreTrainedModel, method.__name__, method)
+def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if isinstance(parent, PreTrainedModel) and not vars(parent).get(WATCHED):
+        _watch(parent)
+    record = getattr(getattr(child, "config", None), FIELD, None)
+    if record and record.get("head_scales") and _is_attention(child):
+        _add_head_scale(child, record["name"])
+
+
+def check(model: nn.Module) -> nn.Module:
+    """Watch a model that was built before `lssar.hf` was imported; refuse it if need be."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not vars(part).get(WATCHED):
+            _watch(part)
+    return model
+
+
+def _watch(model: PreTrainedModel) -> None:
+    """Look at the model's calls, and at what it is saved and switched with."""
+    setattr(model, WATCHED, True)
+    _check_attention(model)
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after)
+    # Of this model alone: they hide the methods of its class.
+    model.save_pretrained = functools.partial(_save_pretrained, model)
+    model.set_attn_implementation = functools.partial(_set_attn_implementation, model)
+
+
+def _save_pretrained(model: PreTrainedModel, *args, **options):
+    with _recorded(model):
+        return type(model).save_pretrained(model, *args, **options)
+
+
+def _set_attn_implementation(model: PreTrainedModel, attn_implementation, *args, **options) -> None:
+    wanted = attn_implementation
+    if isinstance(wanted, dict):
+        wanted = wanted.get("", model.config._attn_implementation)
+    type(model).set_attn_implementation(model, attn_implementation, *args, **options)
+    if wanted in REGISTERED and model.config._attn_implementation != wanted:
+        _refuse_model(model, wanted)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            _check_attention(part)
 
 
 # --- the record in the config --------------------------------------------------------------------
 
 
-def _recall(record: dict, register: Callable[[str, Mechanism], None]) -> None:
-    """Register what a loaded config was trained with, or see that the name still means it."""
+def _check_record(record: dict) -> None:
+    """Refuse a name that means another mechanism here than it did where the model was saved."""
     try:
         name, mechanism = record["name"], Mechanism(**record["mechanism"])
     except (TypeError, KeyError) as error:
         raise UserError(f"config.{FIELD} = {record!r:.80} is not a mechanism: {error}") from None
-    known = REGISTERED.get(name)
-    if known is None:
-        register(name, mechanism)
-    elif known != mechanism:
+    known = REGISTERED.get(name, mechanism)
+    if known != mechanism:
         pairs = zip(vars(known).items(), vars(mechanism).values(), strict=True)
-        meant = ", ".join(f"{key} = {a!r}, not {b!r}" for (key, a), b in pairs if a != b)
-        what = f"the weights were trained with another attention {name!r}: here {meant}"
-        raise UserError(f"{what}; register that one under another name")
+        changes = ", ".join(f"{key} = {a!r}, not {b!r}" for (key, a), b in pairs if a != b)
+        raise UserError(
+            f"the weights were trained with another attention {name!r}: here {changes}; "
+            "register that one under another name"
+        )
 
 
 @contextmanager
@@ -104,14 +123,17 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
     try:
         for m in models:
             name = m.config._attn_implementation
+            record = getattr(m.config, FIELD, None)
             if name in REGISTERED:
-                scales = any(hasattr(layer, HEAD_SCALE) for layer in m.modules())
                 parts = vars(REGISTERED[name]).items()
                 changed = {key: value for key, value in parts if value != DEFAULTS[key]}
                 record = {"name": name, "mechanism": changed}
-                setattr(m.config, FIELD, record | ({"head_scales": True} if scales else {}))
+                if any(hasattr(layer, HEAD_SCALE) for layer in m.modules()):
+                    record["head_scales"] = True
+                setattr(m.config, FIELD, record)
+            if record:
                 # Without this library, transformers refuses a name that it does not know.
-                m.config.attn_implementation = name
+                m.config.attn_implementation = record["name"]
         yield
     finally:
         for config, values in before.values():
@@ -121,25 +143,22 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
                     setattr(config, key, values[key])
 
 
-def _settle(model: PreTrainedModel) -> None:
-    """Watch a model that uses one of our mechanisms; warn where its weights are of another."""
+def _check_attention(model: PreTrainedModel) -> None:
+    """Warn where the weights are of another attention; refuse a model that cannot take ours."""
     name = model.config._attn_implementation
     record = getattr(model.config, FIELD, None)
-    if record and record["name"] != name:
-        warnings.warn(
-            f"{type(model).__name__} was saved with attention {record['name']!r} and runs with "
-            f"{name!r}; leave attn_implementation out to use the former, or set "
-            f"model.config.{FIELD} = None if the latter is meant",
-            stacklevel=3,
-        )
-    if name in REGISTERED:
-        whole = "text_config" not in model.config.sub_configs  # else its text model is judged
-        if whole and not _asks_the_interface(type(model)):
-            _refuse_model(model, name)
-        if not getattr(model, WATCHED):
-            setattr(model, WATCHED, True)
-            model.register_forward_pre_hook(_before, with_kwargs=True)
-            model.register_forward_hook(_after)
+    if record:
+        _check_record(record)
+        if record["name"] != name:
+            warnings.warn(
+                f"{type(model).__name__} was saved with attention {record['name']!r} and runs with "
+                f"{name!r}; leave attn_implementation out to use the former, or set "
+                f"model.config.{FIELD} = None if the latter is meant",
+                stacklevel=3,
+            )
+    has_text_model = "text_config" in model.config.sub_configs  # which is judged instead
+    if name in REGISTERED and not has_text_model and not _asks_the_interface(type(model)):
+        _refuse_model(model, name)
 
 
 def _asks_the_interface(model: type[PreTrainedModel]) -> bool:
@@ -193,8 +212,10 @@ def _before(model: PreTrainedModel, args: tuple, options: dict):
     if name not in REGISTERED:
         return None
     if options.get("output_attentions"):
-        what = f"attention {name!r} in {family_of(model.config)} never makes its weights"
-        raise UserError(f"{what}; leave output_attentions out, or call lssar.attention_weights")
+        raise UserError(
+            f"attention {name!r} in {family_of(model.config)} never makes its weights; "
+            "leave output_attentions out, or call lssar.attention_weights"
+        )
     _note_start(type(model).__name__)
     positions = options.get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 1:
@@ -217,7 +238,7 @@ def _packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> d
         if mask is None and cache is None and keeps:
             raise UserError(
                 f"position_ids for {family_of(model.config)} in a compiled graph may be of packed "
-                "sequences, which a cache has no place for; give use_cache=False, or attention_mask"
+                "sequences, which cannot be cached; give use_cache=False, or attention_mask"
             )
         return options
     if find_packed_sequence_indices(positions) is None:
@@ -226,7 +247,7 @@ def _packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> d
         return options
     if cache is not None:
         raise UserError(
-            "position_ids that start again are packed sequences, which a cache has no place for; "
+            "position_ids that start again are packed sequences, which cannot be cached; "
             "leave past_key_values out"
         )
     return options | {"attention_mask": None, "use_cache": False}
@@ -248,11 +269,21 @@ def add_head_scales(model: PreTrainedModel) -> PreTrainedModel:
         raise UserError(
             f"attention {name!r} has no learnable scalar per head; these have: {learnable}"
         )
-    heads = model.config.num_attention_heads
     for layer in model.modules():
-        plain = not hasattr(layer, HEAD_SCALE)
-        if plain and hasattr(layer, "layer_idx") and hasattr(layer, "is_causal"):
-            weight = next(layer.parameters())
-            scale = torch.full((heads,), mechanism.parameter_init, device=weight.device)
-            layer.register_parameter(HEAD_SCALE, nn.Parameter(scale))
+        if _is_attention(layer):
+            _add_head_scale(layer, name, model.config.num_attention_heads)
     return model
+
+
+def _is_attention(layer: nn.Module | None) -> bool:
+    return hasattr(layer, "layer_idx") and hasattr(layer, "is_causal")
+
+
+def _add_head_scale(layer: Any, name: str, heads: int | None = None) -> None:
+    if hasattr(layer, HEAD_SCALE):
+        return
+    if heads is None:
+        heads = layer.config.num_attention_heads
+    initial: Any = REGISTERED[name].parameter_init
+    scale = torch.full((heads,), initial, device=next(layer.parameters()).device)
+    layer.register_parameter(HEAD_SCALE, nn.Parameter(scale))

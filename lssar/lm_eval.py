@@ -1,29 +1,34 @@
 """Models of transformers that use our mechanisms, for lm-evaluation-harness.
 
-    lm_eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
+    lssar-lm-eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
 
-The harness' own model `hf`, with the mechanisms registered. The harness knows it once the package
-is installed (lm_eval_plugin/); in the repository, `python -m lssar.lm_eval` is the same command. An
-exported checkpoint brings its own code: `--model hf` takes it, with
-`trust_remote_code=True`, and so does this one. Its tokeniser begins a text with the end-of-text
-token; `add_bos_token=False` gives contexts as they are, and the scores of downstream.py.
+This is the harness' own command with one more model, `lssar`: its model `hf` with our mechanisms
+registered. `python -m lssar.lm_eval` is the same command where the package is not installed. In
+Python, `import lssar.lm_eval` makes `lm_eval.simple_evaluate(model="lssar", ...)` work. A harness
+that reads the entry points `lm_eval.models` knows the model from its own command too.
+
+An exported checkpoint brings its own code: `--model hf` takes it, with `trust_remote_code=True`,
+and so does this one. Its tokeniser begins a text with the end-of-text token; `add_bos_token=False`
+gives contexts as they are, and the scores of downstream.py.
 """
 
 import signal
 
-# What follows takes seconds to import: Ctrl-C ends it without a traceback. It may be ignored.
+# The imports below take seconds: until they are done, Ctrl-C ends the process without a traceback.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
-from lm_eval.models.huggingface import HFLM
+from lm_eval.models.huggingface import HFLM  # and with it the harness registers its own models
 
 import lssar.hf  # noqa: F401 - registers the mechanisms
 from lssar.errors import UserError
 
 
 class LssarLM(HFLM):
+    """The harness' model `hf`, where `pretrained` may use one of our mechanisms."""
+
     def __init__(self, pretrained: str | None = None, **options):
         if pretrained is None:
             given = ", ".join(f"{key}={value}" for key, value in options.items())
@@ -34,9 +39,16 @@ class LssarLM(HFLM):
         super().__init__(pretrained, **options)
 
 
-if __name__ == "__main__":
+if "lssar" not in model_registry:
+    model_registry.register("lssar", target="lssar.lm_eval:LssarLM")
+
+
+def main() -> None:
+    """Run the harness' command."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "lssar" not in model_registry:
-        model_registry.register("lssar", target="lssar.lm_eval:LssarLM")
     cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

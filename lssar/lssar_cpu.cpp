@@ -23,8 +23,14 @@
 #include "cpu_backward.h"
 #include "cpu_sharpen.h"
 
-extern "C" int lssar_forward(const Call* call, const Numbers* numbers) {
+// What the two functions return
+enum Status { DONE = 0, NO_MEMORY = 1, UNKNOWN_ACTIVATION = 2 };
+
+extern "C" int64_t lssar_call_size() { return sizeof(Call); }
+
+extern "C" int lssar_forward(const Call* call) {
   const Call& c = *call;
+  if (c.phi < 0 || c.phi >= ACTIVATIONS) return UNKNOWN_ACTIVATION;
   int chunks = chunks_per_head(c);
   if (c.spans()) chunks = std::max<int>(chunks, c.lq / NEAR);
   int64_t tasks = c.batch * c.groups * chunks;
@@ -37,20 +43,21 @@ extern "C" int lssar_forward(const Call* call, const Numbers* numbers) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; i++)
       with_activation(c.phi, [&](auto phi) {  // the longest rows first
-        Task task = task_of(c, *numbers, tasks - 1 - i, chunks);
+        Task task = task_of(c, tasks - 1 - i, chunks);
         failed |= !forward_task<decltype(phi)>(task, scratch.arena);
       });
   }
-  return failed;
+  return failed ? NO_MEMORY : DONE;
 }
 
-extern "C" int lssar_backward(const Call* call, const Numbers* numbers) {
+extern "C" int lssar_backward(const Call* call) {
   const Call& c = *call;
+  if (c.phi < 0 || c.phi >= ACTIVATIONS) return UNKNOWN_ACTIVATION;
   int chunks = chunks_per_head(c);
   int64_t heads = c.batch * c.groups, tasks = heads * chunks;
   Arena shared;  // dk and dv of every chunk, when a head has several
   int64_t wide = c.lk * round_up(c.d, W), values = c.lk * round_up(c.dv, W);
-  if (chunks > 1 && !shared.reserve((wide + values) * tasks)) return 1;
+  if (chunks > 1 && !shared.reserve((wide + values) * tasks)) return NO_MEMORY;
   c.expect(c.dq, c.heads, c.lq, c.d), c.expect(c.dk, c.groups, c.lk, c.d);
   c.expect(c.dvalue, c.groups, c.lk, c.dv);
   int failed = 0;
@@ -63,7 +70,7 @@ extern "C" int lssar_backward(const Call* call, const Numbers* numbers) {
       int64_t t = tasks - 1 - i;
       float* dk = chunks > 1 ? shared.base + (wide + values) * t : nullptr;
       with_activation(c.phi, [&](auto phi) {
-        Task task = task_of(c, *numbers, t, chunks);
+        Task task = task_of(c, t, chunks);
         failed |= !backward_task<decltype(phi)>(task, scratch.arena, dk, dk ? dk + wide : nullptr);
       });
     }
@@ -73,13 +80,13 @@ extern "C" int lssar_backward(const Call* call, const Numbers* numbers) {
         KeySums sums[8];
         for (int i = 0; i < chunks; i++) {
           const float* base = shared.base + (wide + values) * (h * chunks + i);
-          Task task = task_of(c, *numbers, h * chunks + i, chunks);
+          Task task = task_of(c, h * chunks + i, chunks);
           sums[i] = {base, base + wide, task.from, task.to};
         }
         float room[512 + 2 * W];
-        finish_keys(task_of(c, *numbers, h * chunks, chunks), sums, chunks, room);
+        finish_keys(task_of(c, h * chunks, chunks), sums, chunks, room);
       }
     }
   }
-  return failed;
+  return failed ? NO_MEMORY : DONE;
 }

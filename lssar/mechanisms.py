@@ -182,16 +182,17 @@ def get_mechanism(name: str, **overrides: Any) -> Mechanism:
             raise UserError(
                 f"unknown attention setting {key!r} = {value!r}; {did_you_mean(key, OVERRIDES)}"
             )
-        if value is not None and not has_meaning(key, mechanism):
+        if value is not None and not uses_setting(key, mechanism):
             raise UserError(
                 f"attention {name!r} does not use {key} = {value!r}; leave it out, or use one of "
-                + ", ".join(n for n, m in MECHANISMS.items() if has_meaning(key, m))
+                + ", ".join(n for n, m in MECHANISMS.items() if uses_setting(key, m))
             )
     given = {key: value for key, value in overrides.items() if value is not None}
     return replace(mechanism, **given)
 
 
-def has_meaning(key: str, m: Mechanism) -> bool:
+def uses_setting(key: str, m: Mechanism) -> bool:
+    """Tell whether a mechanism has a part that the setting changes."""
     if key in ("p", "alpha", "numerics"):
         return m.sharpened
     return key != "length" or m.bias == "-log L" or m.norm == "L"

@@ -28,6 +28,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
 }
 
+# Activations that are about e^x far below zero. They count as zero where e^x is no normal number,
+# below -87.3 in float32: what would be left of its digits differs from one backend to another.
+VANISHING = ("sigmoid", "softplus", "mish")
+
 # Rows 1..3 are not shifted: with so few keys nothing would be left above the mean.
 UNSHIFTED_ROWS = 3
 
@@ -196,7 +200,10 @@ def _activate(x: Tensor, visible: Tensor, m: Mechanism) -> Tensor:
         # l1 removes any factor of a row, so shifting by its maximum is exact and cannot overflow.
         top = x.detach().amax(-1, keepdim=True)
         return (x - top.masked_fill(top == -torch.inf, 0)).exp()
-    return ACTIVATIONS[m.phi](x).masked_fill(~visible, 0)
+    a = ACTIVATIONS[m.phi](x)
+    if m.norm == "l1" and m.phi in VANISHING and not m.cosine:
+        visible = visible & (x >= math.log(torch.finfo(x.dtype).tiny))
+    return a.masked_fill(~visible, 0)
 
 
 def _normalise(a: Tensor, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:

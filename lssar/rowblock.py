@@ -23,7 +23,7 @@ BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
 def attend_by_row_blocks(
     attend_eager, q, k, v, mechanism: Mechanism, params, span: Span, decay=None
 ) -> Tensor:
-    """`attend_eager(q, k, v, mechanism, params, span, decay)`, recomputed in backward."""
+    """Compute `attend_eager(q, k, v, mechanism, params, span, decay)` block by block."""
     batch, heads = q.shape[:2]
     decay = None if decay is None else decay.expand(batch, -1, -1)
     first = span.firsts(q, k)
@@ -41,12 +41,14 @@ def attend_by_row_blocks(
 class _RowBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attend_eager, mechanism, q, k, v, first, decay, params):
-        ctx.attend_eager, ctx.mechanism, ctx.first = attend_eager, mechanism, first
+        ctx.attend_eager = attend_eager
+        ctx.mechanism = mechanism
+        ctx.first = first
         ctx.save_for_backward(q, k, v, params, decay)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
         for block in _blocks(q, k, first, mechanism.sinks):
-            *parts, scale, fall = block.of(q, k, v, params, decay)
-            rows = attend_eager(*parts, mechanism, scale, block.span, fall)
+            *qkv, block_params, block_decay = block.of(q, k, v, params, decay)
+            rows = attend_eager(*qkv, mechanism, block_params, block.span, block_decay)
             out[:, block.heads, block.rows] = rows
         return out
 
@@ -54,10 +56,7 @@ class _RowBlocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out):
         inputs = ctx.saved_tensors
-        # float32 sums: many blocks add into the same key.
-        totals = _each(
-            lambda t: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)), inputs
-        )
+        totals = _each(_zero_sum, inputs)
         for block in _blocks(*inputs[:2], ctx.first, ctx.mechanism.sinks):
             parts = _each(lambda t: t.detach().requires_grad_(), block.of(*inputs))
             with torch.enable_grad():
@@ -67,14 +66,21 @@ class _RowBlocks(torch.autograd.Function):
             targets = [t for t in block.of(*totals) if t is not None]
             for target, grad in zip(targets, grads, strict=True):
                 target += grad
-        types = _each(lambda t: t.dtype, inputs)
-        *grads, scale, fall = (t and total.to(t) for t, total in zip(types, totals, strict=True))
-        return None, None, *grads, None, fall, scale
+        grads = []
+        for total, x in zip(totals, inputs, strict=True):
+            grads.append(None if total is None else total.to(x.dtype))
+        grad_q, grad_k, grad_v, grad_params, grad_decay = grads
+        return None, None, grad_q, grad_k, grad_v, None, grad_decay, grad_params
 
 
 def _each(function, tensors) -> list:
-    """Of every tensor; a call without parameters or decay has None in their place."""
-    return [t if t is None else function(t) for t in tensors]
+    """Apply the function to every tensor; params and decay may be None, and stay so."""
+    return [None if t is None else function(t) for t in tensors]
+
+
+def _zero_sum(x: Tensor) -> Tensor:
+    """Return zeros to add the gradients of x to: in float32, as many blocks add to one key."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class _Block:
     span: Span
 
     def of(self, q, k, v, params: Tensor | None, decay: Tensor | None) -> list[Tensor | None]:
-        """Views of its part of each."""
+        """Return views of the block's part of each tensor."""
         return [
             q[:, self.heads, self.rows],
             *(x[:, self.shared, self.keys] for x in (k, v)),
@@ -96,12 +102,15 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int = 0) -> Iterator[_Block]:
-    """Of one head of k if it fills a block, as keys are normalised anew for each; else of several.
+    """Yield blocks of one head of k if that fills a block, else of several heads.
 
-    At least four blocks of rows, so that little is computed of what no row sees.
+    Keys are normalised anew for each block. There are at least four blocks of rows, so that little
+    is computed that no row sees.
     """
-    length, heads, keys = q.shape[2], k.shape[1], k.shape[2]
-    group, past = q.shape[1] // heads, keys - length
+    length = q.shape[2]
+    heads, keys = k.shape[1:3]
+    group = q.shape[1] // heads
+    past = keys - length
     entries = BLOCK_ENTRIES.get(q.device.type, BLOCK_ENTRIES["default"])
     longest = keys
     if first is not None and not sinks:

@@ -9,7 +9,7 @@ them is both at once. A query before its own first key sees nothing, and its out
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,30 +19,30 @@ from lssar.mechanisms import Mechanism
 
 
 def window(size: int, queries: int, keys: int | None = None, device=None) -> Tensor:
-    """The last `size` keys of each of the last `queries` places, itself included: (queries,)."""
+    """Return the first of the last `size` keys of each of the last `queries` places: (queries,)."""
     keys = queries if keys is None else keys
     return (torch.arange(keys - queries, keys, device=device) - size + 1).clamp(min=0)
 
 
 def documents(tokens: Tensor, end_of_text: int) -> Tensor:
-    """The start of each token's own document, (B, L); an end-of-text token begins the next one."""
+    """Return the start of each token's own document, (B, L); an end-of-text token begins one."""
     return document_starts(tokens == end_of_text)
 
 
 def document_starts(starts: Tensor) -> Tensor:
-    """The same from a mask (B, L) that is True where a document begins."""
+    """Return the start of each token's own document, (B, L); `starts` is True where one begins."""
     places = torch.arange(starts.shape[-1], device=starts.device)
     return (places * starts).cummax(-1).values
 
 
 def bounded(bounds: Tensor, length: int) -> Tensor:
-    """The start of each place's own sequence, (length,), of bounds 0, ..., length in a row."""
+    """Return the start of each place's own sequence, (length,), from the bounds 0, ..., length."""
     places = torch.arange(length, device=bounds.device)
     return bounds.long()[torch.searchsorted(bounds, places, right=True) - 1]
 
 
 def padding(mask: Tensor, queries: int) -> Tensor:
-    """The first token of left-padded sequences, (B, queries); the mask (B, L) is True at tokens."""
+    """Return the first token of left-padded sequences, (B, queries); the mask is True at tokens."""
     if not _is_left_padded(mask):
         raise UserError("padding between or after the tokens is not a span; use attend_padded")
     return (~mask).sum(-1, keepdim=True).expand(-1, queries)
@@ -54,7 +54,7 @@ def _is_left_padded(mask: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """What the rows of a call see: from `first` on, at most `window` keys, and the sinks."""
+    """The keys that the rows of a call see: from `first` on, at most `window`, and the sinks."""
 
     first: Tensor | None = None  # (B, Lq) or (1, Lq)
     window: int | None = None
@@ -65,7 +65,7 @@ class Span:
         return self.first is None and self.window is None
 
     def firsts(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """The two as one tensor (B, Lq) or (1, Lq); None where every row sees all keys up to it."""
+        """Return both as one tensor (B, Lq) or (1, Lq); None where nothing is hidden."""
         first = self.first
         if self.window is not None:
             last = window(self.window, q.shape[2], k.shape[2], q.device)
@@ -73,8 +73,9 @@ class Span:
         return first
 
     def counts(self, q: Tensor, k: Tensor) -> Tensor:
-        """How many keys each row sees, (1 or B, 1, Lq, 1); 1 where it sees none."""
-        keys, first = k.shape[2], self.firsts(q, k)
+        """Return how many keys each row sees, (1 or B, 1, Lq, 1); 1 where it sees none."""
+        keys = k.shape[2]
+        first = self.firsts(q, k)
         counts = torch.arange(keys - q.shape[2] + 1, keys + 1, device=q.device)[None]
         if first is not None:
             counts = (counts - first + first.clamp(max=self.sinks)).clamp(min=1)
@@ -82,7 +83,7 @@ class Span:
 
 
 def span_of(first: Tensor | None, m: Mechanism, q: Tensor, k: Tensor) -> Span:
-    """A caller's `first` and a mechanism's window, checked; what hides nothing is dropped."""
+    """Validate `first`, and ignore windows that cover all keys."""
     window = None if m.window is None or m.window >= k.shape[2] else m.window
     if first is None:
         return Span(None, window, m.sinks if window else 0)
@@ -93,21 +94,24 @@ def span_of(first: Tensor | None, m: Mechanism, q: Tensor, k: Tensor) -> Span:
     if first.is_floating_point() or first.dtype == torch.bool or first.shape not in shapes:
         raise UserError(
             f"first must be an integer tensor (B, Lq) or (Lq,), here ({batch}, {queries}); "
-            f"got {first.dtype} {tuple(first.shape)}"
+            f"got {first.dtype} {tuple(first.shape)}; lssar.spans.padding makes one of a mask"
         )
     if first.device != q.device:
         raise UserError(f"first is on {first.device}, q on {q.device}; move one of them")
     return Span(first.reshape(-1, queries).to(torch.int64).clamp(0, k.shape[2]), window)
 
 
-def without_unseen(v: Tensor, first: Tensor) -> Tensor:
-    """v (B, H, Lk, d), zero before the first key that any row sees: there it may be NaN."""
+def zero_unseen_values(v: Tensor, first: Tensor) -> Tensor:
+    """Return v (B, H, Lk, d) with zeros before the first key that any row sees.
+
+    Values that no query sees may be NaN, and a weight of zero times NaN is NaN.
+    """
     unseen = torch.arange(v.shape[2], device=v.device) < first.amin(1, keepdim=True)
     return v.masked_fill(unseen[:, None, :, None], 0)
 
 
 def shifted_keys(k: Tensor, first: Tensor | None = None) -> Tensor:
-    """k (B, H, Lk, d) with the previous token's key in each place.
+    """Return k (B, H, Lk, d) with the previous token's key in each place.
 
     A query then finds the value that followed what it looks for: an induction head in one layer.
     The first token of a sequence keeps its own key; `first` (B, Lq) or (Lq,) says where sequences
@@ -137,13 +141,14 @@ class Arrangement(NamedTuple):
 def arrange(
     mask: Tensor, queries: int, places: Tensor | None = None, counts: Tensor | None = None
 ) -> Arrangement:
-    """Padding goes to the front of its row; the mask (B, n) is True at tokens.
+    """Return the order that moves padding to the front; the mask (B, n) is True at tokens.
 
     `places` (queries,) says where the queries are among the n keys: they are the last ones unless
     told otherwise, and nothing after them is a token. `counts` (B, queries) is the number of tokens
     that each query sees, itself included and without a gap: all up to its own unless told.
     """
-    keys, look = mask.shape[1], can_look_at(mask)
+    keys = mask.shape[1]
+    look = can_look_at(mask)
     if places is None:
         places = torch.arange(keys - queries, keys, device=mask.device)
     if look and mask.all() and (counts is None or bool((counts == places + 1).all())):
@@ -153,59 +158,22 @@ def arrange(
     end = torch.arange(keys - queries + 1, keys + 1, device=mask.device)
     if look and _is_left_padded(mask):
         return Arrangement(keys, torch.where(asking, end - seen, keys))
-    order, asked = (x.to(torch.uint8).argsort(dim=1, stable=True) for x in (mask, asking))
+    order = mask.to(torch.uint8).argsort(dim=1, stable=True)
+    asked = asking.to(torch.uint8).argsort(dim=1, stable=True)
     first = torch.where(asking.gather(1, asked), end - seen.gather(1, asked), keys)
     return Arrangement(keys, first, order, asked)
 
 
 def can_look_at(x: Tensor) -> bool:
-    """Whether a branch may depend on its values: not where a graph is made of them."""
+    """Tell whether a branch may depend on the values of x: not while a graph is made."""
     return type(x) is Tensor and not (x.is_meta or torch.compiler.is_compiling())
 
 
-def attend_padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mechanism: str | Mechanism,
-    mask: Tensor | Arrangement | None,
-    *,
-    shift: bool = False,
-    **options: Any,
-) -> Tensor:
-    """`attend` over the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
-
-    Keys from n on do not exist yet: a cache with room for more may be given whole. Padding may be
-    to the left, to the right or, in a cache, between the two; a row gives what its sequence gives
-    alone. The result is zero where a query is padding. `arrange` makes what several layers share
-    from a mask once. With `shift`, the keys are shifted (`shifted_keys`).
-    """
-    from lssar.backends import attend
-
-    if mask is None:
-        return attend(q, shifted_keys(k) if shift else k, v, mechanism, **options)
-    if options.pop("first", None) is not None:
-        raise UserError("attend_padded makes first from its mask; give one of the two")
-    end, first, keys, queries = mask if isinstance(mask, Arrangement) else arrange(mask, q.shape[2])
-    k, v = k[:, :, :end], v[:, :, :end]
-    if (decay := options.pop("decay", None)) is not None:
-        options["decay"] = decay = decay[:, :, :end]
-    if keys is not None and queries is not None:
-        q, k, v = _moved(q, queries), _moved(k, keys), _moved(v, keys)
-        if decay is not None:
-            decay = decay.expand(len(q), -1, -1).unsqueeze(-1)
-            options["decay"] = _moved(decay, keys).squeeze(-1)
-    if shift:
-        k = shifted_keys(k, first)
-    out = attend(q, k, v, mechanism, first=first, **options)
-    return out if queries is None else _moved(out, queries.argsort(dim=1))
-
-
-def _moved(x: Tensor, order: Tensor) -> Tensor:
-    """x (B, H, L, d) with the places of each sequence in this order (B, L)."""
+def reordered(x: Tensor, order: Tensor) -> Tensor:
+    """Return x (B, H, L, d) with the places of each sequence in this order (B, L)."""
     return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def token_positions(mask: Tensor, length: int) -> Tensor:
-    """The place of each of the last `length` tokens in its own sequence, (B, length), from 0."""
+    """Return the place of the last `length` tokens in their own sequences, (B, length), from 0."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)[:, mask.shape[1] - length :]

@@ -12,6 +12,7 @@ SCALE, SHIFT, MEAN, INV_M, WEIGHT, COEF, DENSE = (tl.constexpr(i) for i in range
 NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST_EXPONENT = tl.constexpr(-126.0)  # of a normal float32
 NEVER = tl.constexpr(2**30)  # the first key of a row that sees nothing
 # fp32 tiles as three products of their tf32 halves: full precision, still on tensor cores. Plain
 # fp32 unrolls into scalar code that takes minutes to compile and spills.
@@ -33,20 +34,33 @@ def scores(q, k, scale, inv_k, shift):
 
 
 @triton.jit
-def activate(t, PHI: tl.constexpr):
-    """phi(t) and its slope; whichever is not used costs nothing once compiled."""
+def exp2_of_negative(x, FORM: tl.constexpr):
+    """Return 2^x of x <= 0, zero below float32's normal numbers, as every backend has it.
+
+    Scores of cosines are never that small.
+    """
+    y = tl.exp2(x)
+    if not FORM.cosine:
+        y = tl.where(x < SMALLEST_EXPONENT, 0.0, y)
+    return y
+
+
+@triton.jit
+def activate(t, FORM: tl.constexpr):
+    """Return phi(t) and its slope; whichever is not used costs nothing once compiled."""
+    PHI: tl.constexpr = FORM.phi
     if PHI == "exp":
         f = tl.exp2(t)
         slope = f * LN_2
     elif PHI == "sigmoid":
-        e = tl.exp2(-tl.abs(t))
+        e = exp2_of_negative(-tl.abs(t), FORM)
         y = 1.0 / (1.0 + e)
         f = tl.where(t < 0, e * y, y)
         slope = e * y * y * LN_2
     elif PHI == "softplus":
         # The polynomial is log2(1 + e)/e on [0, 1] to 3e-8, relative: tl.log2 is a long software
         # sequence, and log2 of a rounded 1 + e loses every small e.
-        e = tl.exp2(-tl.abs(t))
+        e = exp2_of_negative(-tl.abs(t), FORM)
         c = 0.007549174163298813
         c = c * e - 0.04256702740847336
         c = c * e + 0.11285613206977503
@@ -73,14 +87,15 @@ def activate(t, PHI: tl.constexpr):
         f = t * y
         slope = y + t * tl.exp2(t * t * (-0.5 * LOG2_E)) * 0.3989422804014327
     elif PHI == "mish":  # with w = e^t, tanh(softplus(t)) = (w^2 + 2 w) / (w^2 + 2 w + 2)
-        e = tl.exp2(-tl.abs(t) * LOG2_E)
+        e = exp2_of_negative(-tl.abs(t) * LOG2_E, FORM)
         up = tl.where(t < 0, e * e + e + e, 1.0 + e + e)
         rest = tl.where(t < 0, 2.0, e * e + e * e)
         tanh = up / (up + rest)
         f = t * tanh
         sigmoid = tl.where(t < 0, e, 1.0) / (1.0 + e)
         slope = tanh + t * (rest / (up + rest)) * (1.0 + tanh) * sigmoid
-    else:  # identity
+    else:
+        tl.static_assert(PHI == "identity", "activate() has no case for this phi")
         f = t
         slope = tl.full(t.shape, 1.0, tl.float32)
     return f, slope

@@ -85,7 +85,7 @@ def _key_tile(
     dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
     inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-    f, slope = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM.phi)
+    f, slope = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM)
     if FORM.cosine:
         slope *= inv_k[None, :]  # type: ignore[index]
     z, r = _weights(f, mean[:, None], inv_m[:, None], exponent[:, None], seen, FORM)
@@ -271,7 +271,7 @@ def _dkv_pass(
             s *= inv_k[:, None]
         if FORM.shifted:
             s += tiles.load_vector(STATS + plane * SHIFT, start, inside, BLOCK_M)[None, :]
-        f, slope = tiles.activate(s, FORM.phi)
+        f, slope = tiles.activate(s, FORM)
         mean, inv_m, exponent, delta, dense = None, None, None, None, None
         if FORM.centred:
             mean = tiles.load_vector(STATS + plane * MEAN, start, inside, BLOCK_M)[None, :]

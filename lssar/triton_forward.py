@@ -73,7 +73,7 @@ def _mean_pass(
             total = tl.where(s > top, total * e + 1.0, total + e)
             top = tl.maximum(top, s)
         else:
-            f, _ = tiles.activate(s, FORM.phi)
+            f, _ = tiles.activate(s, FORM)
             if FORM.spans:  # the first tile in which a row sees something sets its pivot
                 least = tl.min(tl.where(seen, f, float("inf")), 1)
                 pivot = tl.where(pivot == float("inf"), least, pivot)
@@ -115,7 +115,7 @@ def _value_pass(
             carry *= less
             acc *= less[:, None]
             s -= new[:, None]
-        z, _ = tiles.activate(s, FORM.phi)
+        z, _ = tiles.activate(s, FORM)
         if FORM.centred:
             z -= mean[:, None]
         if FORM.sharp:
@@ -202,7 +202,7 @@ def forward_kernel(
             probed = tl.arange(0, PROBE) < k_length
             k = tiles.load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
             inv_k = tiles.load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
-            f, _ = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM.phi)
+            f, _ = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM)
             f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
             pivot = tl.min(f, 1)
         for masked in tl.static_range(1 if FORM.spans else 0, 2):

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from lssar import fused
-from lssar.cache import ensure_writable
 from lssar.errors import UserError
-from lssar.fused import COSINE, L1, LOG_N, PHI, RECENTRE, RECENTRE_L1, Settings, readable, room_like
+from lssar.folders import ensure_writable
+from lssar.fused import COSINE, L1, LOG_N, PHI, RECENTRE_L1, Settings, readable, room_like
 from lssar.mechanisms import SIGNED, Mechanism
 from lssar.reference import UNSHIFTED_ROWS
-from lssar.spans import Span, without_unseen
+from lssar.spans import Span, zero_unseen_values
 
 ROW_STATISTICS = 7  # planes of the saved row statistics; named in `tiles.py`
 MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
@@ -79,8 +80,8 @@ def _broken() -> str | None:
     return None
 
 
-def attend(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
-    """Any mechanism that `fused.unfused` lets through."""
+def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+    """Compute any mechanism that `fused.unfused` lets through."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -88,7 +89,17 @@ def attend(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     if _needs_float32(m, dtype):
         q, k, v = q.float(), k.float(), v.float()
     with torch.autocast(q.device.type, enabled=False):
-        return fused.attend(_run, q, k, v, m, params, span).to(dtype)
+        q, k, settings = fused.kernel_inputs(q, k, m, params, span)
+        save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        size = _largest_batch(q)
+        if q.shape[0] <= size:
+            out = _forward(q, k, v, span.first, *settings, save)[0]
+        else:
+            parts = _split(q, k, v, span.first, size)
+            out = torch.cat([_forward(*part, *settings, save)[0] for part in parts])
+        if m.post == "recentre":
+            out = out - _mean_value(v, span, q)
+        return fused.finish(out, q, k, m, params, span).to(dtype)
 
 
 def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
@@ -99,29 +110,30 @@ def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
     return outside or (dtype == torch.float16 and m.norm != "l1")
 
 
-def _run(q, k, v, first: Tensor | None, settings: Settings, save: bool) -> Tensor:
-    batch, heads, rows, _ = q.shape
-    most = min(MOST_HEADS // heads, MOST_STATISTICS // max(1, heads * rows))  # sequences at once
+def _largest_batch(q: Tensor) -> int:
+    """Return how many sequences a launch can take."""
+    _, heads, rows, _ = q.shape
+    most = min(MOST_HEADS // heads, MOST_STATISTICS // max(1, heads * rows))
     if most == 0:
-        size = f"a sequence of {heads} heads and {rows} rows"
-        raise UserError(f"{size} is too large for the Triton kernel; use backend='rowblock'")
-    if batch > most:
-        firsts = first.split(most) if first is not None and len(first) > 1 else repeat(first)
-        parts = zip(q.split(most), k.split(most), v.split(most), firsts, strict=False)
-        return torch.cat([_run(*part, settings, save) for part in parts])
-    out = _forward(q, k, v, first, *settings, save)[0]
-    if settings.flags & RECENTRE and not settings.flags & RECENTRE_L1:
-        out = out - _mean_value(v, first, settings.window, q)
-    return out
+        raise UserError(
+            f"a sequence of {heads} heads and {rows} rows is too large for the Triton kernel; "
+            "use backend='rowblock'"
+        )
+    return most
 
 
-def _mean_value(v: Tensor, first: Tensor | None, window: int, q: Tensor) -> Tensor:
-    """What re-centring takes off the output: the mean of the values that each row sees."""
-    span = Span(first, window or None)
+def _split(q, k, v, first: Tensor | None, size: int) -> Iterator[tuple]:
+    """Yield q, k, v and first of at most `size` sequences at a time."""
+    firsts = first.split(size) if first is not None and len(first) > 1 else repeat(first)
+    return zip(q.split(size), k.split(size), v.split(size), firsts, strict=False)
+
+
+def _mean_value(v: Tensor, span: Span, q: Tensor) -> Tensor:
+    """Return the mean of the values that each row sees: re-centring takes it off the output."""
     counts, first = span.counts(q, v), span.firsts(q, v)
     end = torch.arange(v.shape[2] - q.shape[2] + 1, v.shape[2] + 1, device=q.device)
     if first is not None:
-        v = without_unseen(v, first)
+        v = zero_unseen_values(v, first)
     sums = torch.nn.functional.pad(v.double().cumsum(2), (0, 0, 1, 0))
     total = sums[:, :, end]
     if first is not None:
@@ -288,11 +300,20 @@ def _sizes(v: Tensor, keys: Tensor, last: Tensor | None, queries: int, form: For
     return torch.stack([largest.amax(-1), smallest.amin(-1)], -1)
 
 
+def _kept(q, out, exact, guide, stats, keys):
+    return out if q.dtype == torch.float32 else exact, guide, stats, keys
+
+
 _forward, _ = fused.operators(
-    "lssa::triton_{}_v3", None, _compute_forward, _forward_outputs, 5,
-    lambda q, out, exact, *rest: (out if q.dtype == torch.float32 else exact, *rest),
-    "exact guide stats keys", _compute_backward,
-)  # fmt: skip
+    "lssar::triton_{}_v4",
+    device=None,
+    forward=_compute_forward,
+    outputs=_forward_outputs,
+    results=5,
+    keep=_kept,
+    kept="exact guide stats keys",
+    backward=_compute_backward,
+)
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):

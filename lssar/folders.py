@@ -1,4 +1,4 @@
-"""Where built kernels and downloads are kept when the usual cache folder cannot be used."""
+"""Where built kernels and downloads are kept, and whether a folder can be trusted with code."""
 
 import os
 import stat
@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def private_folder() -> Path:
-    """A temporary folder that only this user can write to; OSError where there is none.
-
-    What lies in it is loaded as code, so one that another user made or can write to is refused.
-    """
+    """Return a temporary folder that only this user can use; OSError where there is none."""
     folder = Path(tempfile.gettempdir()) / f"lssar-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -19,6 +16,18 @@ def private_folder() -> Path:
     if not owned or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is open to other users")
     return folder
+
+
+def check_trusted(path: Path) -> None:
+    """Raise PermissionError where another user could have written `path`, or could now.
+
+    Libraries are loaded as code from these folders. The superuser is trusted in any case.
+    """
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{path} belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} can be written by other users; chmod go-w would close it")
 
 
 def ensure_writable(variable: str, default: str, name: str, what: str) -> None:
@@ -30,7 +39,7 @@ def ensure_writable(variable: str, default: str, name: str, what: str) -> None:
         folder = Path(os.environ.get(variable) or default).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # the latter: no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         private = private_folder() / name
         os.environ[variable] = str(private)
         warnings.warn(
@@ -41,6 +50,6 @@ def ensure_writable(variable: str, default: str, name: str, what: str) -> None:
 
 
 def ensure_hub_cache() -> None:
-    """For whatever imports `datasets`, `transformers` or `lm_eval`, before it does."""
+    """Call this before `datasets`, `transformers` or `lm_eval` is imported."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     ensure_writable("HF_HOME", f"{home}/huggingface", "huggingface", "Hugging Face's files")
