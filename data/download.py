@@ -9,8 +9,8 @@ from types import ModuleType
 from data.shards import SHARD_NAME, Shard, check_shard, count_documents
 from data.tokeniser import Gpt2Tokeniser
 from data.writer import recorded_settings, write_manifest
-from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError, did_you_mean
+from lssar.folders import ensure_hub_cache
 from support.files import first_line, locked, sha256_of
 
 READY_MADE = {

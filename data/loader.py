@@ -296,8 +296,9 @@ class Batches:
 
     def __init__(self, config, plan, rank: int = 0, device="cpu"):
         """Refuses sets that are too small for one step or one validation."""
-        t, directory, ends = config.train, config.data.directory, config.data_ends()
-        self.train_set, self.val_set = (open_data(directory, s, **ends) for s in ("train", "val"))
+        t = config.train
+        directory, needs = config.data.directory, config.data_requirements()
+        self.train_set, self.val_set = (open_data(directory, s, **needs) for s in ("train", "val"))
         share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
         order = {"seed": t.seed, "shuffle": config.data.shuffle, "device": device}
 
@@ -309,7 +310,14 @@ class Batches:
         self.loader = loader(t.length)
         if t.long_length:
             self.loader = MixedLoader(self.loader, loader(t.long_length), t.long_interval)
-        # This rank's share of the first eval.tokens of the validation set.
-        first = {"total_tokens": config.eval.tokens, "batch": config.eval.batch or plan.micro_batch}
+        # This rank's share of the first eval.tokens of the validation set, or of all there are.
+        self.notices: list[str] = []
+        tokens = config.eval.tokens
+        there = windows_of(self.val_set, t.length).count * t.length
+        if 0 < there < tokens:
+            asked = f"eval.tokens = {tokens:,}"
+            self.notices.append(f"validation takes the {there:,} tokens there are, not {asked}")
+            tokens = there
+        first = {"total_tokens": tokens, "batch": config.eval.batch or plan.micro_batch}
         self.validation = functools.partial(validation_windows, self.val_set, **first, **share)
         self.validation()

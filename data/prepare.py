@@ -3,8 +3,9 @@
 Sources:
   fineweb      HuggingFaceFW/fineweb from the hub, or --from-files 'x/*.parquet'
   fineweb-edu  HuggingFaceFW/fineweb-edu, likewise
-  text         your own .txt, .jsonl(.gz) and .parquet files or folders of them
+  text         your own files or folders of them: any UTF-8 text, .jsonl and .parquet, also .gz
   stdlib       the Python standard library's sources: no network, a few seconds
+  sources      the same and those of the installed torch: 58 MB
   passkey      passkey prompts with their answers, to learn retrieval from: no network either
   mqar, flipflop, copy
                sequences of --length tokens whose answers stand at a known distance, for audit.py
@@ -36,26 +37,29 @@ from tqdm import tqdm
 
 from data.download import READY_MADE, download, pinned_revision
 from data.far_tasks import TASKS, PasskeySource, TaskSource
+from data.own_text import Sample, TextSource, find_parquet, find_text
 from data.pipeline import chunks, encoded
 from data.shards import MANIFEST, MAX_SHARD_TOKENS, describe_set, verify
-from data.sources import HUB, HubSource, Sample, StdlibSource, TextSource, find_files
+from data.sources import HUB, HubSource, PythonSource
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, forget_progress, recorded_settings, refuse_other_settings
 from lssar.errors import UserError, did_you_mean
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
-from support.files import locked, lookup
+from support.files import locked
 
-GENERATED = ("stdlib", "passkey", *TASKS)  # bytes, with a split of their own
+GENERATED = ("stdlib", "sources", "passkey", *TASKS)  # bytes, with a split of their own
 COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
-# Its `corpora` say which text the published numbers were trained and evaluated on.
-PUBLISHED = Path(__file__).resolve().parents[1] / "results/nano/runs.json"
+# The standard library that the published numbers were trained and evaluated on.
+PUBLISHED_SOURCE = "Python 3.11.7 standard library"
+PUBLISHED_TOKENS_SHA256 = "0b73c456355c04c099cbbf61066ffdd2f9245230ef8dfc89a6991190ef76bf09"
 MOST_LISTED = 20
 SECONDS_BETWEEN_RECORDS = 5.0  # what a kill can cost; each record syncs the disk
 
 
 def prepare(source, arguments: argparse.Namespace) -> None:
     """Write the source's shards to --out, continuing if that was interrupted."""
-    out, tokeniser = arguments.out, get_tokeniser(arguments.tokeniser)
+    out = arguments.out
+    tokeniser = get_tokeniser(arguments.tokeniser)
     kept = ("tokeniser", "shard_tokens", "val_tokens", "max_tokens")
     settings = {key: getattr(arguments, key) for key in kept} | {"source": source.description}
     with locked(out):
@@ -64,34 +68,46 @@ def prepare(source, arguments: argparse.Namespace) -> None:
             forget_progress(out)
             print(f"{out} is already complete")
             return
-        sizes = arguments.shard_tokens, getattr(source, "seed", None)
-        writer = ShardWriter(out, source.prefix, tokeniser, settings, *sizes)
+        writer = ShardWriter(
+            out,
+            source.prefix,
+            tokeniser,
+            settings,
+            arguments.shard_tokens,
+            seed=getattr(source, "seed", None),
+        )
         with contextlib.closing(writer):
-            skipped = _fill(writer, source, arguments.workers)
-            report_skipped(skipped)
+            left_out = {path: (0, why) for path, why in arguments.left_out.items()}
+            left_out |= _fill(writer, source, arguments.workers)
+            report_left_out(left_out)
             _refuse_too_little(writer)
-            listed = [{"file": p.name, "lines": n, "what": w} for p, (n, w) in skipped.items()]
+            listed = [{"file": p.name, "lines": n, "what": w} for p, (n, w) in left_out.items()]
             writer.finish(skipped=listed)
-    found = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
-    print(f"{out}: {found}, {len(writer.shards)} shards")
+    files = f"{len(source.files):,} files, " if hasattr(source, "files") else ""
+    tokens = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
+    shards = f"{len(writer.shards)} shards"
+    print(f"{out}: {files}{writer.documents:,} documents, {tokens}, {shards}")
 
 
 def _fill(writer: ShardWriter, source, workers: int) -> dict[Path, tuple[int, str]]:
-    """Write all that is missing. Of what was left out: how many lines (0: all), what is wrong."""
-    val_tokens, max_tokens = writer.settings["val_tokens"], writer.settings["max_tokens"]
+    """Write all that is missing. Return what was left out: how many lines (0: all), and why."""
+    val_tokens = writer.settings["val_tokens"]
+    max_tokens = writer.settings["max_tokens"]
     most = max_tokens or sys.maxsize
-    state, last_record = writer.resume(), time.monotonic()
+    state = writer.resume()
+    writer.encoders.add(writer.tokeniser.encoder_name)
+    last_record = time.monotonic()
     interval = 0.5 if sys.stderr.isatty() else 30.0
     bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
     with bar, contextlib.closing(stream):
         for chunk, answer in stream:
-            tokens, border = answer.tokens[: most - writer.total], answer.validation
+            tokens = answer.tokens[: most - writer.total]
+            border = answer.validation
             if val_tokens is not None:  # the first ones, as llm.c has it
                 border = max(0, val_tokens - writer.totals["val"])
             writer.append(tokens[:border], "val")
             writer.append(tokens[border:], "train")
-            writer.encoders.add(answer.encoder)
             bar.update(len(tokens))
             if writer.total == most:
                 break
@@ -102,14 +118,15 @@ def _fill(writer: ShardWriter, source, workers: int) -> dict[Path, tuple[int, st
     return {source.files[int(index)]: found for index, found in chunk.skipped.items()}
 
 
-def report_skipped(skipped: dict[Path, tuple[int, str]]) -> None:
-    counts = [lines for lines, _ in skipped.values()]
-    if skipped:
-        print(f"left out by --skip-bad: files {counts.count(0)}, lines {sum(counts)}")
-    for path, (lines, what) in itertools.islice(skipped.items(), MOST_LISTED):
-        print(f"  {path}{f', {lines} lines, the first' if lines else ''} {what}")
-    if len(skipped) > MOST_LISTED:
-        print(f"  and {len(skipped) - MOST_LISTED} more files, listed in {MANIFEST}")
+def report_left_out(left_out: dict[Path, tuple[int, str]]) -> None:
+    """Print which files and lines were left out, and why."""
+    counts = [lines for lines, _ in left_out.values()]
+    if left_out:
+        print(f"left out: files {counts.count(0)}, lines {sum(counts)}")
+    for path, (lines, why) in itertools.islice(left_out.items(), MOST_LISTED):
+        print(f"  {path}{f', {lines} lines, the first' if lines else ''} {why}")
+    if len(left_out) > MOST_LISTED:
+        print(f"  and {len(left_out) - MOST_LISTED} more files, listed in {MANIFEST}")
 
 
 def _refuse_too_little(writer: ShardWriter) -> None:
@@ -117,14 +134,15 @@ def _refuse_too_little(writer: ShardWriter) -> None:
         raise UserError("the source holds no text; check its files, and --field if it takes one")
     for split, tokens in writer.totals.items():
         if tokens == 0:
-            small = f"the source is too small: its {writer.total} tokens leave nothing for {split}"
             choice = "smaller" if split == "train" else "larger"
-            remedy = f"choose a {choice} --val-tokens, and delete {writer.directory}"
-            raise UserError(f"{small}; add text or {remedy}")
+            raise UserError(
+                f"the source is too small: its {writer.total} tokens leave nothing for {split}; "
+                f"add text or choose a {choice} --val-tokens, and delete {writer.directory}"
+            )
 
 
 def token_count(text: str) -> int:
-    """`100M`, `1.5B`, `20K` or a plain number of tokens."""
+    """Parse `100M`, `1.5B`, `20K` or a plain number of tokens."""
     unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper())
     try:
         count = round(float(text[:-1]) * unit) if unit else int(text.replace("_", ""))
@@ -140,7 +158,8 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    common.add_argument("--tokeniser", help="gpt2, or bytes for generated text")
+    spellings = ("--tokeniser", "--tokenizer")
+    common.add_argument(*spellings, help="gpt2, or bytes for generated text")
     common.add_argument("--shard-tokens", type=token_count, default=10**8, help="default 100M")
     common.add_argument("--max-tokens", type=token_count, help="stop after this many")
     workers = whole(0, MOST_PROCESSES)
@@ -157,9 +176,10 @@ def make_parser() -> Parser:
     val = "about this many validation tokens, from all over; default a twentieth, at most a shard"
     text.add_argument("--val-tokens", type=token_count, help=val)
     text.add_argument("--seed", type=seed_number, default=0, help="draws the validation documents")
-    bad = "leave out and list files that are not UTF-8 or damaged, and lines that are not JSON"
+    bad = "leave out and list damaged files, .txt that is not UTF-8, and lines that are not JSON"
     text.add_argument("--skip-bad", action="store_true", help=bad)
     commands.add_parser("stdlib", parents=[common], help="the standard library")
+    commands.add_parser("sources", parents=[common], help="the standard library and torch")
     passkey = commands.add_parser("passkey", parents=[common], help="passkey prompts")
     passkey.add_argument("--longest", type=positive, default=128, help="bytes of a prompt")
     for name in TASKS:
@@ -174,21 +194,30 @@ def make_parser() -> Parser:
 
 
 def make_source(arguments: argparse.Namespace):
-    if arguments.command == "stdlib":
-        return StdlibSource()
+    """Return the source that a command names; files left out of it go to `arguments.left_out`."""
+    arguments.left_out = {}
+    if arguments.command in ("stdlib", "sources"):
+        return PythonSource(arguments.command)
     if arguments.command == "passkey":
         return PasskeySource(arguments.longest)
     if arguments.command in TASKS:
         return TaskSource(arguments.command, arguments.length)
     if arguments.command == "text":
-        files, kind = find_files(arguments.inputs), {"kind": "text", "field": arguments.field}
-        how = {"sample": make_sample(files, arguments), "skip_bad": arguments.skip_bad}
-        return TextSource(files, arguments.field, kind, **how)
-    (repository, prefix, samples), name = HUB[arguments.command], arguments.sample
+        files, arguments.left_out = find_text(arguments.inputs)
+        return TextSource(
+            files,
+            arguments.field,
+            {"kind": "text", "field": arguments.field},
+            sample=make_sample(files, arguments),
+            skip_bad=arguments.skip_bad,
+        )
+    repository, prefix, samples = HUB[arguments.command]
+    name = arguments.sample
     if name not in samples:
-        what = f"{arguments.command} has no sample {name!r}"
-        raise UserError(f"{what}; {did_you_mean(name, samples)}")
-    if files := find_files(arguments.from_files, (".parquet",)):
+        raise UserError(
+            f"{arguments.command} has no sample {name!r}; {did_you_mean(name, samples)}"
+        )
+    if files := find_parquet(arguments.from_files):
         return TextSource(files, "text", {"kind": arguments.command}, prefix)
     advice = "with the parquet files at hand, pass --from-files 'folder/*.parquet'"
     revision = pinned_revision(arguments.out, repository, advice)
@@ -196,7 +225,7 @@ def make_source(arguments: argparse.Namespace):
 
 
 def make_sample(files: list[Path], arguments: argparse.Namespace) -> Sample:
-    """Which part of own text is validation: by default a twentieth, at most about a shard."""
+    """Choose which part of own text is validation: a twentieth, at most about a shard."""
     # Compressed text is about three times as long.
     sizes = [p.stat().st_size * (3 if p.suffix in (".gz", ".parquet") else 1) for p in files]
     bytes_per_token = 4 if arguments.tokeniser == "gpt2" else 1
@@ -205,8 +234,10 @@ def make_sample(files: list[Path], arguments: argparse.Namespace) -> Sample:
     if arguments.val_tokens is not None:
         one_in = tokens // arguments.val_tokens
     if one_in < 2:
-        half = f"more than half of the text, which has about {tokens} tokens"
-        raise UserError(f"--val-tokens {arguments.val_tokens} is {half}; choose fewer or add text")
+        raise UserError(
+            f"--val-tokens {arguments.val_tokens} is more than half of the text, "
+            f"which has about {tokens} tokens; choose fewer or add text"
+        )
     # Even of a single file, validation has some forty parts, or ten if they would be short.
     size = tokens * bytes_per_token // one_in
     return Sample(one_in, max(1, size // 40, min(2048, size // 10)), arguments.seed)
@@ -217,10 +248,11 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unknown source {argv[0]!r}; {did_you_mean(argv[0], COMMANDS)}")
     arguments = make_parser().parse_args(argv)
     if arguments.command == "verify":
-        found = "{train:,} training tokens, {val:,} validation tokens"
-        tokens = found.format(**verify(arguments.directory))
-        known = (arguments.directory / MANIFEST).exists()
-        limits = "" if known else f"; no {MANIFEST}: headers and sizes are right, contents unknown"
+        totals = verify(arguments.directory)
+        tokens = "{train:,} training tokens, {val:,} validation tokens".format(**totals)
+        limits = ""
+        if not (arguments.directory / MANIFEST).exists():
+            limits = f"; no {MANIFEST}: headers and sizes are right, contents unknown"
         print(f"{arguments.directory} is sound: {tokens}{limits}")
         return
     if arguments.command == "download":
@@ -240,8 +272,10 @@ def main(argv: list[str]) -> None:
     if arguments.command not in HUB:
         arguments.val_tokens = None  # the source says which documents are validation
     elif (arguments.val_tokens or 0) > arguments.shard_tokens:
-        fit = f"--val-tokens {arguments.val_tokens} do not fit in one shard of"
-        raise UserError(f"{fit} {arguments.shard_tokens}; choose fewer or a larger --shard-tokens")
+        raise UserError(
+            f"--val-tokens {arguments.val_tokens} do not fit in one shard of "
+            f"{arguments.shard_tokens}; choose fewer or a larger --shard-tokens"
+        )
     else:
         arguments.val_tokens = arguments.val_tokens or arguments.shard_tokens
     prepare(source, arguments)
@@ -250,12 +284,13 @@ def main(argv: list[str]) -> None:
 
 
 def compare_with_published(out: Path) -> None:
-    """Note that the corpus is not the published one: each Python has its own library."""
-    published, mine = lookup(PUBLISHED, "corpora", "corpora/stdlib"), describe_set(out)
-    # A copy of the code may come without results.
-    if published and mine["tokens_sha256"] != published["tokens_sha256"]:
-        other = f"is not the text of the published numbers ({published['source']})"
-        print(f"note: {out} ({mine['source']}) {other}: yours will differ from them")
+    """Print a note if the corpus is not the published one: each Python has its own library."""
+    mine = describe_set(out)
+    if mine["tokens_sha256"] != PUBLISHED_TOKENS_SHA256:
+        print(
+            f"note: {out} ({mine['source']}) is not the text of the published numbers "
+            f"({PUBLISHED_SOURCE}): yours will differ from them"
+        )
 
 
 if __name__ == "__main__":

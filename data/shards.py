@@ -242,8 +242,10 @@ def describe_set(directory: str | Path) -> dict:
         source = manifest.get("settings", {}).get("source", {})
         named = (source[k] for k in ("kind", "sample", "repository", "revision") if k in source)
         about["source"] = ", ".join(map(str, named)) or None
-        if source.get("kind") == "stdlib":
+        if source.get("kind") in ("stdlib", "sources"):
             about["source"] = f"Python {source.get('python')} standard library"
+        if source.get("kind") == "sources":
+            about["source"] += f" and torch {source.get('torch')}"
     return about
 
 

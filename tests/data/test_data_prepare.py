@@ -13,12 +13,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_sets import contents, read_stream, run_prepare
+from data_sets import REPOSITORY, contents, read_stream, run_prepare
 
-import benchmark
-from data import sources
+from data import own_text, sources
 from data.pipeline import Chunk, Piece, encoded
-from data.prepare import PUBLISHED, main
+from data.prepare import PUBLISHED_SOURCE, PUBLISHED_TOKENS_SHA256, main
 from data.shards import describe_set, open_split, verify
 from data.tokeniser import get_tokeniser
 from lssar.errors import UserError
@@ -105,7 +104,9 @@ def test_a_long_text_file_is_read_in_parts(tmp_path):
     for name, text in {"words": "ünïcode wörds " * 200_000, "solid": "中" * 900_000}.items():
         path = tmp_path / f"{name}.txt"
         path.write_text(text)
-        pieces = [p for group in sources.TextSource([path], "text", {}).pieces(None) for p in group]
+        pieces = [
+            p for group in own_text.TextSource([path], "text", {}).pieces(None) for p in group
+        ]
         assert "".join(piece.text for piece in pieces) == text
         assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
         assert (len(pieces) > 1) == (name == "words")
@@ -120,7 +121,7 @@ def test_the_standard_library_is_split_by_file_and_says_which(tmp_path):
     source = manifest["settings"]["source"]
     splits = {split: [n for n, f in source["files"].items() if f["split"] == split]
               for split in ("train", "val")}  # fmt: skip
-    texts = sources.StdlibSource().texts
+    texts = sources.PythonSource("stdlib").texts
     for split, names in splits.items():
         documents = (texts[name].encode() for name in names if texts[name])
         expected = [np.frombuffer(b"\0" + text, np.uint8).astype(np.uint16) for text in documents]
@@ -138,9 +139,7 @@ def test_the_standard_library_is_split_by_file_and_says_which(tmp_path):
 def test_another_standard_library_than_the_published_numbers_is_said(tmp_path, monkeypatch, capsys):
     main(["stdlib", "--out", str(tmp_path / "mine")])
     printed, mine = capsys.readouterr().out, describe_set(tmp_path / "mine")
-    published = json.loads(PUBLISHED.read_text())["corpora"]["corpora/stdlib"]
-    assert published["source"].startswith("Python 3.11."), "the note needs it"
-    assert ("note: " in printed) == (mine["tokens_sha256"] != published["tokens_sha256"])
+    assert ("note: " in printed) == (mine["tokens_sha256"] != PUBLISHED_TOKENS_SHA256)
     assert mine["source"] == f"Python {platform.python_version()} standard library"
 
     monkeypatch.setattr(platform, "python_version", lambda: "3.99.1")
@@ -150,7 +149,7 @@ def test_another_standard_library_than_the_published_numbers_is_said(tmp_path, m
         main(command)
         assert (
             f"note: {tmp_path}/other (Python 3.99.1 standard library) is not the text of the "
-            f"published numbers ({published['source']})"
+            f"published numbers ({PUBLISHED_SOURCE})"
         ) in capsys.readouterr().out
 
 
@@ -196,9 +195,10 @@ def test_missing_and_unusable_inputs_are_one_line_each(tmp_path):
     refuses("nowhere.txt does not exist", "text", tmp_path / "nowhere.txt", *out)
     refuses("parquet does not exist", "fineweb", "--from-files", f"{tmp_path}/*.parquet", *out)
     (tmp_path / "folder").mkdir()
-    refuses(r"folder holds no \.txt", "text", tmp_path / "folder", *out)
-    (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    refuses(r"a\.pdf is not one of \.txt", "text", tmp_path / "a.pdf", *out)
+    refuses(r"folder holds no text files", "text", tmp_path / "folder", *out)
+    (tmp_path / "a.pdf").write_bytes(b"%PDF\0\xff")
+    refuses(r"a\.pdf is not text", "text", tmp_path / "a.pdf", *out)
+    refuses(r"a\.pdf is not a \.parquet", "fineweb", "--from-files", tmp_path / "a.pdf", *out)
     (tmp_path / "fake.parquet").write_bytes(b"PAR1 not really")
     refuses("fake.parquet is not a parquet file", "text", tmp_path / "fake.parquet", *out)
     pyarrow.parquet.write_table(pyarrow.table({"texts": ["a"]}), tmp_path / "col.parquet")
@@ -335,13 +335,11 @@ def test_memory_is_bounded_by_the_chunks_under_way():
     assert done == 200
 
 
-def test_the_benchmark_runs_and_checks_itself(capsys):
-    assert benchmark.main(["tokenise", "--megabytes=0.3"]) == 0
-    printed = capsys.readouterr().out
-    assert "llm.c / nanoGPT way" in printed
-    assert "all token streams identical" in printed
-    with pytest.raises(UserError, match="did you mean 'tokenise'"):
-        benchmark.main(["tokenize"])
+def test_the_published_corpus_is_the_one_that_the_results_name():
+    recorded = json.loads((REPOSITORY / "results/nano/runs.json").read_text())["corpora"]
+    published = recorded["corpora/stdlib"]
+    assert published["tokens_sha256"] == PUBLISHED_TOKENS_SHA256
+    assert published["source"] == PUBLISHED_SOURCE
 
 
 def test_tokens_are_uint16_on_disk(tmp_path):

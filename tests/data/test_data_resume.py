@@ -1,5 +1,6 @@
 """A preparation killed at any instant, or stopped by a full disk, ends with the same bytes."""
 
+import gzip
 import importlib.metadata
 import json
 import os
@@ -10,14 +11,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from data_sets import REPOSITORY, contents, run_prepare, text_corpus
 
+from data import own_text
 from data.prepare import main
 from data.tokeniser import BPE_FILES, get_tokeniser
 from data.writer import ShardWriter, read_progress
 from lssar.errors import UserError
-from support.files import digest, write_json
+from support.files import write_json
 
 # Forks preparations and kills them with SIGKILL after growing delays until one gets through, every
 # other one recording its progress after each chunk; prints how many were killed. One process that
@@ -156,8 +160,8 @@ def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
     arguments, expected = interrupted(out, uninterrupted, monkeypatch)
     assert read_progress(out)["growing"]["train"][1] > 0
     record = (out / "progress.json").read_text()
-    more = record.replace('"documents": ', '"documents": 1')
-    for damaged in (record[:-9], more, "null", "[" * 9999):
+    other = record.replace('"documents": ', '"documents": "",  "other": ')
+    for damaged in (record[:-9], other, "null", "[" * 9999):
         (out / "progress.json").write_text(damaged)
         with pytest.raises(UserError, match=r"progress\.json is damaged"):
             main(arguments)
@@ -199,17 +203,14 @@ def stopped_in_the_middle(out, uninterrupted, monkeypatch):
 
 
 def test_the_manifest_names_every_encoder_that_wrote_the_set(out, uninterrupted, monkeypatch):
-    """Begun with the fast encoder, if there is one, and finished with tiktoken."""
-    fast = get_tokeniser("gpt2").fast_encoder
+    """Begun with one version of tiktoken, and finished with another."""
+    monkeypatch.setattr(get_tokeniser("gpt2"), "encoder_name", "tiktoken 0.0.1")
     command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
-    monkeypatch.setattr(get_tokeniser("gpt2"), "fast_encoder", None)
     main(command)
     manifest = json.loads((out / "manifest.json").read_text())
-    tiktoken = f"tiktoken {importlib.metadata.version('tiktoken')}"
-    assert manifest["encoders"] == sorted({fast.name if fast else tiktoken, tiktoken})
+    now = f"tiktoken {importlib.metadata.version('tiktoken')}"
+    assert manifest["encoders"] == ["tiktoken 0.0.1", now]
     assert manifest["merges_sha256"] == BPE_FILES["vocab.bpe"]
-    shards = {name: data for name, data in contents(out).items() if name.endswith(".bin")}
-    assert shards.items() <= uninterrupted["hub"][1].items(), "the tokens depend on the encoder"
 
 
 def test_the_manifest_of_bytes_names_utf_8(uninterrupted):
@@ -220,7 +221,79 @@ def test_the_manifest_of_bytes_names_utf_8(uninterrupted):
 def test_a_record_of_older_code_is_refused_in_one_line(out, uninterrupted, monkeypatch):
     command = stopped_in_the_middle(out, uninterrupted, monkeypatch)
     record = read_progress(out)
-    del record["growing"]
-    write_json(out / "progress.json", {"sha256": digest(record), "progress": record})
+    write_json(out / "progress.json", {"sha256": "0" * 64, "progress": record})
     with pytest.raises(UserError, match=r"progress\.json is damaged .*older code.* start again"):
         main(command)
+
+
+# --- every state ---------------------------------------------------------------------------------
+
+
+def own_corpus(folder):
+    """Many small files, large files, compressed ones, JSON lines and parquet."""
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"small{number:02d}.txt").write_text(f"{number} a few words\n" * (number % 7))
+    long = "".join(f"{n} Zürich 中文 don't  stop\n" for n in range(900))
+    (folder / "large.md").write_text(long)
+    (folder / "solid.txt").write_text("中" * 9_000)
+    (folder / "marked.txt").write_bytes(b"\xef\xbb\xbf" + long[:5_000].encode())
+    (folder / "packed.txt.gz").write_bytes(gzip.compress(long[5_000:].encode()))
+    lines = "".join(json.dumps({"text": f"line {n} " * (n % 9)}) + "\n" for n in range(150))
+    (folder / "lines.jsonl").write_text(lines + "not JSON\n" + lines)
+    (folder / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    table = pyarrow.table({"text": [f"row {n} " * (n % 9) for n in range(99)]})
+    pyarrow.parquet.write_table(table, folder / "rows.parquet", row_group_size=17)
+    return folder
+
+
+def test_own_text_continues_alike_from_every_state(tmp_path, monkeypatch):
+    """After any list of pieces, a new source gives the rest that an undisturbed one gives."""
+    monkeypatch.setattr(own_text, "CHUNK_CHARS", 5_000)
+    monkeypatch.setattr(own_text, "LONGEST_SOLID", 15_000)
+    own_corpus(tmp_path / "in")
+    (tmp_path / "in" / "rows.parquet").unlink()  # slow to open; the next test has it
+
+    def source():
+        files, left_out = own_text.find_text([str(tmp_path / "in")])
+        assert not left_out
+        sample = own_text.Sample(one_in=7, longest=300)
+        return own_text.TextSource(files, "text", {}, sample=sample, skip_bad=True)
+
+    undisturbed = source()
+    lists, states = [], []
+    for pieces in undisturbed.pieces(None):
+        lists.append(pieces)
+        states.append(json.loads(json.dumps(undisturbed.state())))
+    assert len({state["file"] for state in states}) > 35
+    for number, state in enumerate(states):
+        resumed = source()
+        assert list(resumed.pieces(state)) == lists[number + 1 :], state
+        assert resumed.skipped == undisturbed.skipped
+
+
+def test_own_text_stopped_at_any_record_ends_with_the_same_bytes(out, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_text, "CHUNK_CHARS", 5_000)
+    monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 3_000)
+    monkeypatch.setattr("data.prepare.SECONDS_BETWEEN_RECORDS", 0.0)
+    arguments = ["text", str(own_corpus(tmp_path / "in")), "--tokeniser=bytes", "--skip-bad"]
+    arguments += ["--shard-tokens=9K", "--val-tokens=4K", "--out"]
+    save, saved, stop_at = ShardWriter.save, [], None
+
+    def save_and_stop(writer, *position):
+        save(writer, *position)
+        saved.append(position)
+        if len(saved) == stop_at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "save", save_and_stop)
+    main([*arguments, str(tmp_path / "undisturbed")])
+    expected, records = contents(tmp_path / "undisturbed"), len(saved)
+    assert records > 20
+    for place in range(1, records + 1):
+        saved, stop_at = [], place
+        with pytest.raises(KeyboardInterrupt):
+            main([*arguments, str(out / str(place))])
+        stop_at = None
+        main([*arguments, str(out / str(place))])
+        assert contents(out / str(place)) == expected, place
