@@ -27,7 +27,7 @@ from training.config import Config, load_config, read_config
 
 
 def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """The options, and `--section.key=value` arguments that change the config."""
+    """Return the options, and `--section.key=value` arguments that change the config."""
     parser = Parser(__doc__)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("run", help="a pre-trained run or checkpoint")
@@ -45,10 +45,11 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
 import numpy as np
 import torch
 
-import train
 from data.loader import describe, open_data, validation_windows
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
+from physics import train
+from physics.model import OrbitModel
 from physics.simulate import save
 from support.files import lookup, make_folder, write_json
 from training import distributed
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def origin(folder: Path) -> dict[str, str | None]:
-    """The identity of the pre-trained model, and of the fine-tuned one that has predicted."""
+    """Return the identity of the pre-trained model, and of the fine-tuned one that predicted."""
     return {key: lookup(folder / ORIGIN, key) for key in ("pretrained", "checkpoint")}
 
 
@@ -93,11 +94,11 @@ def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -
 
 @torch.inference_mode()
 def predict(config: Config, device: torch.device) -> str:
-    """Write the forces of every training sequence by the selected checkpoint; its identity."""
+    """Write the selected checkpoint's forces of every training sequence; returns its identity."""
     out = config.run_directory / FORCES
     (best,) = open_checkpoints([str(Store(config.run_directory).best())])
-    model = best.load(device)
-    records = open_data(config.data.directory, "train", **config.data_ends())
+    model = best.load(device, build=OrbitModel)
+    records = open_data(config.data.directory, "train", **config.data_requirements())
     size = {"length": records.shape[0] - 1, "total_tokens": records.total_tokens, "batch": BATCH}
     inputs = (x.to(device) for x, _ in validation_windows(records, **size))
     parts = [model(x)[:, 1::2].float().cpu().numpy() for x in inputs]

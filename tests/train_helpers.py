@@ -48,11 +48,13 @@ def arguments(corpus: Path, runs: Path, *more: str, config: str = "nano-lssar") 
     return [str(ROOT / f"configs/{config}.toml"), *TINY, *places, *more]
 
 
-def command(*arguments: str, processes: int = 0, torchrun: tuple[str, ...] = ()) -> list[str]:
+def command(
+    *arguments: str, processes: int = 0, torchrun: tuple[str, ...] = (), script: str = "train.py"
+) -> list[str]:
     if not processes:
-        return [sys.executable, str(ROOT / "train.py"), *arguments]
+        return [sys.executable, str(ROOT / script), *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
-    return [*launcher, f"--nproc_per_node={processes}", str(ROOT / "train.py"), *arguments]
+    return [*launcher, f"--nproc_per_node={processes}", str(ROOT / script), *arguments]
 
 
 def node(number: int, port: int, log: Path, script: str, *arguments: str) -> subprocess.Popen:
@@ -109,9 +111,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def run_process(*arguments: str, processes: int = 0, torchrun: tuple[str, ...] = ()):
+def run_process(*arguments: str, processes: int = 0, **options):
     return subprocess.run(
-        command(*arguments, processes=processes, torchrun=torchrun),
+        command(*arguments, processes=processes, **options),
         capture_output=True,
         text=True,
         timeout=300,

@@ -5,26 +5,29 @@
                                         trainer.pt          optimiser and RNG of every rank
     runs/NAME/checkpoints/latest, best                      the name of one of the above
 
-A checkpoint is written under a temporary name, fsync'd, and renamed; only then does `latest` point
-to it. The trainer's state is read with weights_only, so reading a checkpoint cannot run code.
-model.json has the sha256 of every file: damaged files are refused, and so are non-finite weights.
+A checkpoint is written under a temporary name, fsync'd, and renamed; only then do `best` and
+`latest` point to it. The trainer's state is read with weights_only, so reading a checkpoint cannot
+run code. model.json has the sha256 of every file: damaged files are refused, and so are non-finite
+weights.
 """
 
 import json
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lssar.errors import UserError
-from model import GPT, MEANING, ModelConfig
 from support import files
 from training.config import Config, parse_config
+from training.model_config import WEIGHTS_VERSION, ModelConfig
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 
@@ -56,27 +59,34 @@ class CheckpointInfo:
             raise UserError(f"impossible: step {self.step}, train_length {self.train_length}")
 
 
-def save_model(directory: Path, model: GPT, info: CheckpointInfo) -> None:
+def save_model(directory: Path, model: nn.Module, info: CheckpointInfo) -> None:
     """Write the weights, and a description with the sha256 of every file in the directory."""
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     save_file(weights, directory / WEIGHTS)
     there = [file for file in sorted(directory.iterdir()) if file.suffix != ".json"]
-    description = {"meaning": MEANING, "model": model.config.to_dict(), "info": asdict(info)}
-    description["files"] = {file.name: files.sha256_of(file) for file in there}
-    text = json.dumps(files.seal(description), indent=1) + "\n"
+    description = {
+        "meaning": WEIGHTS_VERSION,
+        "model": model.config.to_dict(),
+        "info": asdict(info),
+        "files": {file.name: files.sha256_of(file) for file in there},
+    }
+    text = json.dumps(description, indent=1) + "\n"
     (directory / DESCRIPTION).write_text(text, encoding="utf-8")
     # safetensors writes a file that its owner alone can read.
     shutil.copymode(directory / DESCRIPTION, directory / WEIGHTS)
 
 
-def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
-    """The model of a run directory (its latest checkpoint) or of one checkpoint directory."""
+Build = Callable[[ModelConfig], nn.Module]  # makes a model, such as model.GPT
+
+
+def load_model(path: str | Path, build: Build, device="cpu") -> tuple[nn.Module, CheckpointInfo]:
+    """Load the model of a run directory (its latest checkpoint) or of one checkpoint directory."""
     file = find(path) / WEIGHTS
     config, info = read_description(file.parent, WEIGHTS)
     try:
         weights = load_file(file)
         with torch.device("meta"):
-            model = GPT(config)
+            model = build(config)
         model.load_state_dict(weights, assign=True)
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
@@ -85,13 +95,14 @@ def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
         raise UserError(f"{file} and {DESCRIPTION} do not belong together: {reason:.300}") from None
     for name, weight in weights.items():
         if not (weight.is_floating_point() and weight.float().isfinite().all()):
-            found = f"{name} has weights that are not finite"
-            raise UserError(f"{file}: {found}; use another checkpoint")
+            raise UserError(
+                f"{file}: {name} has weights that are not finite; use another checkpoint"
+            )
     return model.to(device), info
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint directory that `path` means: itself, or a run's latest complete one."""
+    """Return the checkpoint directory that `path` means: itself, or a run's latest complete one."""
     path = Path(path)
     if (path / WEIGHTS).is_file():
         return path
@@ -105,13 +116,16 @@ def find(path: str | Path) -> Path:
 
 
 def read_description(directory: Path, intact: str = "") -> tuple[ModelConfig, CheckpointInfo]:
-    """What model.json says; refuses if the file `intact` is not the one that it describes."""
+    """Read model.json; refuse if the file `intact` is not the one that it describes."""
     file = directory / DESCRIPTION
     try:
         description = files.unseal(json.loads(files.read_text(file)))
-        if (found := description.get("meaning")) != MEANING:
-            other = f"the weights have meaning {found!r:.20}, this code computes {MEANING}"
-            raise UserError(f"{other}; use the revision that made them, or train again")
+        version = description.get("meaning")
+        if version != WEIGHTS_VERSION:
+            raise UserError(
+                f"the weights have meaning {version!r:.20}, this code computes {WEIGHTS_VERSION}; "
+                "use the revision that made them, or train again"
+            )
         info = CheckpointInfo(**description["info"])
         recorded = dict(description.get("files", {}))
         config = ModelConfig.from_dict(description["model"])
@@ -122,8 +136,9 @@ def read_description(directory: Path, intact: str = "") -> tuple[ModelConfig, Ch
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
     if intact in recorded and files.sha256_of(directory / intact) != recorded[intact]:
-        damaged = f"{directory / intact} is damaged (sha256 unlike {DESCRIPTION})"
-        raise UserError(f"{damaged}; use another checkpoint")
+        raise UserError(
+            f"{directory / intact} is damaged (sha256 unlike {DESCRIPTION}); use another checkpoint"
+        )
     return config, info
 
 
@@ -134,13 +149,13 @@ class Store:
         self.directory = Path(run_directory) / "checkpoints"
 
     def candidates(self) -> list[Path]:
-        """Complete checkpoints: the one that `latest` names, then the others, newest first."""
+        """List complete checkpoints: the one that `latest` names, then the others, newest first."""
         found = sorted(self.directory.glob("step-*[0-9]"), reverse=True)
         latest = self._pointer("latest")
         return sorted((p for p in found if (p / WEIGHTS).is_file()), key=lambda p: p != latest)
 
     def best(self) -> Path | None:
-        """The checkpoint with the lowest validation loss."""
+        """Return the checkpoint with the lowest validation loss."""
         return self._pointer("best")
 
     def _pointer(self, name: str) -> Path | None:
@@ -150,11 +165,30 @@ class Store:
             return None
         return self.directory / Path(target).name if target else None
 
-    def save(self, model: GPT, info: CheckpointInfo, trainer: dict, *, keep: int, best: bool):
+    def save(self, model: nn.Module, info: CheckpointInfo, trainer: dict, *, keep: int, best: bool):
         """Write one checkpoint, point `latest` (and `best`) at it, remove old ones."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         final = self.directory / f"step-{info.step:08d}"
+        try:
+            self._write(final, model, info, trainer)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # torch.save hides the OSError of a full disk behind a RuntimeError.
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            if isinstance(reason, RuntimeError):
+                raise
+            raise UserError(
+                f"cannot write checkpoint {final}: {getattr(reason, 'strerror', '') or reason}; "
+                "free the disk or choose another --log.directory; "
+                "the previous checkpoint is intact"
+            ) from None
+        with files.writing(self.directory):
+            self.point_at(final, best=best)
+            self.rotate(keep)
+        return final
+
+    def _write(self, final: Path, model: nn.Module, info: CheckpointInfo, trainer: dict) -> None:
+        """Make the checkpoint under a temporary name, then rename it."""
         temporary = self.directory / f".{final.name}.tmp"
+        self.directory.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
         try:
             temporary.mkdir()
@@ -166,32 +200,45 @@ class Store:
             if final.exists():
                 self._remove(final)  # damaged: resuming has skipped it
             temporary.rename(final)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            files.sync(self.directory)
+        except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
-            # torch.save hides the OSError of a full disk behind a RuntimeError.
-            reason = error.__context__ if isinstance(error.__context__, OSError) else error
-            if isinstance(reason, RuntimeError):
-                raise
-            failed = f"cannot write checkpoint {final}: {getattr(reason, 'strerror', '') or reason}"
-            remedy = "free the disk or choose another --log.directory"
-            raise UserError(f"{failed}; {remedy}; the previous checkpoint is intact") from None
-        files.sync(self.directory)
-        files.write_text(self.directory / "latest", final.name + "\n")
+            raise
+
+    def point_at(self, checkpoint: Path, *, best: bool) -> None:
+        """Let `best`, if this one is, and then `latest` name the checkpoint.
+
+        In this order, a kill between the two leaves `best` at a whole checkpoint, and the resumed
+        run, which starts from the older `latest`, comes to the same one again.
+        """
         if best:
-            files.write_text(self.directory / "best", final.name + "\n")
+            files.write_text(self.directory / "best", checkpoint.name + "\n")
+        files.write_text(self.directory / "latest", checkpoint.name + "\n")
+
+    def repair(self, checkpoint: Path, progress: Progress, keep: int) -> None:
+        """Finish what a kill interrupted once this checkpoint was whole: `best`, the rotation."""
+        if checkpoint != max(self.candidates()):
+            return  # newer ones were not finished, or are damaged
+        with files.writing(self.directory):
+            if progress.val_loss is not None and progress.val_loss == progress.best:
+                self.point_at(checkpoint, best=True)
+            self.rotate(keep)
+
+    def rotate(self, keep: int) -> None:
+        """Remove all checkpoints but the newest `keep` and the best."""
+        best = self.best()
         for old in self.candidates()[keep:]:
-            if old != self._pointer("best"):
+            if old != best:
                 self._remove(old)
-        return final
 
     def _remove(self, checkpoint: Path) -> None:
-        """Under a temporary name: a kill in the middle must not leave half a checkpoint."""
+        """Remove under a temporary name: a kill must not leave half a checkpoint."""
         doomed = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
 
     def remove_leftovers(self) -> None:
-        """Temporary files of a run that was killed while writing."""
+        """Remove temporary files of a run that was killed while writing."""
         for leftover in self.directory.glob(".*.tmp"):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
@@ -200,72 +247,126 @@ class Store:
 
 
 def read_trainer(directory: Path) -> dict:
-    """Optimiser, step and RNG states; reading cannot run code."""
+    """Read and check the trainer's state; reading cannot run code."""
     file = directory / TRAINER
     read_description(directory, TRAINER)
     try:
         with files.open_regular(file) as opened:
-            return torch.load(opened, map_location="cpu", weights_only=True)
+            state = torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise UserError(f"{file} is missing or damaged ({files.first_line(error)})") from None
+    try:
+        _check_trainer(state)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} holds the wrong things ({files.first_line(error)})") from None
+    return state
 
 
-def take_weights(model: GPT, path: str) -> None:
+def _check_trainer(state: dict) -> None:
+    """Raise KeyError, TypeError or ValueError for a state that no run saved."""
+    kinds = {"config": str, "progress": dict, "rng": list, "data": dict, "machine": dict}
+    files.refuse_wrong_types(state, kinds | {"optimiser": dict})
+    progress = Progress(**state["progress"])
+    number = int | float
+    files.refuse_wrong_types(vars(progress), {"step": int, "skipped": int, "best": number})
+    if progress.val_loss is not None:
+        files.refuse_wrong_types(vars(progress), {"val_loss": number})
+    if progress.step < 0 or progress.skipped < 0:
+        raise ValueError(f"step {progress.step}, skipped {progress.skipped}")
+    for states in state["rng"]:
+        files.refuse_wrong_types(states, {"cpu": torch.Tensor})
+        if states["cpu"].dtype != torch.uint8 or states["cpu"].numel() != RNG_BYTES:
+            raise ValueError("rng is not the state of a generator")
+    files.refuse_wrong_types(state["data"], {"files": dict})
+    for file in state["data"]["files"].values():
+        files.refuse_wrong_types(file, {"bytes": int, "mtime_ns": int, "content": str})
+    moments = state["optimiser"]["state"]
+    files.refuse_wrong_types(state["optimiser"], {"state": dict, "param_groups": list})
+    for number, moment in moments.items():
+        if type(number) is not int:
+            raise TypeError(f"optimiser state of parameter {number!r:.50}")
+        files.refuse_wrong_types(moment, {"step": torch.Tensor, "exp_avg": torch.Tensor})
+
+
+RNG_BYTES = torch.get_rng_state().numel()
+
+
+def load_weights(model: nn.Module, path: str, build: Build) -> None:
     """Start from the weights of another run or checkpoint."""
-    theirs = load_model(path)[0].state_dict()
+    theirs = load_model(path, build)[0].state_dict()
     if model.config.outputs:  # a regression head starts from scratch
         theirs |= {k: t for k, t in model.state_dict().items() if k.startswith("head.")}
     try:
         model.load_state_dict(theirs)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        other = f"train.init_from = {path!r} has another architecture ({reason:.300})"
-        rule = "give both the same [model] and a mechanism with the same parameters"
-        raise UserError(f"{other}; {rule}") from None
+        raise UserError(
+            f"train.init_from = {path!r} has another architecture ({reason:.300}); "
+            "give both the same [model] and a mechanism with the same parameters"
+        ) from None
 
 
-def take_optimiser(optimiser: torch.optim.Optimizer, path: str) -> None:
+def load_moments(optimiser: torch.optim.Optimizer, path: str) -> None:
     """Start from the moments of another run or checkpoint, with the new rates and decay."""
     moments = read_trainer(find(path))["optimiser"]["state"]
     shapes = [moments[i]["exp_avg"].shape for i in sorted(moments)]
     if shapes != [p.shape for group in optimiser.param_groups for p in group["params"]]:
-        other = f"the state of {path} is not that of this model's parameters and optimiser"
-        raise UserError(f"train.init_optimiser: {other}; leave it out to take the weights alone")
+        raise UserError(
+            f"train.init_optimiser: the state of {path} is not that of this model's parameters "
+            "and optimiser; leave it out to take the weights alone"
+        )
     optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
 
 
-def initial_state(config: Config, store: Store, resume: bool) -> tuple:
-    """(model, progress, trainer's state or None): a new model, perhaps with another run's weights,
-    or the latest checkpoint that can be read."""
+def refuse_existing(config: Config, store: Store) -> None:
+    """Refuse to start a new run where one has saved something."""
+    if saved := store.candidates():
+        raise UserError(
+            f"{config.run_directory} already holds {saved[0].name}; "
+            "continue it with --resume, or start another with --log.name=NAME"
+        )
+
+
+def load_latest(config: Config, store: Store, build: Build) -> tuple | None:
+    """Return (model, progress, trainer's state) of the latest checkpoint that can be read.
+
+    None if the run has not saved anything.
+    """
     candidates = store.candidates()
-    if candidates and not resume:
-        has = f"{config.run_directory} already holds {candidates[0].name}"
-        raise UserError(f"{has}; rerun with --resume, or choose another --log.name")
     for path in candidates:
         try:
-            model, _ = load_model(path)
+            model, _ = load_model(path, build)
             state = read_trainer(path)
-            state["config"] = saved = parse_config(state["config"], str(path))
-            progress = Progress(**state["progress"])
-            if missing := {"data", "machine"} - state.keys():
-                raise UserError(f"{TRAINER} lacks {', '.join(sorted(missing))}")
-        except (UserError, KeyError, TypeError) as error:
+            saved = parse_config(state["config"], str(path))
+            _refuse_other_moments(state["optimiser"]["state"], model, path)
+        except UserError as error:
             print(f"warning: passing over {path}: {error}", file=sys.stderr)
             continue
-        if changed := saved.differences(config):
-            hint = "undo the change or choose another --log.name"
-            if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
-                start = f"--train.init_from={config.run_directory} --train.init_optimiser=true"
-                hint += f" (for a cosine over other steps, start a new run with {start})"
-            why = "; ".join([*changed, hint])
-            raise UserError(f"--resume contradicts {path} (saved -> now): {why}")
-        if config.train.steps < progress.step:
-            given = f"train.steps = {config.train.steps}"
-            raise UserError(f"{given}, but {path} has done {progress.step}; give at least that")
-        return model, progress, state
+        progress = Progress(**state["progress"])
+        _refuse_changes(saved, config, progress, path)
+        return model, progress, state | {"config": saved, "path": path}
     if candidates:
         raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
-    model = GPT(config.model_config())
-    if config.train.init_from:
-        take_weights(model, config.train.init_from)
-    return model, Progress(), None
+    return None
+
+
+def _refuse_other_moments(moments: dict, model: nn.Module, path: Path) -> None:
+    theirs = sorted(tuple(moment["exp_avg"].shape) for moment in moments.values())
+    if theirs != sorted(tuple(p.shape) for p in model.parameters()):
+        raise UserError(f"{path / TRAINER} holds the moments of another model")
+
+
+def _refuse_changes(saved: Config, config: Config, progress: Progress, path: Path) -> None:
+    """Refuse a config that contradicts the checkpoint it is to continue."""
+    if changed := saved.differences(config):
+        hint = "undo the change or choose another --log.name"
+        if saved.train.steps != config.train.steps and saved.train.schedule != "constant":
+            start = f"--train.init_from={config.run_directory} --train.init_optimiser=true"
+            hint += f" (for a cosine over other steps, start a new run with {start})"
+        listed = "; ".join([*changed, hint])
+        raise UserError(f"--resume contradicts {path} (saved -> now): {listed}")
+    if config.train.steps < progress.step:
+        raise UserError(
+            f"train.steps = {config.train.steps}, but {path} has done {progress.step}; "
+            "give at least that"
+        )

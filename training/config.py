@@ -7,16 +7,21 @@ an impossible batch is an error that names the file, the key, the value and what
 """
 
 import contextlib
+import functools
 import json
+import math
 import shlex
 import tomllib
 import typing
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NoReturn
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
 from support.files import read_text
+from training.batch_plan import batch_plan
+from training.model_config import Layer, ModelConfig, preset
 from training.sections import (
     RULES,
     AttentionSection,
@@ -59,32 +64,48 @@ class Config:
     def with_micro_batch(self, sequences: int) -> "Config":
         return replace(self, train=replace(self.train, micro_batch=sequences))
 
-    def mechanism(self, **own) -> Mechanism:
-        """Of [attention]; `own` is what [local] has instead: with a name, all of it."""
-        settings = {} if "name" in own else _given(self.attention)
+    def mechanism(self, **local) -> Mechanism:
+        """Return the mechanism of [attention], with what [local] has instead, if given."""
+        settings = {} if "name" in local else _given(self.attention)
         settings.pop("backend", None)
-        return get_mechanism(**{"train_length": self.train.length, **settings, **own})
+        return get_mechanism(**{"train_length": self.train.length, **settings, **local})
 
-    def model_config(self):
-        from model import Layer, preset  # imports torch: a mistyped key is found faster without it
-
-        changes, own = _given(self.model), _given(self.local)
+    def model_config(self) -> ModelConfig:
+        """Return the checked model of [model], [attention] and [local]."""
+        changes = _given(self.model)
         changes["documents"] = self.data.document_mask
-        if own:
-            positions = own.pop("positions", changes.get("positions", "rope"))
-            changes["local"] = Layer(self.mechanism(**own), positions)
+        local = _given(self.local)
+        if local:
+            positions = local.pop("positions", changes.get("positions", "rope"))
+            changes["local"] = Layer(self.mechanism(**local), positions)
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
-    def data_ends(self) -> dict[str, int | str]:
-        """The arguments of `data.loader.open_data` that make the data fit this model."""
-        m, d = self.model_config(), self.data
-        own = f"data/prepare.py text FILES --tokeniser {'bytes' if m.vocab_size == 257 else 'gpt2'}"
-        own = "physics/simulate.py orbits" if m.channels > 1 or m.outputs else own
-        ends = {"vocab_size": m.vocab_size, "channels": m.channels, "outputs": m.outputs}
-        return ends | {"command": f"python {d.prepare or own} --out {shlex.quote(d.directory)}"}
+    def data_requirements(self) -> dict[str, int | str]:
+        """Return the arguments of `data.loader.open_data` that make the data fit this model."""
+        m = self.model_config()
+        command = self.data.prepare
+        if not command:
+            tokeniser = "bytes" if m.vocab_size == 257 else "gpt2"
+            own_text = f"data/prepare.py text FILES --tokeniser {tokeniser}"
+            command = own_text if m.reads_text else "physics/simulate.py orbits"
+        return {
+            "vocab_size": m.vocab_size,
+            "channels": m.channels,
+            "outputs": m.outputs,
+            "command": f"python {command} --out {shlex.quote(self.data.directory)}",
+        }
+
+    def cut_warmup(self) -> tuple["Config", str | None]:
+        """Cut a warm-up that is longer than the run to a tenth of it; returns a notice if so."""
+        t = self.train
+        if t.warmup <= t.steps:
+            return self, None
+        shorter = replace(t, warmup=t.steps // 10)
+        notice = f"train.warmup = {t.warmup} is longer than train.steps = {t.steps}"
+        return replace(self, train=shorter), f"{notice}; cut to {shorter.warmup}"
 
     def to_toml(self) -> str:
-        """The whole resolved configuration; reads back as an equal one."""
+        """Return the whole resolved configuration, which reads back as an equal one."""
         lines = []
         for section, values in asdict(self).items():
             given = {k: json.dumps(v, ensure_ascii=False) for k, v in values.items()}
@@ -93,14 +114,15 @@ class Config:
         return "\n".join(lines).replace("\x7f", "\\u007f")
 
     def flat(self) -> dict[str, object]:
-        """The values by `section.key`."""
+        """Return the values by `section.key`."""
         return {f"{s}.{k}": v for s, values in asdict(self).items() for k, v in values.items()}
 
     def differences(self, other: "Config") -> list[str]:
-        """`section.key: mine -> other's` for everything that a resumed run may not change."""
+        """List `section.key: mine -> other's` for everything a resumed run may not change."""
         # At a constant rate the steps so far are the same, however many follow.
         free = (*FREE, "train.steps") if self.train.schedule == "constant" else FREE
-        mine, theirs = self.flat(), other.flat()
+        mine = self.flat()
+        theirs = other.flat()
         changed = [n for n in mine if mine[n] != theirs[n] and not n.startswith(free)]
         return [f"{name}: {mine[name]!r} -> {theirs[name]!r}" for name in changed]
 
@@ -133,7 +155,7 @@ def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1
 
 
 def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict[str, str]]:
-    """The config with only names and types checked, and where each `section.key` is from."""
+    """Return the config with only names and types checked, and where each key is from."""
     path = _find(Path(path))
     found = _read(path)
     for text in overrides:
@@ -148,7 +170,7 @@ def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, di
 
 
 def parse_config(text: str, where: str) -> Config:
-    """A configuration from the text that `to_toml` wrote; `where` names it in errors."""
+    """Read the text that `to_toml` wrote; `where` names it in errors."""
     try:
         values = tomllib.loads(text)
     except (*_NOT_TOML, TypeError, AttributeError) as error:
@@ -157,7 +179,7 @@ def parse_config(text: str, where: str) -> Config:
 
 
 def _find(path: Path) -> Path:
-    """The file itself, or the one in configs/ with that name, with or without .toml."""
+    """Return the file itself, or the one in configs/ with that name, with or without .toml."""
     named = path if path.suffix == ".toml" else Path(f"{path}.toml")
     with contextlib.suppress(OSError):  # a name that no file can have; reading it says so
         for place in (path, named, CONFIGS / named, CONFIGS.parent / named):
@@ -174,7 +196,7 @@ Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> Found:
-    """A file's values, on top of those of its bases."""
+    """Read a file's values, on top of those of its bases."""
     try:
         resolved = path.resolve()
         values = tomllib.loads(read_text(path, limit=2**16))  # ours have a thousand characters
@@ -208,7 +230,7 @@ def _flatten(values: dict, where: str) -> Found:
 
 
 def _shown(value) -> str:
-    """A value for a message, however long or deeply nested."""
+    """Show a value in a message, however long or deeply nested."""
     try:
         text = repr(value)
     except _NOT_TOML:
@@ -244,7 +266,7 @@ def _build(found: Found) -> Config:
 
 
 def _typed(value, kinds: tuple, where: str):
-    """The value with the type of its key, or an error."""
+    """Return the value with the type of its key, or raise."""
     words = [kind for kind in kinds if isinstance(kind, str) and kind not in RULES]
     strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
     found = list[str] if strings else type(value)
@@ -255,6 +277,10 @@ def _typed(value, kinds: tuple, where: str):
         raise UserError(f"{where}: unknown; {guess}")
     if found is int and abs(value) > LARGEST:
         raise UserError(f"{where}: is beyond {LARGEST}")
+    if found is float and math.isinf(value):
+        raise UserError(f"{where}: is too large for a number; write a finite one")
+    if found is float and math.isnan(value):
+        raise UserError(f"{where}: is not a number; write a finite one")
     if found is str and any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{where}: is not text; write it in UTF-8")
     if found is int and float in kinds:
@@ -273,36 +299,48 @@ def _typed(value, kinds: tuple, where: str):
 
 def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
     """Refuse values that have the right type but are impossible."""
-    from lssar.backends import BACKENDS  # these import torch
-    from training.estimate import batch_plan
+    from lssar.backends import BACKENDS  # imports torch
 
-    t, m, tokens, run = config.train, config.model, config.eval.tokens, config.log.name
-    backend, known = config.attention.backend, ("auto", *BACKENDS)
-    table = m.positions if type(m.positions) is int else LARGEST
+    def refuse(name: str, rule: str) -> NoReturn:
+        where = _places([name], origin, path)
+        raise UserError(f"{where}: {name} = {config.flat()[name]!r}: {rule}")
+
+    t = config.train
+    backend = config.attention.backend
+    if backend not in ("auto", *BACKENDS):
+        refuse("attention.backend", f"unknown; {did_you_mean(backend, ('auto', *BACKENDS))}")
+    if type(config.model.positions) is int:
+        rows = config.model.positions
+        for name, length in (("length", t.length), ("long_length", t.long_length)):
+            if length > rows:
+                refuse(f"train.{name}", f"is above model.positions = {rows}")
     least = t.least_micro_batch
-    fits = not t.long_length or (t.micro_batch != "auto" and t.micro_batch % least == 0)
-    has_moments = t.init_from and not m.outputs  # a regression head starts from scratch
-    nearest = max(1, tokens // t.length) * t.length
-    plain = Path(run).name == run and run != ".." and run.isprintable()
-    needs = "needs train.init_from, and a model without model.outputs"
-    rules = {
-        "attention.backend": (backend in known, f"unknown; {did_you_mean(backend, known)}"),
-        "train.length": (t.length <= table, f"is above model.positions = {table}"),
-        "train.long_length": (t.long_length <= table, f"is above model.positions = {table}"),
-        "train.micro_batch": (fits, f"must be a multiple of {least} for long_length"),
-        "train.warmup": (t.warmup <= t.steps, f"is longer than train.steps = {t.steps}"),
-        "train.init_optimiser": (has_moments or not t.init_optimiser, needs),
-        "eval.tokens": (tokens % t.length == 0, f"not a multiple of length; nearest: {nearest}"),
-        "log.name": (plain, "must be a plain name: no slashes, no control characters"),
+    if t.long_length and (t.micro_batch == "auto" or t.micro_batch % least):
+        refuse("train.micro_batch", f"must be a multiple of {least} for long_length")
+    if t.init_optimiser and (not t.init_from or config.model.outputs):
+        # A regression head starts from scratch.
+        refuse("train.init_optimiser", "needs train.init_from, and a model without model.outputs")
+    if config.eval.tokens % t.length:
+        nearest = max(1, config.eval.tokens // t.length) * t.length
+        refuse("eval.tokens", f"not a multiple of length; nearest: {nearest}")
+    run = config.log.name
+    if Path(run).name != run or run == ".." or not run.isprintable():
+        refuse("log.name", "must be a plain name: no slashes, no control characters")
+    checks = {
+        "attention": config.mechanism,
+        "model": config.model_config,
+        "train": functools.partial(batch_plan, config, world_size),
     }
-    for name, (holds, rule) in rules.items():
-        if not holds:
-            raise UserError(f"{origin.get(name, path)}: {name} = {config.flat()[name]!r}: {rule}")
-    checks = {"attention": config.mechanism, "model": config.model_config}
-    checks["train"] = lambda: batch_plan(config, world_size)
     for section, check in checks.items():
         try:
             check()
         except UserError as error:
-            files = dict.fromkeys(o for name, o in origin.items() if name.startswith(f"{section}."))
-            raise UserError(f"{', '.join(files) or path}: {error}") from None
+            names = [name for name in origin if name.startswith(f"{section}.")]
+            raise UserError(f"{_places(names, origin, path)}: {error}") from None
+
+
+def _places(names: list[str], origin: dict[str, str], path: Path) -> str:
+    """Name the config that was run, and the files or the command line that set these keys."""
+    files = dict.fromkeys(origin[name] for name in names if name in origin)
+    others = [file for file in files if file != str(path)]
+    return f"{path} ({', '.join(others)})" if others else str(path)

@@ -1,4 +1,4 @@
-"""Where a process computes and with whom: device, precision, torchrun's group, collectives."""
+"""The device, the precision and the other processes of a run, with their collectives."""
 
 import faulthandler
 import functools
@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 from lssar.errors import UserError
 
 TIMEOUT = timedelta(minutes=10)
+UNSET = "start with torchrun, which sets all three, or unset them"
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over all processes, on every process."""
+        """Return the element-wise sum over all processes, on every process."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensors of all processes, which must have the same shape, in rank order."""
+        """Return the tensors of all processes, of the same shape, in rank order."""
         if self.size == 1:
             return [values]
         everyone = [torch.empty_like(values) for _ in range(self.size)]
@@ -50,7 +52,7 @@ class World:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT ask for a stop after the step; a second one stops at once."""
+    """Turn SIGTERM and SIGINT into a stop after the step; a second one stops at once."""
 
     def __enter__(self) -> "StopSignal":
         self.received = 0
@@ -67,20 +69,52 @@ class StopSignal:
             signal.signal(number, handler)
 
     def agreed(self, world: World) -> str | None:
-        """The name of a signal that any rank has received, the same on all ranks."""
+        """Return the name of a signal that any rank has received, the same on all ranks."""
         number = int(max(world.gather(torch.tensor(self.received))))
         return signal.Signals(number).name if number else None
 
 
+class Place(NamedTuple):
+    """Where torchrun, or whoever set its variables, says that this process stands."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def place() -> Place:
+    """Read RANK, WORLD_SIZE and LOCAL_RANK, which belong together."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    for name, text in given.items():
+        if not text.isascii() or not text.isdecimal():
+            raise UserError(f"{name}={text!r:.50} in the environment is no whole number; {UNSET}")
+    rank, size, local_rank = (int(given.get(name, "0")) for name in names)
+    if "WORLD_SIZE" not in given:
+        if rank or local_rank:
+            found = ", ".join(f"{name}={text}" for name, text in given.items())
+            raise UserError(f"{found} in the environment without WORLD_SIZE; {UNSET}")
+        size = 1
+    if size > 1 and "RANK" not in given:
+        raise UserError(f"WORLD_SIZE={size} in the environment without RANK; {UNSET}")
+    if not rank < size:
+        raise UserError(f"RANK={rank} must be below WORLD_SIZE={size} in the environment; {UNSET}")
+    if not local_rank < size:
+        raise UserError(
+            f"LOCAL_RANK={local_rank} must be below WORLD_SIZE={size} in the environment; {UNSET}"
+        )
+    return Place(rank, size, local_rank)
+
+
 def world_size() -> int:
-    """The number of processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Return the number of processes that torchrun started."""
+    return place().world_size
 
 
 def start(device: str = "auto") -> World:
     """Join the process group that torchrun set up, or be a world of one."""
-    rank, size = int(os.environ.get("RANK", 0)), world_size()
-    chosen = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    rank, size, local_rank = place()
+    chosen = _device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         torch.set_float32_matmul_precision("high")  # TF32
@@ -97,14 +131,17 @@ def start(device: str = "auto") -> World:
 
 
 def restarts() -> int:
-    """How often torchrun has restarted the workers."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    """Return how often torchrun has restarted the workers."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() else 0
 
 
 def _device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
         without_cuda = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else without_cuda
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: no Apple GPU found; use --device cpu, or leave it out")
     if name != "cuda":
         return torch.device(name)
     count = torch.cuda.device_count()
@@ -117,7 +154,7 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def product_type(device: str | torch.device, precision: str) -> torch.dtype:
-    """What products are computed in; "auto": bfloat16 on a GPU that has it, else float32.
+    """Return the type of products; "auto": bfloat16 on a GPU that has it, else float32.
 
     A V100 and a T4 do not have it; a GPU that is planned with, by its name alone, does.
     """
@@ -152,7 +189,7 @@ def _avoid_missing_amx() -> None:
 
 
 def _bf16_works() -> bool:
-    """Whether a forked child survives a product large enough to be worth AMX."""
+    """Return whether a forked child survives a product large enough to be worth AMX."""
     child = os.fork()
     if child == 0:
         try:
@@ -166,7 +203,7 @@ def _bf16_works() -> bool:
 
 
 def lost_contact(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process went away."""
+    """Return whether a collective failed because another process went away."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 

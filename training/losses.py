@@ -1,4 +1,4 @@
-"""The losses of a model: cross-entropy of a linear head, squared error of labelled numbers.
+"""Cross-entropy of a linear head, without the logits of all tokens in memory.
 
 The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed for
 one chunk of tokens at a time, together with its loss and, in training, its gradients: these are
@@ -17,10 +17,10 @@ CHUNK_LOGITS = {"cpu": 2**24, "default": 2**28}
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """Mean of -log softmax(hidden @ weight[:classes].T)[target] over targets that are not IGNORE.
+    """Return the mean of -log softmax(hidden @ weight[:classes].T)[target] over targets.
 
-    hidden (..., C), weight (rows >= classes, C), targets (...). Softmax and sums in float32; the
-    products follow autocast.
+    hidden (..., C), weight (rows >= classes, C), targets (...), of which those that are IGNORE do
+    not count. Softmax and sums are in float32; the products follow autocast.
     """
     # Inside a Function gradients look needed even under no_grad.
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -30,18 +30,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classe
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """-log softmax(...)[target] of every token in float32, in the shape of targets."""
-    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    """Return -log softmax(...)[target] of every token in float32, in the shape of targets."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    wanted = targets.reshape(-1)
     chunks = _chunks(flat, weight)
     losses = [_losses(flat[rows], weight, wanted[rows], classes)[0] for rows in chunks]
     return torch.cat(losses).view(targets.shape)
-
-
-def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Mean of (predicted - target)^2 over the targets that are not NaN."""
-    labelled = ~targets.isnan()
-    error = predicted - torch.where(labelled, targets, predicted.detach())
-    return error.square().sum() / labelled.sum().clamp(min=1)
 
 
 def _chunks(hidden: Tensor, weight: Tensor):
@@ -51,7 +45,7 @@ def _chunks(hidden: Tensor, weight: Tensor):
 
 
 def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, ...]:
-    """The loss of each row, zero for IGNORE; the log-probabilities; the targets as an index."""
+    """Return the loss of each row (0 for IGNORE), log-probabilities, the targets as an index."""
     # All rows of the weight are multiplied: padding makes the product faster.
     log_probability = (hidden @ weight.T)[:, :classes].float().log_softmax(-1)
     ignored = targets == IGNORE

@@ -9,9 +9,8 @@ v are one matrix of the model, and are orthogonalised as one.
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from model import GPT
 from training.sections import TrainSection
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, steep at zero
@@ -19,19 +18,30 @@ ITERATIONS = 5
 MOMENTUM = (0.85, 0.95)  # before and after the warm-up of the learning rate
 
 
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Put the decay on matrices only, not on biases, norms or head scales."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
 class Optimiser(torch.optim.AdamW):
     """AdamW, and Muon for groups that have a momentum."""
 
-    def __init__(self, model: GPT, t: TrainSection):
-        groups = model.parameter_groups(t.weight_decay)
+    def __init__(self, model: nn.Module, t: TrainSection):
+        groups = parameter_groups(model, t.weight_decay)
         if t.optimiser == "muon":
+            decayed = groups[0]
             matrices = {p: None for p in model.blocks.parameters() if p.dim() == 2}
-            groups[0]["params"] = [p for p in groups[0]["params"] if p not in matrices]
-            groups.append(groups[0] | {"params": list(matrices), "momentum": MOMENTUM[0]})
+            decayed["params"] = [p for p in decayed["params"] if p not in matrices]
+            groups.append(decayed | {"params": list(matrices), "momentum": MOMENTUM[0]})
         super().__init__(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
 
     def set_rates(self, lr: float, warmed: float) -> None:
-        """`warmed`: how much of the warm-up is done, 0 to 1."""
+        """Set the learning rate; `warmed`, 0 to 1, is how much of the warm-up is done."""
         first, last = MOMENTUM
         for group in self.param_groups:
             group["lr"] = lr
@@ -40,7 +50,7 @@ class Optimiser(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, skip: Tensor) -> None:
-        """One step, or none if the scalar `skip` is true, which is decided on the device."""
+        """Take one step, or none if the scalar `skip` is true, which is decided on the device."""
         if skip.device.type == "mps" and skip:  # its AdamW may not look at found_inf
             return
         self.found_inf = skip.float()
@@ -50,11 +60,13 @@ class Optimiser(torch.optim.AdamW):
                 self._muon(group, skip)
 
     def _init_group(self, group, *lists):
-        """What AdamW updates: nothing of Muon's group."""
+        """Hide Muon's group from AdamW."""
         return False if "momentum" in group else super()._init_group(group, *lists)
 
     def _muon(self, group: dict, skip: Tensor) -> None:
-        lr, momentum, go = group["lr"], group["momentum"], 1 - self.found_inf
+        lr = group["lr"]
+        momentum = group["momentum"]
+        go = 1 - self.found_inf
         for p in group["params"]:
             state = self.state[p]  # named as AdamW's, which looks for its step when it is loaded
             if not state:
@@ -70,7 +82,7 @@ class Optimiser(torch.optim.AdamW):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Roughly U V^T of the matrix U S V^T: singular values of about 0.7 to 1.2."""
+    """Return roughly U V^T of the matrix U S V^T: singular values of about 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     x = matrix / matrix.norm().clamp(min=1e-7)
     x = x.bfloat16() if x.is_cuda else x

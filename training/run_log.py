@@ -1,6 +1,7 @@
 """A run's directory and screen: metrics.jsonl, the progress bar, wandb, the loss curve."""
 
 import contextlib
+import json
 import netrc
 import os
 import sys
@@ -25,20 +26,25 @@ class RunLog(contextlib.ExitStack):
 
     def __init__(self, config: Config, world: World):
         super().__init__()
-        self.config, self.path, self.world = config, config.run_directory, world
+        self.config = config
+        self.path = config.run_directory
+        self.world = world
         self.bar = tqdm(disable=True)
         if world.is_main:
+            if not self.path.exists():
+                self.callback(_remove_if_empty, self.path)
             remedy = "choose another --log.name or --log.directory"
             self.enter_context(files.locked(self.path, remedy))
 
     def start(self, step: int, summary: list[str]) -> None:
+        """Write the config and what the run depends on; show the summary and the first step."""
         if not self.world.is_main:
             return
         self._about = {"revision": revision(), "command": sys.argv, **machine(self.world)}
         files.write_text(self.path / "config.toml", self.config.to_toml())
         files.write_json(self.path / RUN, self._about)
         metrics = [m for m in read_metrics(self.path) if m["step"] <= step]
-        files.write_text(self.path / METRICS, "".join(map(files.checked_line, metrics)))
+        files.write_text(self.path / METRICS, "".join(map(_line, metrics)))
         with files.writing(self.path / METRICS):
             # Unbuffered: a failed write must fail where it is made, not again at the close.
             self._metrics = self.enter_context((self.path / METRICS).open("ab", buffering=0))
@@ -47,20 +53,27 @@ class RunLog(contextlib.ExitStack):
             self.callback(_quietly, self._wandb.finish)
         for line in summary:
             self.say(line)
+        if step:
+            self.say(f"resumed from step {step} of {self.config.train.steps}")
         shown = {"unit": "step", "dynamic_ncols": True, "disable": None}  # None: on a terminal only
         self.bar = self.enter_context(tqdm(total=self.config.train.steps, initial=step, **shown))
 
     def say(self, text: str) -> None:
+        """Show a line above the progress bar."""
         if self.world.is_main:
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
 
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
-        """One measurement of training: to the screen, metrics.jsonl and wandb."""
+        """Record a measurement of training: on the screen, in metrics.jsonl and in wandb."""
         self._record(step=step, **values)
-        rate, mfu = f"{values['tokens_per_s']:,.0f}", values["mfu"]
-        shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tokens/s": rate}
-        shown["mfu"] = "n/a" if mfu is None else f"{mfu:.1%}"
+        mfu = values["mfu"]
+        shown = {
+            "loss": f"{values['loss']:.4f}",
+            "lr": f"{values['lr']:.2e}",
+            "tokens/s": f"{values['tokens_per_s']:,.0f}",
+            "mfu": "n/a" if mfu is None else f"{mfu:.1%}",
+        }
         if self.bar.disable:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds_left))
@@ -69,7 +82,7 @@ class RunLog(contextlib.ExitStack):
             self.bar.set_postfix(shown, refresh=False)
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """The loss in nats per token; in bits per byte of text it does not depend on the tokens."""
+        """Record the loss in nats per token, and in bits per byte, which compares tokenisers."""
         bits = {} if bits_per_byte is None else {"val_bits_per_byte": bits_per_byte}
         self._record(step=step, val_loss=loss, **bits)
         shown = "".join(f", {value:.4f} bits per byte" for value in bits.values())
@@ -79,12 +92,18 @@ class RunLog(contextlib.ExitStack):
         if not self.world.is_main:
             return
         with files.writing(self.path / METRICS):
-            files.write_all(self._metrics, files.checked_line(values).encode())
+            files.write_all(self._metrics, _line(values).encode())
         if self._wandb is not None:
             _quietly(self._wandb.log, values, step=values["step"])
 
+    def sync(self) -> None:
+        """Wait until the metrics are on the disk, before a checkpoint that implies them."""
+        if self.world.is_main:
+            with files.writing(self.path / METRICS):
+                os.fsync(self._metrics.fileno())
+
     def stopped(self, step: int, by: str) -> None:
-        """Also into run.json: torchrun does not pass the exit code on."""
+        """Say so, also in run.json: torchrun does not pass the exit code on."""
         if self.world.is_main:
             how = f"by {by} after step {step}"
             files.write_json(self.path / RUN, self._about | {"stopped": how})
@@ -97,8 +116,18 @@ class RunLog(contextlib.ExitStack):
             self.say(f"finished {step} steps: {self.path}, loss curve {curve}")
 
 
+def _line(values: dict) -> str:
+    return json.dumps(files.finite(values), ensure_ascii=False) + "\n"
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Leave no folder behind a start that failed before anything was written."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def machine(world: World) -> dict:
-    """What the last bits of a run depend on besides its configuration."""
+    """Return what the last bits of a run depend on besides its configuration."""
     on_gpu = world.device.type == "cuda"
     return {
         "torch": str(torch.__version__),  # weights_only refuses its own type
@@ -109,42 +138,47 @@ def machine(world: World) -> dict:
 
 
 def other_machine(saved: dict, now: dict) -> str | None:
-    """A warning where a resumed run will differ from an uninterrupted one in the last bits."""
+    """Return a warning where a resumed run will differ from an uninterrupted one."""
     on_cpu = now["device"] == "cpu"  # a GPU's sums do not depend on the threads
     changed = [k for k in now if saved.get(k) != now[k] and (k != "threads" or on_cpu)]
     if not changed:
         return None
     listed = ", ".join(f"{k} {saved.get(k)} -> {now[k]}" for k in changed)
+    warning = (
+        f"not the machine of the checkpoint (saved -> now): {listed}; "
+        "sums are rounded in another order, so the weights will differ in the last bits"
+    )
     options = {"processes": "torchrun --nproc_per_node=", "threads": "OMP_NUM_THREADS="}
     remedies = [f"{options[k]}{saved.get(k)}" for k in changed if k in options]
-    other = f"not the machine of the checkpoint (saved -> now): {listed}"
-    effect = "sums are rounded in another order, so the weights will differ in the last bits"
-    return "; for the same, start with ".join([f"{other}; {effect}", *remedies])
+    if remedies:
+        warning += f"; to reproduce exactly, use {' and '.join(remedies)}"
+    return warning
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The measurements of a run, without damaged lines, which a warning names."""
-    file, measured = run_directory / METRICS, []
+    """Read the measurements of a run, without damaged lines, which a warning names."""
+    file = run_directory / METRICS
     try:  # a kill may cut the last line short
         *lines, _ = files.read_text(file, errors="replace").split("\n")
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; move it away") from None
-    checked = files.are_checked(lines)
+    measured = []
     for number, line in enumerate(lines, start=1):
         try:
-            value = files.read_line(line, checked)
+            value = json.loads(line)
+            value.pop("crc32", None)  # older runs have a checksum in every line
             if type(value["step"]) is not int:
                 raise ValueError(f"step {value['step']!r}")
             measured.append(value)
-        except (ValueError, KeyError, RecursionError) as error:
+        except files.DAMAGE as error:
             print(f"warning: {file}, line {number} is damaged: {error}", file=sys.stderr)
     return measured
 
 
 def start_wandb(config: Config, directory: Path):
-    """A wandb run if the config asks for one: offline without a key."""
+    """Start a wandb run if the config asks for one: offline without a key."""
     if not config.log.wandb:
         return None
     has_key = bool(os.environ.get("WANDB_API_KEY"))
@@ -168,7 +202,7 @@ def _quietly(call, *arguments, **options) -> None:
 
 
 def plot_losses(metrics: list[dict], file: Path, title: str) -> None:
-    """Training and validation loss against the step, as PNG and PDF."""
+    """Draw training and validation loss against the step, as PNG and PDF."""
     from support import plots  # matplotlib takes a second, and only the end of a run needs it
 
     figure, axes = plots.figure(width=plots.PAGE / 1.5, height=3.0)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 # What a type may ask of a value besides.
 RULES = {
-    "must be above 0": lambda x: 0 < x < math.inf,
-    "must be 0 or more": lambda x: 0 <= x < math.inf,
+    "must be above 0": lambda x: x > 0,
+    "must be 0 or more": lambda x: x >= 0,
     "must be in [0, 1)": lambda x: 0 <= x < 1,
     "must not have a zero byte": lambda text: "\0" not in text,
 }
@@ -28,7 +28,7 @@ class ModelSection:
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
-    channels: int | None = None  # these: see model.ModelConfig; None: a text model's
+    channels: int | None = None  # these: see training/model_config.py; None: a text model's
     outputs: int | None = None
     positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
     pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers
@@ -88,11 +88,11 @@ class TrainSection:
 
     @property
     def least_micro_batch(self) -> int:
-        """All micro-batches have as many tokens, whatever the length of their sequences."""
+        """Return the smallest one: all have as many tokens, whatever their sequences' length."""
         return math.lcm(self.length, self.long_length or 1) // self.length
 
     def per_token(self, cost: Callable[[int], float]) -> float:
-        """What a token costs on average, given its cost in sequences of a length."""
+        """Return the average cost of a token, given its cost in sequences of a length."""
         short = cost(self.length)
         longer = cost(self.long_length) - short if self.long_length else 0
         return short + longer / self.long_interval

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from train_helpers import ROOT, losses, run_process, train_here, weights
+from train_helpers import ROOT, losses, run_process, weights
 
 from data.loader import TrainLoader, open_data, validation_windows
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
-from model import GPT, ModelConfig, labelled_mse, preset
+from model import ModelConfig, preset
 from physics import force
+from physics import train as orbits
+from physics.model import OrbitModel, labelled_mse
 from physics.simulate import main as simulate
 from training.checkpoint import WEIGHTS, Store, load_model, read_trainer, save_model
 from training.config import load_config
@@ -50,7 +52,7 @@ def arguments(data, runs, *more, config="nano-lssar"):
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
-    assert train_here(*arguments(data, runs)) == 0
+    assert orbits.main([*arguments(data, runs)]) == 0
     return runs / "physics-nano-lssar"
 
 
@@ -58,7 +60,7 @@ def small(attention="softmax", **changes):
     torch.manual_seed(0)
     mechanism = get_mechanism(attention)
     shape = {"layers": 2, "heads": 2, "width": 32, **ENDS, **changes}
-    return GPT(ModelConfig(**shape, attention=mechanism))
+    return OrbitModel(ModelConfig(**shape, attention=mechanism))
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ def small(attention="softmax", **changes):
 def test_the_109m_model_has_exactly_the_parameters_of_the_source():
     config = load_config(ROOT / "configs/physics-109m-softmax.toml")
     with torch.device("meta"):
-        assert GPT(config.model_config()).parameter_count() == 108_530_870
+        assert OrbitModel(config.model_config()).parameter_count() == 108_530_870
     t, plan = config.train, batch_plan(config, world_size=8)
     assert (plan.sequences, t.length, t.lr, t.schedule) == (512, 999, 6e-4, "constant")
     assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
@@ -99,7 +101,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_both_coordinates(attention):
     x = torch.cat((F.embedding(tokens[..., 0], first), F.embedding(tokens[..., 1], second)), -1)
     x = F.linear(x, model.join.weight, model.join.bias) + model.positions.weight[:11]
     for block in model.blocks:
-        x = block(x, None, None)
+        x = block(x)
     logits = model.head(model.norm(x)).view(3, 11, 2, 53)
     expected = F.cross_entropy(logits.flatten(0, 2), targets.flatten())
     torch.testing.assert_close(model(tokens), logits)
@@ -244,12 +246,12 @@ def test_another_length_than_the_records_is_refused(data):
 def test_training_on_orbits_lowers_the_loss(trained):
     measured = [loss for _, loss, _ in losses(trained) if loss is not None]
     assert np.mean(measured[-3:]) < np.mean(measured[:3])
-    model, info = load_model(trained)
+    model, info = load_model(trained, OrbitModel)
     assert (model.config.channels, model.config.positions, info.train_length) == (2, 24, 24)
 
 
 def test_an_interrupted_run_on_orbits_resumes_bit_for_bit(data, trained, tmp_path):
-    assert train_here(*arguments(data, tmp_path, "--checkpoint.keep=9")) == 0
+    assert orbits.main([*arguments(data, tmp_path, "--checkpoint.keep=9")]) == 0
     run = tmp_path / "physics-nano-lssar"
     store = Store(run)
     for path in store.candidates():  # as if it had been killed after step 8
@@ -258,7 +260,7 @@ def test_an_interrupted_run_on_orbits_resumes_bit_for_bit(data, trained, tmp_pat
                 file.unlink()
             path.rmdir()
     (store.directory / "latest").write_text("step-00000008\n")
-    assert train_here(*arguments(data, tmp_path, "--resume")) == 0
+    assert orbits.main([*arguments(data, tmp_path, "--resume")]) == 0
     assert losses(run) == losses(trained)
     whole, resumed = weights(trained), weights(run)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -278,15 +280,15 @@ def one_step(data, trained, tmp_path_factory):
         given = (config, *TINY, *places, *still, *once, *split, "--log.name=x", "--attention.p=15")
         given += ("--attention.name=lssar", "--train.batch_tokens=192", "--device", "cpu")
         if processes:
-            ended = run_process(*given, processes=processes)
+            ended = run_process(*given, processes=processes, script="physics/train.py")
             assert ended.returncode == 0, ended.stderr
         else:
-            assert train_here(*given) == 0
+            assert orbits.main([*given]) == 0
         (path,) = Store(runs / "x").candidates()
         state = read_trainer(path)["optimiser"]["state"]
         # After one step Adam's first moment is (1 - beta1) times the gradient.
         moments = [state[i]["exp_avg"].flatten() for i in sorted(state)]
-        return torch.cat(moments) / 0.1, losses(runs / "x"), load_model(path)[0]
+        return torch.cat(moments) / 0.1, losses(runs / "x"), load_model(path, OrbitModel)[0]
 
     return gradient
 
@@ -379,7 +381,7 @@ def test_predictions_are_the_selected_checkpoints_in_physical_units(
     best = Store(run).best()
     recorded = [(loss, step) for step, _, loss in losses(run) if loss is not None]
     assert best.name == f"step-{min(recorded)[1]:08d}"
-    model, _ = load_model(best)
+    model, _ = load_model(best, OrbitModel)
     assert model.config.attention.name == "lssar"
     records = open_data(data / folder, "train", vocab_size=53, channels=2, outputs=shape[2])
     inputs, _ = records.split(records.read(np.arange(shape[0]) * records.stride))
@@ -405,7 +407,7 @@ def test_a_finished_fine_tuning_is_not_done_again(data, trained, tuned):
 def test_a_model_fine_tuned_from_other_weights_is_not_taken_for_this_one(data, trained, tmp_path):
     run, runs = tmp_path / "mine", tmp_path / "runs"
     run.mkdir()
-    before, info = load_model(trained)
+    before, info = load_model(trained, OrbitModel)
     save_model(run, before, info)
     config = str(ROOT / "configs/physics-nano-magnitude.toml")
     places = (f"--data.directory={data}/forces", f"--log.directory={runs}", "--eval.tokens=96")

@@ -84,7 +84,9 @@ def test_every_shipped_config_loads_as_its_name_says(path):
 
 MECHANISM_OF = {"softmax": "softmax", "lssa": "lssa", "lssar": "lssar"}
 MECHANISM_OF |= {"hybrid": "cos-softmax", "far": "cos-softmax", "drope": "softmax", "pi": "lssar"}
-MECHANISM_OF |= dict.fromkeys(TASKS, "softmax")  # as a task's config is without an override
+MECHANISM_OF |= dict.fromkeys(
+    (*TASKS, "passkey"), "softmax"
+)  # as a task's config is without an override
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "gpt2" in p.stem], ids=lambda p: p.stem)
@@ -143,7 +145,6 @@ def test_the_comment_on_top_states_hardware_time_and_what_to_expect(path):
         assert (path.parent / referred[1]).exists()
     assert "hardware" in text
     assert referred or re.search(r"hour|minute|second", text)
-    assert re.search(r"expected|loss", text)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ def test_an_override_of_a_string_is_taken_as_typed(text):
         ("--train.lr=inf", ["train.lr = inf"]),
         ("--train.weight_decay=-0.1", ["train.weight_decay = -0.1"]),
         ("--train.beta2=1", ["train.beta2 = 1: must be in [0, 1)"]),
-        ("--train.warmup=20000", ["train.warmup = 20000", "18865"]),
+        ("--train.lr=1e400", ["train.lr = inf", "too large"]),
         ("--train.micro_batch=0", ["train.micro_batch = 0"]),
         ("--train.micro_batch=all", ["micro_batch = 'all'", "must be int or 'auto'"]),
         ("--train.micro_batch=must be above 0", ["must be int or 'auto'"]),
@@ -401,7 +402,7 @@ def test_a_vocabulary_that_contradicts_the_tokeniser_is_refused():
 @pytest.mark.parametrize("path", ALL, ids=lambda p: p.stem)
 def test_every_config_carries_the_command_that_makes_its_data(path):
     config = load_config(path)
-    python, script, *arguments = shlex.split(config.data_ends()["command"])
+    python, script, *arguments = shlex.split(config.data_requirements()["command"])
     parser = {"data/prepare.py": prepare, "physics/simulate.py": simulate}[script].make_parser()
     assert python == "python"
     assert config.data.prepare
@@ -415,11 +416,14 @@ def test_the_command_of_another_directory_is_that_for_own_text():
     mine = "--data.directory=my corpora/mine"
     for name, tokeniser in {"nano-lssar": "bytes", SOFTMAX: "gpt2"}.items():
         text = f"python data/prepare.py text FILES --tokeniser {tokeniser} --out 'my corpora/mine'"
-        assert shipped(name, mine).data_ends()["command"] == text
-    gpt2 = shipped("nano-lssar", mine, "--model.tokeniser=gpt2").data_ends()["command"]
+        assert shipped(name, mine).data_requirements()["command"] == text
+    gpt2 = shipped("nano-lssar", mine, "--model.tokeniser=gpt2").data_requirements()["command"]
     assert "--tokeniser gpt2" in gpt2
     own = shipped("nano-lssar", mine, "--data.prepare=data/prepare.py stdlib")
-    assert own.data_ends()["command"] == "python data/prepare.py stdlib --out 'my corpora/mine'"
+    assert (
+        own.data_requirements()["command"]
+        == "python data/prepare.py stdlib --out 'my corpora/mine'"
+    )
 
 
 def test_differences_are_what_makes_another_run():

@@ -50,7 +50,7 @@ def test_auto_is_the_largest_power_of_two_that_fits(name, card):
 
 
 def test_auto_divides_a_share_that_is_no_power_of_two():
-    config = load_config("nano-softmax", ["--train.batch_tokens=3072", "--train.micro_batch=auto"])
+    config = load_config("nano-softmax", ["--train.batch_tokens=6144", "--train.micro_batch=auto"])
     assert fit(config, 1, 80 * GIB, "cpu").micro_batch == 8  # of 24 sequences
     assert fit(config, 3, 80 * GIB, "cpu").micro_batch == 8
     assert fit(config, 1, 80 * GIB, "cpu", most=12).micro_batch == 12
@@ -92,7 +92,7 @@ def test_a_dry_run_refuses_a_backend_that_the_device_does_not_have():
 
 
 def test_a_backend_is_asked_about_the_longest_sequences_of_the_training():
-    options = ["--attention.window=128", "--attention.backend=sdpa"]
+    options = ["--attention.window=256", "--attention.backend=sdpa", "--train.micro_batch=4"]
     refuse_backend(load_config("nano-softmax", options), "cpu")
     config = load_config("nano-softmax", [*options, "--train.long_length=512"])
     with pytest.raises(UserError, match="'sdpa' cannot compute this: it has no windows"):
@@ -127,7 +127,7 @@ def test_a_dry_run_without_data_names_the_command_that_makes_them(capsys):
 
 @pytest.mark.parametrize("more", [(), ("--dry-run", "--device=cpu")])
 def test_a_gpu_to_plan_with_is_refused_where_none_is_planned(more):
-    with pytest.raises(UserError, match="--gpu 4090 is for the --dry-run of a GPU"):
+    with pytest.raises(UserError, match="--gpu 4090 only works with --dry-run on CUDA"):
         train_here("nano-lssar", "--gpu=4090", *more)
 
 
@@ -259,16 +259,15 @@ def test_a_real_lack_of_main_memory_halves_too(corpus, tmp_path):
         "import resource, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch, train\n"
-        "from train import Run\n"
-        "has_room = Run._has_room\n"
-        "def limited(self):\n"
+        "rehearse = train.rehearse\n"
+        "def limited(run):\n"
         "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))\n"
         "    try:\n"
-        "        return has_room(self)\n"
+        "        return rehearse(run)\n"
         "    finally:\n"
         "        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)\n"
-        "Run._has_room = limited\n"
+        "train.rehearse = limited\n"
         "sys.exit(train.main(sys.argv[1:]))\n"
     )
     done = subprocess.run(

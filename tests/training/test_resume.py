@@ -17,7 +17,8 @@ from data.loader import open_data
 from data.shards import open_split
 from lssar.errors import UserError
 from physics.simulate import main as simulate
-from training.checkpoint import TRAINER, find, read_trainer, take_optimiser
+from training.checkpoint import TRAINER, find, load_moments, read_trainer
+from training.optimiser import parameter_groups
 
 ALL = slice(None)
 CONSTANT = ("--train.schedule=constant", "--train.warmup=2")
@@ -172,7 +173,6 @@ def test_changed_labels_of_orbits_are_other_data(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--eval.tokens=4000"], "3343 validation tokens, too few for 4000 .*at most 3328 or"),
         (["--train.batch_tokens=32768"], "558 training sequences.*batch_tokens to 17664 "),
         (["--train.batch_tokens=1099511627776", "--train.micro_batch=1"], "set .*batch_tokens to"),
         (
@@ -193,6 +193,16 @@ def test_too_few_data_are_refused_before_the_first_step(corpus, tmp_path, more, 
         train_here(*given)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_small_validation_set_is_taken_whole_and_a_long_warm_up_is_cut(corpus, tmp_path, capfd):
+    given = ("--eval.tokens=32000", "--train.steps=20", "--train.warmup=100", "--dry-run")
+    assert train_here(*arguments(corpus, tmp_path, *given)) == 0
+    assert "validation takes the 3,328 tokens there are" in capfd.readouterr().out
+    assert train_here(*arguments(corpus, tmp_path, *given[:-1])) == 0
+    said = capfd.readouterr().err
+    assert "validation takes the 3,328 tokens there are" in said
+    assert "train.warmup = 100 is longer than train.steps = 20; cut to 2" in said
 
 
 def test_the_sizes_that_are_offered_are_possible(corpus, tmp_path):
@@ -274,9 +284,9 @@ def test_an_optimiser_that_does_not_fit_or_is_not_there_is_refused(corpus, six_s
     with pytest.raises(UserError, match=r"without model\.outputs"):
         train_here(*given, "--model.outputs=1", "--log.name=b")
     for other in (tiny_model(width=32, layers=1), tiny_model(width=48)):
-        optimiser = torch.optim.AdamW(other.parameter_groups(0.1))
+        optimiser = torch.optim.AdamW(parameter_groups(other, 0.1))
         with pytest.raises(UserError, match="is not that of this model's parameters"):
-            take_optimiser(optimiser, tmp_path / "bare")
+            load_moments(optimiser, tmp_path / "bare")
     (find(tmp_path / "bare") / TRAINER).unlink()
     with pytest.raises(UserError, match=rf"{TRAINER} (does not exist|is missing)"):
         train_here(*given, "--log.name=c")

@@ -10,9 +10,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_helpers import arguments, losses, run_process, train_here, weights
 
+import train
 from lssar.errors import UserError
 from model import GPT, preset
-from train import EXIT_DIVERGED, Run
+from train import EXIT_DIVERGED
 from training.checkpoint import find, read_trainer
 from training.config import load_config
 from training.distributed import World
@@ -61,27 +62,29 @@ def test_a_step_waits_for_no_number_of_the_device(corpus, tmp_path, config, more
     path, *given = arguments(corpus, tmp_path, "--train.micro_batch=4", *more, config=config)
     config, world = load_config(path, given), World(0, 1, torch.device("cpu"))
     with RunLog(config, world) as log:
-        run = Run(config, world, log, resume=False)
+        run = train.set_up(config, world, log)
         with NoReads(), NoDeviceReads():
-            run.optimiser_step()
-            run.optimiser_step()
+            train.optimiser_step(run)
+            train.optimiser_step(run)
             with pytest.raises(Waited):  # the modes do see it where a run does wait
-                run.settle()
-        run.report()
-        assert math.isfinite(run.norm) and run.progress.step == 2
+                train.check_finished_steps(run)
+        run.seconds = 1.0
+        run.unchecked.add(torch.ones(2))
+        train.report(run)
+        assert run.progress.step == 2
 
 
 def poison(monkeypatch, *steps: int) -> None:
-    accumulate = Run._accumulate
+    accumulate = train.accumulate
 
-    def poisoned(self, step):
-        loss = accumulate(self, step)
+    def poisoned(run, step):
+        loss = accumulate(run, step)
         if step in steps:
-            self.model.norm.weight.grad[0] = math.nan
-            self.model.blocks[0].mlp_in.weight.grad[0] = math.inf
+            run.model.norm.weight.grad[0] = math.nan
+            run.model.blocks[0].mlp_in.weight.grad[0] = math.inf
         return loss
 
-    monkeypatch.setattr(Run, "_accumulate", poisoned)
+    monkeypatch.setattr(train, "accumulate", poisoned)
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])

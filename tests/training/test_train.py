@@ -1,5 +1,6 @@
 """Training: what a run promises about its numbers, its signals and its errors."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -23,12 +24,15 @@ from train_helpers import (
 import eval_extrapolation
 import export_hf
 import generate
+import train
+from evaluating.checkpoints import load_model
 from lssar.errors import UserError
-from train import EXIT_DIVERGED, EXIT_PREEMPTED, Run
-from training.checkpoint import Store, load_model, save_model
+from support import files
+from train import EXIT_DIVERGED, EXIT_PREEMPTED
+from training.checkpoint import Store, _check_trainer, read_trainer, save_model
 from training.config import load_config
 from training.distributed import World
-from training.run_log import RunLog
+from training.run_log import RunLog, read_metrics
 
 
 def test_a_checkpoint_says_with_which_seed_it_was_trained(corpus, tmp_path):
@@ -261,7 +265,7 @@ def test_resume_with_a_contradicting_config_lists_the_differences(corpus, whole_
 
 
 def test_a_run_is_never_overwritten_without_being_asked(corpus, whole_run):
-    with pytest.raises(UserError, match="rerun with --resume"):
+    with pytest.raises(UserError, match="continue it with --resume"):
         train_here(*arguments(corpus, whole_run.parent))
 
 
@@ -287,15 +291,15 @@ def test_a_diverging_run_stops_with_the_numbers_and_a_good_checkpoint(corpus, tm
 
 
 def test_one_bad_step_is_skipped_and_said(corpus, tmp_path, capfd, monkeypatch):
-    accumulate = Run._accumulate
+    accumulate = train.accumulate
 
-    def poisoned(self, step):
-        loss = accumulate(self, step)
+    def poisoned(run, step):
+        loss = accumulate(run, step)
         if step in (3, 4):
-            self.model.norm.weight.grad[0] = math.nan
+            run.model.norm.weight.grad[0] = math.nan
         return loss
 
-    monkeypatch.setattr(Run, "_accumulate", poisoned)
+    monkeypatch.setattr(train, "accumulate", poisoned)
     given = arguments(corpus, tmp_path, "--train.steps=8")
     assert train_here(*given, "--train.max_skipped_steps=2") == 0
     shown = capfd.readouterr().err
@@ -338,3 +342,47 @@ def test_fine_tuning_starts_from_another_runs_weights(corpus, whole_run, tmp_pat
     assert load_model(tmp_path / "nano-lssar")[0].config.interpolation == 2.0
     with pytest.raises(UserError, match="another architecture"):
         train_here(*given, "--model.width=64", "--log.name=other")
+
+
+def test_a_kill_between_the_pointers_loses_no_best_model(corpus, whole_run, tmp_path, monkeypatch):
+    """At every writing of a pointer: both pointers and what is kept are an undisturbed run's."""
+    expected = {p.name: p.read_text() for p in (whole_run / "checkpoints").glob("[lb]*")}
+    kept = sorted(p.name for p in (whole_run / "checkpoints").glob("step-*"))
+
+    class Killed(BaseException):
+        pass
+
+    write = files.write_text
+    for number in (1, 2, 3, 5, 7):
+        runs = tmp_path / str(number)
+        written = []
+
+        def dying(path, text, number=number, written=written):
+            if path.name in ("latest", "best"):
+                written.append(path.name)
+                if len(written) == number:
+                    raise Killed
+            write(path, text)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "write_text", dying)
+            with contextlib.suppress(Killed):
+                train_here(*arguments(corpus, runs))
+        assert train_here(*arguments(corpus, runs, "--resume")) == 0
+        found = runs / "nano-lssar/checkpoints"
+        assert {p.name: p.read_text() for p in found.glob("[lb]*")} == expected, number
+        assert sorted(p.name for p in found.glob("step-*")) == kept, number
+
+
+def test_metrics_are_plain_lines_and_older_ones_with_a_checksum_are_read(whole_run, tmp_path):
+    assert "crc32" not in (whole_run / "metrics.jsonl").read_text()
+    lines = '{"step": 1, "loss": 2.5, "crc32": "00000000"}\n{"step": 2, "lo'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}]
+
+
+def test_a_trainer_state_with_the_wrong_things_is_one_line(whole_run):
+    state = read_trainer(Store(whole_run).candidates()[0])
+    for change in ({"progress": {"step": "a"}}, {"rng": [3]}, {"optimiser": {}}, {"data": 1}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            _check_trainer(state | change)

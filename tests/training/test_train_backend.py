@@ -47,7 +47,7 @@ def test_a_run_names_the_backend_that_its_first_step_used(
 def test_a_run_names_the_backends_of_all_its_layers(corpus, tmp_path, capsys):
     kinds = ('--model.pattern=["local:5","global"]', "--model.positions=fox", "--model.layers=2")
     more = (*kinds, "--attention.name=softmax", "--local.positions=rope", "--train.steps=5")
-    given = arguments(corpus, tmp_path, *more, config="nano-hybrid")
+    given = arguments(corpus, tmp_path, *more, config="nano-far")
     assert train_here(*given) == 0
     assert "attention  computed by backend cpu, eager\n" in capsys.readouterr().err
     assert train_here(*given, "--dry-run", "--device", "cpu") == 0

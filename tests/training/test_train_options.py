@@ -18,8 +18,11 @@ from train_helpers import (
 
 import train
 from lssar.errors import UserError
+from physics import train as orbits
 from train import learning_rate
+from training import distributed
 from training.config import load_config
+from training.estimate import gpu_hours
 
 
 def without_isa_limit() -> dict[str, str]:
@@ -102,7 +105,14 @@ def test_every_config_has_a_dry_run(path, capsys):
     processes = "1" if alone else "8"
     assert train_here(str(path), "--dry-run", "--world-size", processes) == 0
     shown = capsys.readouterr().out
-    words = ("parameters", "tokens per step", "GiB per process", "A100-hours", "are free", "data")
+    words = (
+        "parameters",
+        "tokens per step",
+        "GiB per process",
+        "A100-hours at 40%",
+        "are free",
+        "data",
+    )
     for word in words:
         assert word in shown
 
@@ -148,6 +158,34 @@ def test_without_its_data_a_config_says_how_they_are_made(
     monkeypatch.chdir(tmp_path)
     for _missing_then_empty in range(2):
         with pytest.raises(UserError) as error:
-            train.main([config])
+            (orbits if config.startswith("physics") else train).main([config])
         assert str(error.value).endswith(f"with: python {command} --out corpora/{made}")
         (tmp_path / "corpora" / made).mkdir(parents=True, exist_ok=True)
+
+
+def test_variables_of_torchrun_that_do_not_belong_together_are_one_line(monkeypatch):
+    cases = (
+        ({"RANK": "7"}, "RANK=7 in the environment without WORLD_SIZE"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two' in the environment is no whole"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "5"}, "LOCAL_RANK=5 must be below"),
+    )
+    for given, message in cases:
+        with monkeypatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(name, value)
+            with pytest.raises(UserError, match=message):
+                distributed.place()
+    assert distributed.place() == (0, 1, 0)
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path, corpus):
+    with pytest.raises(UserError, match="no checkpoint at"):
+        train.main(arguments(corpus, tmp_path, "--train.init_from=/nowhere"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpu_hours_are_flops_at_one_utilisation():
+    assert gpu_hours(0.4 * 312e12 * 3600) == pytest.approx(1.0)
+    assert gpu_hours(1e20, "h100") < gpu_hours(1e20, "a100")
