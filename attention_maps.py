@@ -7,7 +7,7 @@ Per head, over rows i > 3 (the first rows have little choice):
 
     sink         mean weight on the first token
     entropy      mean of -sum w log w in nats, on |w| made to sum to one
-    zeros        share of the visible weights that are exactly zero
+    zeros        share of the weights in view, within the layer's window, that are exactly zero
     top_weight   mean of the largest weight
     top_cosine   mean cosine between the query and the key that has it
 """
@@ -55,8 +55,8 @@ SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 
 
 @torch.inference_mode()
-def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Attention matrices of `layer` for tokens (L,), cosines of queries and keys: (heads, L, L)."""
+def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor, int | None]:
+    """Return attention matrices and cosines (heads, L, L) of `layer`, and its window if any."""
     attention, x, rope, first = layer_inputs(model, tokens.unsqueeze(0), layer)
     q, k, _ = attention.queries_keys_values(x, rope)
     gates = () if attention.forget is None else (attention.gates(x),)
@@ -64,13 +64,20 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tenso
     k = shifted_keys(k, first) if attention.shift else k
     options = {"first": first, "params": attention.head_scale, "decay": decay}
     cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
-    return attention_weights(q, k, attention.mechanism, **options)[0].cpu(), cosines[0].cpu()
+    weights = attention_weights(q, k, attention.mechanism, **options)
+    return weights[0].cpu(), cosines[0].cpu(), attention.mechanism.window
 
 
-def head_statistics(weights: Tensor, cosines: Tensor) -> dict[str, list[float]]:
-    """One number per head of each; weights and cosines (heads, L, L)."""
+def visible_keys(length: int, window: int | None) -> Tensor:
+    """Return which keys each query sees, (L, L): those up to it, within the layer's window."""
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    return visible.triu(1 - window) if window else visible
+
+
+def head_statistics(weights: Tensor, cosines: Tensor, visible: Tensor) -> dict[str, list[float]]:
+    """Return one number per head; weights and cosines (heads, L, L), visible (L, L)."""
     rows = weights[:, UNSHIFTED_ROWS:].double()  # (heads, L - 3, L)
-    visible = torch.ones(weights.shape[1:], dtype=torch.bool).tril()[UNSHIFTED_ROWS:]
+    visible = visible[UNSHIFTED_ROWS:]
     share = rows.abs() / rows.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     entropy = -torch.special.xlogy(share, share).sum(-1).mean(-1)
     zeros = ((rows == 0) & visible).sum((-1, -2)) / visible.sum()
@@ -90,7 +97,7 @@ def heads_table(statistics: dict[str, list[float]]) -> str:
 
 def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
     """Each token as visible text: a space as an open box, a newline as an arrow."""
-    shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "$": r"\$"})
+    shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"})
     texts = [tokeniser.decode([token]).translate(shown) for token in tokens]
     return ["".join(c if c.isprintable() else f"<{ord(c):x}>" for c in text) for text in texts]
 
@@ -134,8 +141,8 @@ def main(argv: list[str]) -> None:
     for checkpoint, (tokens, layer) in zip(checkpoints, inputs, strict=True):
         identity, name = checkpoint.identity, names[checkpoint.identity]
         batch = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        weights, cosines = layer_weights(checkpoint.load(device), batch, layer - 1)
-        statistics = head_statistics(weights, cosines)
+        weights, cosines, window = layer_weights(checkpoint.load(device), batch, layer - 1)
+        statistics = head_statistics(weights, cosines, visible_keys(len(tokens), window))
         if results.find(run=identity) is None:
             records = []
             for quantity, heads in statistics.items():

@@ -45,9 +45,8 @@ from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
 from evaluating.protocol import measuring
 from evaluating.results import Results
 from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
-from lssar.cache import ensure_hub_cache
 from lssar.errors import UserError
-from paper import paper_numbers
+from lssar.folders import ensure_hub_cache
 from support import plots
 from support.files import lookup
 from support.text import table
@@ -124,11 +123,10 @@ def tables(results: Results) -> str:
     parts, layouts, runs = [], list(LAYOUTS), labels(results.runs).items()
     for start in range(0, len(rest), 5):
         title = "" if start else "the other metrics of the same tasks"
-        layouts.append((title, [], [(*c, " ".join(c)) for c in rest[start : start + 5]]))
-    for title, in_paper, columns in layouts:
+        layouts.append((title, [(*c, " ".join(c)) for c in rest[start : start + 5]]))
+    for title, columns in layouts:
         if columns := [c for c in columns if c[:2] in measured]:
             rows = [[name, *(cell(*score(results, run, c)) for c in columns)] for run, name in runs]
-            rows += [row for label in in_paper for row in paper_rows(label, columns)]
             heading = f"\n{title}\n" if title else "\n"
             parts.append(heading + table(["", *(c[2] for c in columns)], rows))
     lengths = ", ".join(str(n) for n in sorted({r.length for r in results.records}))
@@ -149,13 +147,6 @@ def cell(value: float | None, error: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.2f}" + ("" if error is None else f" ±{error:.2f}")
-
-
-def paper_rows(label: str, columns: list[Column]) -> list[list[str]]:
-    """The paper's own numbers of one table, for the columns that are shown."""
-    keys, rows = (paper_numbers()[label][key] for key in ("columns", "rows"))
-    places = [keys.index(metric if metric in keys else task) for task, metric, _ in columns]
-    return [[f"paper, {name}", *(f"{row[i]:g}" for i in places)] for name, row in rows.items()]
 
 
 def bars(results: Results):

@@ -15,9 +15,9 @@ predicts the same tokens. Reported per length:
     bits per byte   the same over the bytes of the tokens' text (0 for an end of text, whose loss
                     counts): comparable between tokenisers
     by position     mean over tokens at a range of positions in their window
-    context gain    loss on the last half training length of every window, minus the loss on the
-                    same tokens when the model sees only the last training length of the window;
-                    below zero, the far context helps
+    far-context     loss on the last half training length of every window when the model sees only
+      benefit       the last training length of the window, minus the loss on the same tokens with
+                    all of it in view; positive, the far context helps
     paired          loss minus that of the first checkpoint, by segment, with its error
 
 `--p`, `--alpha`, `--window`, `--position-interpolation`, `--ntk` and `--yarn` add variants of each
@@ -26,8 +26,6 @@ beat; `--sinks 4` adds it with the first 4 tokens in view (StreamingLLM). Of a m
 two kinds, a window narrows the global ones.
 """
 
-import functools
-import hashlib
 import math
 import sys
 import time
@@ -47,101 +45,25 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--segment", type=positive, help="default: the longest length")
     parser.add_argument("--within-documents", action="store_true", help="long documents only")
     parser.add_argument("--no-figures", action="store_true")
+    parser.add_argument("--short", action="store_true", help="print one table, draw nothing")
     return parser
 
 
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
 
-import numpy as np
 import torch
 
-from data.loader import Windows
-from data.shards import TokenSet, describe_set, open_split
-from data.tokeniser import text_bytes
+from data.shards import describe_set
 from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Checkpoint, Variant, unmeasured
-from evaluating.protocol import BATCH_TOKENS, measuring, opened, progress
+from evaluating.checkpoints import Case, Variant, unmeasured
+from evaluating.protocol import measuring, opened, progress
 from evaluating.results import Record
-from lssar.errors import UserError
+from evaluating.targets import Targets, open_data
 from model import GPT
 from training.distributed import World
 
 Spans = list[tuple[int, int]]  # ranges of positions in a window, first included, last not
-
-
-class Targets:
-    """The tokens to predict: whole segments of the validation set, in batches of fixed shape."""
-
-    def __init__(self, data: TokenSet, arguments):
-        """As many segments as asked for and available, or an error with the numbers."""
-        asked, segment = arguments.tokens, arguments.segment or arguments.lengths[-1]
-        if bad := [length for length in arguments.lengths if segment % length]:
-            rule = "use lengths that divide the longest, or the --segment"
-            raise UserError(f"--lengths: {bad[0]} does not divide {segment}; {rule}")
-        available = data.total_tokens - 1  # the last token has no successor to predict
-        if available < segment:
-            few = f"{data.total_tokens} validation tokens, too few for one window of {segment} + 1"
-            raise UserError(f"{data.directory} has {few}; use shorter ones or more data")
-        if asked < segment:
-            raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
-        self.data, self.segment, self.spread = data, segment, arguments.spread
-        self.documents: dict = {}  # with --within-documents, how much of the set is left
-        within = arguments.within_documents
-        starts = self._within_documents() if within else np.arange(available // segment) * segment
-        self.count = min(asked // segment, len(starts))
-        if self.spread:
-            last = len(starts) - 1 if within else available - segment
-            places = np.arange(self.count) * last // max(1, self.count - 1)
-            starts = starts[places] if within else places
-        self.starts, self.tokens = starts[: self.count], self.count * segment
-        self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
-
-    def _within_documents(self) -> np.ndarray:
-        """The starts of all segments that lie, with their last target, within one document."""
-        borders = self.data.documents()
-        sizes = np.diff(borders)
-        counts = (sizes - 1) // self.segment
-        if not counts.any():
-            few = f"no document of {self.segment} + 1 tokens, the longest has {sizes.max()}"
-            remedy = "use shorter ones or leave --within-documents out"
-            raise UserError(f"{self.data.directory} has {few}; {remedy}")
-        found = {"long_documents": int((counts > 0).sum()), "documents": len(sizes)}
-        used = int(counts.sum()) * self.segment / self.data.total_tokens
-        self.documents = found | {"share_of_tokens": used}
-        number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        return np.repeat(borders[:-1], counts) + number * self.segment
-
-    def coverage(self) -> str:
-        """How much of the set has documents long enough; empty without --within-documents."""
-        if not self.documents:
-            return ""
-        long, all_of_them, share = self.documents.values()
-        hold = f"hold a segment of {self.segment:,} tokens"
-        return f"{long:,} of {all_of_them:,} documents {hold}: {share:.1%} of the set\n"
-
-    def batches(self):
-        """(first segment, inputs, targets), both (segments, length of one)."""
-        source = Windows(self.data, self.segment)
-        for first in range(0, self.count, self.batch):
-            yield first, *source.split(source.read(self.starts[first : first + self.batch]))
-
-    @functools.cached_property
-    def bytes(self) -> int:
-        """Of the text that the targets stand for; 0 if their tokeniser is not known."""
-        lengths = text_bytes(self.data.tokeniser)
-        if lengths is None:
-            return 0
-        return sum(int(lengths[targets.numpy()].sum()) for _, _, targets in self.batches())
-
-    def settings(self) -> dict:
-        """What has to be equal for losses to be comparable."""
-        digest = hashlib.sha256()
-        for _, inputs, targets in self.batches():
-            digest.update(inputs.numpy().tobytes() + targets[:, -1].numpy().tobytes())
-        named = {key: getattr(self, key) for key in ("tokens", "segment", "spread")}
-        named |= {"within_documents": True} if self.documents else {}
-        return named | {"targets_sha256": digest.hexdigest()}
 
 
 def position_buckets(length: int) -> Spans:
@@ -172,7 +94,7 @@ def segment_sums(model: GPT, case: Case, keep: int, spans: Spans, targets: Targe
 
 
 def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Record]:
-    """The loss, beyond the training length the context gain, and bits per byte where known."""
+    """Measure the loss, beyond the training length the far-context benefit, and bits per byte."""
     begun = time.monotonic()
     length, train_length = case.length, case.checkpoint.info.train_length
     windows, buckets = targets.tokens // length, position_buckets(length)
@@ -185,7 +107,7 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     by_position = []
     for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True):
         by_position.append({"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))})
-    details = {"by_position": by_position, "segment_losses": segment_losses.tolist()}
+    details = {"by_position": by_position, "by_segment": segment_losses.tolist()}
     size = {"tokens": targets.tokens, "details": details}
     found = [Record("loss", value=loss, error=error, **size, **case.key)]
     if tail:
@@ -194,10 +116,11 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
         near = segment_sums(model, case, train_length, span, targets, world)
         scored = tail * targets.segment // length  # tokens per segment
         full, near = sums[:, -1] / scored, near[:, 0] / scored
-        gain, error = report.mean_and_error(full - near)
-        means = {"full_context": float(full.mean()), "near_context": float(near.mean())}
-        size = {"tokens": tail * windows, "details": means | {"tokens_per_window": tail}}
-        found.append(Record("context_gain", value=gain, error=error, **size, **case.key))
+        benefit, error = report.mean_and_error(near - full)
+        about = {"full_context": float(full.mean()), "near_context": float(near.mean())}
+        about |= {"tokens_per_window": tail, "by_segment": (near - full).tolist()}
+        size = {"tokens": tail * windows, "details": about}
+        found.append(Record("far_context_benefit", value=benefit, error=error, **size, **case.key))
     details["seconds"] = round(time.monotonic() - begun, 2)
     return found + in_bits(found[:1], targets)
 
@@ -226,10 +149,6 @@ def main(argv: list[str]) -> None:
             print(targets.coverage(), end="")
         about = describe_set(arguments.data) | targets.documents
         with measuring(arguments, "extrapolation", targets.settings(), about, world) as results:
-            measured = {r.key[1:] for r in results.select(quantity="bits_per_byte")}
-            old = [r for r in results.select(quantity="loss") if r.key[1:] not in measured]
-            if added := in_bits(old, targets):  # measured before there were bits per byte
-                results.add(*added, save=world.is_main)
             for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
                 trained = replace(case, variant=Variant())
                 # A variant may change nothing at a length.
@@ -240,26 +159,12 @@ def main(argv: list[str]) -> None:
                 if world.is_main:
                     shown = report.number(found[0].value, ".4f")
                     print(f"{case.label} at {case.length}: loss {shown}", file=sys.stderr)
-    if world.is_main:
+    if world.is_main and arguments.short:
+        print(report.short_table(results))
+    elif world.is_main:
         print(report.tables(results, checkpoints[0].identity))
         if not arguments.no_figures:
             report.figures(results)
-
-
-def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
-    """The validation set, once all checkpoints are known to read its tokens."""
-    for checkpoint in checkpoints:
-        if checkpoint.config.channels > 1 or checkpoint.config.outputs:
-            raise UserError(f"{checkpoint.path} is not a text model: it reads orbits; see physics/")
-    (size, first), *others = {c.config.vocab_size: c for c in checkpoints}.items()
-    if others:
-        other_size, other = others[0]
-        sizes = f"{first.path} has a vocabulary of {size}, {other.path} one of {other_size}"
-        raise UserError(f"{sizes}: their losses cannot be compared; evaluate them separately")
-    try:
-        return open_split(directory, "val", vocab_size=size)
-    except UserError as error:
-        raise UserError(f"{first.path}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -14,11 +14,16 @@ that compute the model. It generates the tokens that `generate.py` does. To publ
     hf upload NAME/MODEL OUT
 """
 
+import contextlib
+import errno
 import importlib.util
 import itertools
+import os
 import re
 import shlex
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from support.command import Parser, answer_early, run
@@ -35,10 +40,9 @@ if __name__ == "__main__":  # --help and mistakes need no torch, which takes sec
     answer_early(make_parser().parse_args)
 
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
-from evaluating.checkpoints import Checkpoint, model_label, open_checkpoints
+from evaluating.checkpoints import Checkpoint, load_model, model_label, open_checkpoints
 from lssar.errors import UserError
-from support.files import lookup, new_folder, write_text
-from training.checkpoint import load_model
+from support.files import lookup, write_text
 from training.run_log import RUN
 
 ROOT = Path(__file__).parent
@@ -63,14 +67,16 @@ def main(argv: list[str]) -> None:
         raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
     if checkpoint.config.documents:
-        masked = "data.document_mask = true, which transformers' caches have no place for"
-        raise UserError(f"{checkpoint.path} was trained with {masked}; train without it to export")
+        raise UserError(
+            f"{checkpoint.path} was trained with data.document_mask = true, and packed documents "
+            "cannot be cached by transformers; train without it to export"
+        )
     from evaluating.hf_model import MODEL as KNOWN
 
     table = {"positions"} if type(checkpoint.config.positions) is int else set()
     if unknown := sorted(set(checkpoint.config.to_dict()) - set(KNOWN) | table):
-        has = ", ".join(f"{key} = {getattr(checkpoint.config, key)}" for key in unknown)
-        raise UserError(f"{checkpoint.path} has {has}, which an exported model does not know")
+        settings = ", ".join(f"{key} = {getattr(checkpoint.config, key)}" for key in unknown)
+        raise UserError(f"{checkpoint.path} has {settings}, which an exported model does not know")
     with new_folder(arguments.out) as folder:
         write_model(checkpoint, folder)
         write_tokeniser(checkpoint.tokeniser(), folder)
@@ -79,10 +85,48 @@ def main(argv: list[str]) -> None:
     print(f"{checkpoint.path} is in {arguments.out}")
 
 
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which gets the name `out` in the end: that one is whole or absent.
+
+    The temporary folder has a name of its own, so that exports at the same time do not meet.
+    """
+    if out.name in ("", ".."):
+        raise UserError(f"OUT is {str(out)!r}; give the name of a new folder")
+    temporary = None
+    try:
+        if out.exists() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty; give a new folder")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        yield temporary
+        allow_readers(temporary)
+        temporary.rename(out)  # over an empty folder too, and over nothing else
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UserError(f"{out} was filled by another process; give a new folder") from None
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def allow_readers(folder: Path) -> None:
+    """Give the folder and its files the modes of new ones; safetensors makes private files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+
+
 def write_model(checkpoint: Checkpoint, out: Path) -> None:
+    from safetensors import SafetensorError
+
     from evaluating.hf_model import LssarConfig, LssarForCausalLM
 
-    described, train_length = checkpoint.config.to_dict(), checkpoint.info.train_length
+    described = checkpoint.config.to_dict()
+    train_length = checkpoint.info.train_length
     eot = checkpoint.tokeniser().eot
     ends = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     config = LssarConfig(**described, train_length=train_length, **ends)
@@ -91,7 +135,10 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
     model.model.gpt = load_model(checkpoint.path)[0]
     model.tie_weights()
     model.generation_config.update(**ends, do_sample=False)
-    model.save_pretrained(out)
+    try:
+        model.save_pretrained(out)
+    except SafetensorError as error:
+        raise OSError(f"the weights: {error}") from None
 
 
 def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
@@ -198,7 +245,7 @@ def write_code(out: Path) -> None:
     needed = modules_of(MODEL)
     for module in needed:
         text = exported(_file(module).read_text(encoding="utf-8"), needed)
-        if module == "lssar.cpu":
+        if module == "lssar.cpu_build":
             text = text.replace(CPU_SOURCE, CPU_SOURCE + WRITE_SOURCE)
         write_text(out / f"{_flat(module)}.py", text)
     about = '"""The C++ files of lssar/: transformers copies Python files only."""'

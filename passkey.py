@@ -20,6 +20,7 @@ Beside the results are the figures and NAME-answers.jsonl with every answer. The
 of eval_extrapolation.py.
 """
 
+import json
 import math
 import re
 import sys
@@ -55,7 +56,7 @@ from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT
 from support import plots
-from support.files import are_checked, checked_line, open_regular, read_line, sync, writing
+from support.files import open_regular, reading, sync, write_text, writing
 from support.text import short_number
 from training.distributed import World
 
@@ -104,26 +105,28 @@ def measure(found: list[dict], train_length: int) -> list[Record]:
 
 
 class Answers:
-    """NAME-answers.jsonl: one line per trial, appended batch by batch."""
+    """NAME-answers.jsonl: one line per trial, appended batch by batch.
+
+    A kill may cut the last line short: it is ignored. Before the next line is appended, the whole
+    lines replace the file atomically, so that a kill at any moment keeps them.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.known: dict[tuple, dict] = {}  # by run, variant, length and trial
+        self.whole_lines: bytes | None = None  # what to keep of a file with a torn line
         if not path.exists():
             return
-        with writing(path):
-            with open_regular(path) as file:
-                found = file.read()
-            whole = found[: found.rfind(b"\n") + 1]  # a kill may have cut the last line
-            try:
-                lines = whole.decode().split("\n")[:-1]
-                checked = are_checked(lines)
-                self._remember([read_line(line, checked) for line in lines])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                remedy = "delete it and the results beside it, or give another --out"
-                raise UserError(f"{path} is damaged; {remedy}") from None
-            if whole != found:
-                path.write_bytes(whole)
+        with reading(path), open_regular(path) as file:
+            found = file.read()
+        whole_lines = found[: found.rfind(b"\n") + 1]
+        try:
+            self._remember([json.loads(line) for line in whole_lines.decode().split("\n")[:-1]])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            remedy = "delete it and the results beside it, or give another --out"
+            raise UserError(f"{path} is damaged; {remedy}") from None
+        if whole_lines != found:
+            self.whole_lines = whole_lines
 
     def _remember(self, answers: list[dict]) -> None:
         self.known |= {(a["run"], a["variant"], a["length"], a["trial"]): a for a in answers}
@@ -133,8 +136,11 @@ class Answers:
         if not save:
             return
         with writing(self.path):
+            if self.whole_lines is not None:
+                write_text(self.path, self.whole_lines.decode())
+                self.whole_lines = None
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(map(checked_line, answers))
+                file.writelines(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
             sync(self.path)
 
 
@@ -203,7 +209,6 @@ def open_answers(results: Results, world: World) -> Answers:
         raise UserError(f"{path} has {gone}; delete it or give another --out")
     if world.is_main:
         results.save()  # the settings, before the first answer
-        Answers(path)  # a line that was cut short is removed once
     world.barrier()
     return Answers(path)
 

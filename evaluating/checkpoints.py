@@ -12,10 +12,12 @@ from torch import Tensor
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
 from evaluating.results import AS_TRAINED, Results
 from lssar.errors import UserError
-from lssar.mechanisms import has_meaning
-from model import GPT, ModelConfig
+from lssar.mechanisms import uses_setting
+from model import GPT
 from support.files import sha256_of
-from training.checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
+from training import checkpoint as stored
+from training.checkpoint import WEIGHTS, Build, CheckpointInfo, find, read_description
+from training.model_config import ModelConfig, check_model
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,14 @@ class Checkpoint:
     config: ModelConfig
     info: CheckpointInfo
 
-    def load(self, device: torch.device) -> GPT:
-        return load_model(self.path, device)[0].eval()
+    def load(self, device: torch.device, build: Build = GPT) -> torch.nn.Module:
+        """Load the model, which `build` makes, for evaluation."""
+        if build is GPT and not self.config.reads_text:
+            raise UserError(f"{self.path} is not a text model: it reads orbits; see physics/")
+        return stored.load_model(self.path, build, device)[0].eval()
 
     def tokeniser(self) -> Tokeniser:
-        """The one it was trained with; without a record of it, the one that fits."""
+        """Return the one it was trained with; without a record of it, the one that fits."""
         fitting = [n for n, t in TOKENISERS.items() if t.vocab_size == self.config.vocab_size]
         name = self.info.tokeniser or next(iter(fitting), None)
         if name not in fitting:
@@ -39,8 +44,13 @@ class Checkpoint:
         return get_tokeniser(name)
 
     def describe(self) -> dict:
-        """For the `runs` of a results file."""
+        """Describe it for the `runs` of a results file."""
         return {"path": str(self.path), **vars(self.info), "model": self.config.to_dict()}
+
+
+def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
+    """Load the text model of a run directory (its latest checkpoint) or of one checkpoint."""
+    return stored.load_model(path, GPT, device)
 
 
 def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
@@ -59,8 +69,9 @@ def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
 
 
 def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
-    """The attention module of `layer`, and what it is given for tokens (B, L): x, rope, first."""
-    attention, seen = model.blocks[layer].attention, []
+    """Return the attention module of `layer`, and its inputs for tokens (B, L): x, rope, first."""
+    attention = model.blocks[layer].attention
+    seen = []
     with attention.register_forward_pre_hook(lambda module, given: seen.extend(given)):
         model.hidden(tokens)
     x, rope, _, first = seen
@@ -68,7 +79,7 @@ def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
 
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
-    """A short name for each of the `runs` of a results file: the first that tells all apart."""
+    """Name each of the `runs` of a results file, as shortly as tells all apart."""
     models = {i: model_label(ModelConfig.from_dict(run["model"])) for i, run in runs.items()}
     for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
         names = {i: form.format(**run, mechanism=models[i], identity=i) for i, run in runs.items()}
@@ -78,7 +89,7 @@ def labels(runs: dict[str, dict]) -> dict[str, str]:
 
 
 def model_label(config: ModelConfig) -> str:
-    """The mechanism, and what else tells its layers from those of the paper."""
+    """Name the mechanism, and what else tells its layers from those of the paper."""
     place = {"none": ", NoPE", "alibi": ", ALiBi", "fox": ", FoX"}.get(config.positions, "")
     place += ", shifted" if config.shift else ""
     windows = ", ".join(entry for entry in dict.fromkeys(config.pattern) if entry != "global")
@@ -108,18 +119,20 @@ class Variant:
     sinks: int = 0  # beside a window
 
     def needs(self, config: ModelConfig) -> str | None:
-        """What a model has to be for it to mean anything; None: it is."""
-        layers, wide = config.all_layers, [x for x in config.all_layers if not x.attention.window]
-        if self.key in ("p", "alpha") and not any(m.sharpened for m, _ in layers):
+        """Return what a model lacks for this variant to mean anything; None: nothing."""
+        layers = config.all_layers
+        wide = [layer for layer in layers if not layer.attention.window]
+        rotary = [layer for layer in wide if layer.positions == "rope"]
+        if self.key in ("p", "alpha") and not any(x.attention.sharpened for x in layers):
             return "re-weights its attention"
-        if self.key == "length" and not has_meaning("length", config.attention):
+        if self.key == "length" and not uses_setting("length", config.attention):
             return "has an L in its attention"
-        if self.key in STRETCHES and not any(place == "rope" for _, place in wide):
+        if self.key in STRETCHES and not rotary:
             return "has RoPE in a layer without a window"
         if self.key in ("ntk", "yarn") and config.interpolation != 1:
             return "was trained without position interpolation"
-        if self.key == "yarn" and any(m.cosine and place == "rope" for m, place in wide):
-            return "has scores of q.k: YaRN makes q and k longer, which no cosine notices"
+        if self.key == "yarn" and any(layer.attention.cosine for layer in rotary):
+            return "has scores of q.k: YaRN scales q and k, and cosine attention ignores scale"
         if self.sinks and config.shift:
             return "has keys that are not shifted: a sink's is that of another token"
         if self.sinks and config.documents:
@@ -129,8 +142,9 @@ class Variant:
         return None
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
-        """The model's config at this evaluation length; `trained` itself where nothing changes."""
-        attention, local = trained.attention, trained.local
+        """Return the model's config at this length; `trained` itself where nothing changes."""
+        attention = trained.attention
+        local = trained.local
         acts_beyond = {"p": 0, "window": self.value} | dict.fromkeys(STRETCHES, train_length)
         acts_beyond |= dict.fromkeys(("alpha", "length"), attention.train_length)
         if length <= acts_beyond.get(self.key, length):
@@ -141,15 +155,18 @@ class Variant:
         changes = {self.key: self.value} | ({"sinks": self.sinks} if self.key == "window" else {})
         sharpens = self.key in ("p", "alpha")
         if sharpens and local is not None and local.attention.sharpened:
-            local = local._replace(attention=replace(local.attention, **changes))
+            local = replace(local, attention=replace(local.attention, **changes))
         if attention.sharpened or not sharpens:
             attention = replace(attention, **changes)
-        return replace(trained, attention=attention, local=local)
+        changed = replace(trained, attention=attention, local=local)
+        check_model(changed)
+        return changed
 
 
 def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
-    """As trained, then what the command line adds; every value is checked on the models."""
-    chosen, sinks = [Variant()], arguments.sinks
+    """List what to evaluate: as trained, then what the command line adds, checked on the models."""
+    chosen = [Variant()]
+    sinks = arguments.sinks
     for key in ("p", "alpha", "window"):
         chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
     if sinks and not arguments.window:
@@ -177,7 +194,7 @@ class Case:
 
     @property
     def key(self) -> dict:
-        """The fields that its records share."""
+        """Return the fields that its records share."""
         run, variant = self.checkpoint.identity, self.variant.name
         return {"run": run, "variant": variant, "length": self.length}
 
@@ -195,7 +212,7 @@ class Case:
 
 
 def unmeasured(results: Results, checkpoints, variants, lengths, world) -> Iterator[tuple]:
-    """(case, its model, configured) of what the results lack; shorter lengths first."""
+    """Yield (case, its configured model) for what the results lack; shorter lengths first."""
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
         suited = [v for v in variants if not v.needs(checkpoint.config)]

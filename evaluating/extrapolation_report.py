@@ -46,7 +46,7 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
 
 def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
     """Every loss minus that of the reference run as trained at that length, by segment."""
-    losses = {k: r.details["segment_losses"] for k, r in by_key(results, "loss").items()}
+    losses = {k: r.details["by_segment"] for k, r in by_key(results, "loss").items()}
     differences = {}
     for key, values in losses.items():
         base = losses.get((reference, AS_TRAINED, key[2]))
@@ -56,17 +56,17 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
 
 
 def tables(results: Results, reference: str) -> str:
-    """Loss, also in bits per byte and as perplexity, context gain and paired differences."""
+    """Return loss, bits per byte, perplexity, far-context benefit and paired differences."""
     paired = paired_differences(results, reference).items()
     differences = {key: number(value, "+.4f", error) for key, (value, error) in paired}
     title = f"validation loss over {results.settings['tokens']:,} tokens, ± standard error"
-    helps = "context gain: full minus near context on the same tokens (< 0: it helps)"
+    helps = "far-context benefit: near minus full context on the same tokens (> 0: it helps)"
     against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
     parts = (
         (title, "loss", lambda r: number(r.value, ".4f", r.error)),
         ("bits per byte", "bits_per_byte", lambda r: number(r.value, ".4f", r.error)),
         ("perplexity", "loss", lambda r: number(perplexity(r.value), ".2f")),
-        (helps, "context_gain", lambda r: number(r.value, "+.4f", r.error)),
+        (helps, "far_context_benefit", lambda r: number(r.value, "+.4f", r.error)),
         (against, "loss", lambda r: differences.get((r.run, r.variant, r.length), "")),
     )
     return "\n".join(filter(None, (table_by_length(results, *part) for part in parts)))
@@ -77,21 +77,22 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def short_table(results: Results) -> str:
-    """Loss by length, its rise, and the context gain at the longest: one line per series."""
+    """Return loss by length, its rise, and the far-context benefit at the longest length."""
     names, lengths, rows = labels(results.runs), sorted({r.length for r in results.records}), []
-    gains, bits = (by_key(results, name) for name in ("context_gain", "bits_per_byte"))
+    benefits = by_key(results, "far_context_benefit")
+    bits = by_key(results, "bits_per_byte")
     for identity, variant, found in results.series("loss"):
         losses = {r.length: number(r.value, ".3f") for r in found}
         first, last = found[0].value, found[-1].value
         rise = None if None in (first, last) else last - first
-        gain = gains.get((identity, variant, found[-1].length))
-        ends = [number(rise, "+.3f"), number(gain.value, "+.3f") if gain else ""]
+        benefit = benefits.get((identity, variant, found[-1].length))
+        ends = [number(rise, "+.3f"), number(benefit.value, "+.3f") if benefit else ""]
         if bits:
             known = bits.get((identity, variant, found[0].length))
             ends.append(number(known.value, ".3f") if known else "")
         label = series_label(names[identity], variant)
         rows.append([label, *(losses.get(n, "") for n in lengths), *ends])
-    header = ["validation loss at", *map(str, lengths), "rise", "context gain"]
+    header = ["validation loss at", *map(str, lengths), "rise", "far-context benefit"]
     return table([*header, *([f"bits per byte at {lengths[0]}"] if bits else [])], rows)
 
 
@@ -172,10 +173,11 @@ def loss_by_position(results: Results):
 
 
 def figures(results: Results) -> None:
-    """Loss by length, context gain by length, and loss by position at the longest length."""
+    """Draw loss and far-context benefit by length, and loss by position at the longest length."""
     plots.publish(figure_by_length(results, "loss", LOSS)[0], results.sibling(".png"))
-    if results.find(quantity="context_gain"):
-        figure, axes = figure_by_length(results, "context_gain", "context gain (nats): full − near")
+    if results.find(quantity="far_context_benefit"):
+        label = "far-context benefit (nats): near − full"
+        figure, axes = figure_by_length(results, "far_context_benefit", label)
         axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
-        plots.publish(figure, results.sibling("-gain.png"))
+        plots.publish(figure, results.sibling("-benefit.png"))
     plots.publish(loss_by_position(results), results.sibling("-position.png"))

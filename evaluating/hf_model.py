@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from lssar.spans import Arrangement, arrange, bounded, can_look_at
-from model import GPT, MEANING, ModelConfig, preset
+from model import GPT, WEIGHTS_VERSION, ModelConfig, preset
 
 MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults
 MODEL |= {"positions": "rope", "pattern": ["global"], "local": None, "shift": False}
@@ -24,7 +24,7 @@ class LssarConfig(PreTrainedConfig):
         "num_attention_heads": "heads",
     }
 
-    def __init__(self, train_length: int = 1024, meaning: int = MEANING, **options):
+    def __init__(self, train_length: int = 1024, meaning: int = WEIGHTS_VERSION, **options):
         self.train_length = train_length  # not a limit: what it has seen
         self.meaning = meaning
         for key, default in MODEL.items():
@@ -34,9 +34,11 @@ class LssarConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **options):
         """Refuse weights that mean something else than this code computes."""
-        if (found := config_dict.get("meaning")) != MEANING:
-            meaning = f"the weights have meaning {found!r:.20}, this code computes {MEANING}"
-            raise ValueError(f"{meaning} (model.MEANING): export the checkpoint again")
+        if (found := config_dict.get("meaning")) != WEIGHTS_VERSION:
+            meaning = (
+                f"the weights have meaning {found!r:.20}, this code computes {WEIGHTS_VERSION}"
+            )
+            raise ValueError(f"{meaning} (model.WEIGHTS_VERSION): export the checkpoint again")
         return super().from_dict(config_dict, **options)
 
 

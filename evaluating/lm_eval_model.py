@@ -51,7 +51,9 @@ class CheckpointLM(TemplateLM):
             places[sequence].append(place)
         ordered = sorted(places, key=lambda s: (-len(s), s))
         layers = self._model.config.all_layers
-        alike = any(m.length == "current" for m, _ in layers)  # then L is the width of the batch
+        alike = any(
+            layer.attention.length == "current" for layer in layers
+        )  # then L is the width of the batch
         for _, group in groupby(ordered, key=len if alike else lambda s: None):
             group = list(group)
             for first in range(0, len(group), self.batch_size):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from evaluating.checkpoints import open_checkpoints, variants
+from evaluating.checkpoints import Checkpoint, Variant, open_checkpoints, variants
 from evaluating.results import Results
 from training import distributed
 from training.distributed import World
@@ -52,9 +52,21 @@ def opened(arguments) -> Iterator[tuple]:
     world = distributed.start(arguments.device)
     try:
         checkpoints = open_checkpoints(arguments.checkpoints)
-        yield world, checkpoints, variants(arguments, checkpoints)
+        chosen = variants(arguments, checkpoints)
+        if world.is_main:
+            say_left_out(checkpoints, chosen)
+        yield world, checkpoints, chosen
     finally:
         distributed.finish()
+
+
+def say_left_out(checkpoints: list[Checkpoint], chosen: list[Variant]) -> None:
+    """Name the variants that mean nothing for a model, and why."""
+    for checkpoint in checkpoints:
+        for variant in chosen:
+            if needs := variant.needs(checkpoint.config):
+                skipped = f"{variant.name} is left out for {checkpoint.info.run}"
+                print(f"{skipped}: it is for a model that {needs}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Measured numbers: the one schema that evaluations write and tables, claims, figures, page read.
+"""Measured numbers: the one schema that evaluations write and that tables, figures, page read.
 
     {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
 
@@ -8,10 +8,10 @@ measurement, and none is computed again. Records of one file are comparable: to 
 `settings` must be equal; `about` is for the reader. Numbers that are not finite become null.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from lssar.errors import UserError
 from support import files
@@ -23,7 +23,7 @@ HEAD = {"kind": str, "settings": dict, "about": dict, "runs": dict}  # of a file
 
 @dataclass(frozen=True)
 class Record:
-    quantity: str  # "loss", "context_gain", "accuracy", ...
+    quantity: str  # "loss", "far_context_benefit", "accuracy", ...
     run: str  # a key of the file's runs
     value: float | int | None  # None: it overflowed
     variant: str = AS_TRAINED
@@ -54,21 +54,14 @@ class Record:
         files.refuse_wrong_types(vars(self), kinds, f" in a record of {self.quantity!r}")
 
 
-class Measured(NamedTuple):
-    """A record and what its file says about it."""
-
-    record: Record
-    run: dict  # step, train_length, model, ...
-    name: str  # of the run
-    seed: int | None
-    kind: str
-    source: Path
-    settings: dict  # of the file: which tokens, how many trials, ...
-
-
 class Results:
-    def __init__(self, path: Path, kind: str, settings: dict, about: dict, made_with=None):
-        """Begin or continue a file; `made_with` goes into the details of every record added."""
+    def __init__(
+        self, path: Path, kind: str, settings: dict, about: dict, made_with=None, replace_all=False
+    ):
+        """Begin or continue a file; `made_with` goes into the details of every record added.
+
+        With `replace_all`, what the file has is not read, and the next `save` replaces it.
+        """
         self.path = Path(path)
         if self.path.suffix != ".json":
             raise UserError(f"--out {self.path}: give a name that ends in .json")
@@ -80,7 +73,7 @@ class Results:
         self._claim: files.Claim | None = None
         self._opened_as = self._version()
         files.make_folder(self.path.parent)
-        if not self.path.exists():
+        if replace_all or not self.path.exists():
             return
         found = read_results(self.path)
         if found.kind != kind:
@@ -121,8 +114,9 @@ class Results:
                 added = f"another process has added to {self.path} since it was read"
                 raise UserError(f"{added}; nothing is lost: run the same command again")
         head = {key: getattr(self, key) for key in HEAD}
-        records = [r.to_json() for r in self.records]
-        files.write_json(self.path, files.seal(head | {"records": records}))
+        records = ",\n".join(json.dumps(record.to_json()) for record in self.records)
+        text = json.dumps(head, indent=1).removesuffix("\n}")
+        files.write_text(self.path, f'{text},\n "records": [\n{records}\n]}}\n')
 
     def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
         """(run, variant, records by length), in the order in which they were first measured."""
@@ -141,7 +135,7 @@ def read_results(path: str | Path) -> Results:
     path = Path(path)
     what = "is damaged or is not a results file of these scripts"
     with files.json_record(path, "; give another --out", what) as record:
-        found = files.unseal(record)
+        found = dict(record)
         files.refuse_wrong_types(found, HEAD)
         results = Results.__new__(Results)
         vars(results).update({key: found[key] for key in HEAD}, path=path)
@@ -149,32 +143,3 @@ def read_results(path: str | Path) -> Results:
         for record in results.records:
             record.check(results.runs)
     return results
-
-
-def collect(folder: str | Path) -> tuple[list[Measured], dict[Path, str]]:
-    """Every measured number below a folder, and what could not be read, by file, with the reason.
-
-    Of a run that was measured again after it was trained again, only the last model counts.
-    """
-    found, problems = [], {}
-    for path in sorted(Path(folder).rglob("*.json")):
-        try:
-            if path.is_symlink() or not path.is_file():  # reading a pipe would block
-                raise UserError("it is a link or a device, not a file")
-            results = read_results(path)
-        except UserError as error:
-            problems[path] = str(error).removesuffix("; give another --out")
-            continue
-        last, again = {}, set()  # the model measured last at each place; those it replaces
-        for r in results.records:
-            name = results.runs[r.run]["run"]
-            place = (r.quantity, name, r.variant, r.task, r.length)
-            again |= {last[place]} - {r.run} if place in last else set()
-            last[place] = r.run
-        for r in results.records:
-            run = results.runs[r.run]
-            if r.run not in again:
-                seed = run["seed"] if isinstance(run.get("seed"), int) else None
-                known = (run["run"], seed, results.kind, path, results.settings)
-                found.append(Measured(r, run, *known))
-    return found, problems

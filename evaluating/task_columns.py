@@ -7,6 +7,6 @@ Column = tuple[str, str, str]  # task, metric, heading
 
 TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 PER_CENT, LOWER_IS_BETTER = tuple(TASKS["per_cent"]), tuple(TASKS["lower_is_better"])
-# (title, the paper's tables of it, columns)
-LAYOUTS = [(t["title"], t["paper"], [*map(tuple, t["columns"])]) for t in TASKS["layouts"]]
-COLUMNS: list[Column] = [column for _, _, columns in LAYOUTS for column in columns]
+# (title, columns)
+LAYOUTS = [(t["title"], [*map(tuple, t["columns"])]) for t in TASKS["layouts"]]
+COLUMNS: list[Column] = [column for _, columns in LAYOUTS for column in columns]

@@ -6,7 +6,14 @@ import pytest
 import torch
 from eval_helpers import tiny_model, write_checkpoint
 
-from attention_maps import CAPTION_TEXT, head_statistics, layer_weights, main, token_names
+from attention_maps import (
+    CAPTION_TEXT,
+    head_statistics,
+    layer_weights,
+    main,
+    token_names,
+    visible_keys,
+)
 from data.tokeniser import get_tokeniser
 from evaluating.results import read_results
 from lssar.errors import UserError
@@ -23,7 +30,7 @@ def test_weights_times_values_are_what_the_layer_computes(attention, layer):
         model.hidden(tokens[None])
         _, _, v = block.queries_keys_values(*seen["given"][:2])
         hook.remove()
-        weights, cosines = layer_weights(model, tokens, layer)
+        weights, cosines, _ = layer_weights(model, tokens, layer)
         mixed = (weights @ v[0]).transpose(0, 1).reshape(23, -1)
         torch.testing.assert_close(block.proj(mixed), seen["out"][0], rtol=2e-4, atol=2e-4)
     assert weights.shape == cosines.shape == (2, 23, 23)
@@ -39,10 +46,14 @@ def test_statistics_of_rows_that_are_known():
     sink[:, 0] = 1
     diagonal = -torch.eye(length)  # signed, as the inverse mechanism's are
     cosines = torch.arange(length) / length * torch.ones(3, length, 1)  # key j has j / 7
-    found = head_statistics(torch.stack((uniform, sink, -diagonal)), cosines)
+    found = head_statistics(
+        torch.stack((uniform, sink, -diagonal)), cosines, visible_keys(length, None)
+    )
     assert found["top_weight"] == pytest.approx([sum(1 / i for i in range(4, 8)) / 4, 1, 1])
     assert found["top_cosine"][1:] == pytest.approx([0, (3 + 4 + 5 + 6) / 4 / 7])
-    found = head_statistics(torch.stack((uniform, sink, diagonal)), cosines)
+    found = head_statistics(
+        torch.stack((uniform, sink, diagonal)), cosines, visible_keys(length, None)
+    )
     rows = range(4, length + 1)
     alone = sum(i - 1 for i in rows) / sum(rows)  # of the visible, all but one
     assert found["sink"] == pytest.approx([sum(1 / i for i in rows) / 4, 1, 0])
@@ -51,7 +62,7 @@ def test_statistics_of_rows_that_are_known():
 
 
 def test_a_row_that_attends_to_nothing_has_finite_numbers():
-    found = head_statistics(torch.zeros(1, 6, 6), torch.ones(1, 6, 6))
+    found = head_statistics(torch.zeros(1, 6, 6), torch.ones(1, 6, 6), visible_keys(6, None))
     assert found == {
         "sink": [0],
         "entropy": [0],
@@ -63,7 +74,7 @@ def test_a_row_that_attends_to_nothing_has_finite_numbers():
 
 def test_tokens_are_shown_as_something_visible():
     bytes_, gpt2 = get_tokeniser("bytes"), get_tokeniser("gpt2")
-    assert token_names(bytes_, bytes_.encode("a b\n$").tolist()) == ["a", "␣", "b", "↵", r"\$"]
+    assert token_names(bytes_, bytes_.encode("a b\n$").tolist()) == ["a", "␣", "b", "↵", "$"]
     assert token_names(bytes_, [0, 13, 256]) == ["<0>", "<d>", "<|endoftext|>"]
     names = token_names(gpt2, gpt2.encode(CAPTION_TEXT).tolist())
     assert names[:3] == ["Working", "␣from", "␣home"]
@@ -118,3 +129,13 @@ def test_mistakes_are_one_clear_line(tmp_path, options, message):
         main([str(path), "--out", str(tmp_path / "maps.json"), *options])
     with pytest.raises(UserError, match="is not a checkpoint"):
         main([str(tmp_path), "--out", str(tmp_path / "maps.json")])
+
+
+def test_what_lies_outside_a_local_layers_window_is_not_counted_as_zeros():
+    """A layer that spreads its weight over its whole window has no zeros."""
+    length, window = 9, 3
+    visible = visible_keys(length, window)
+    assert visible.sum(-1).tolist() == [1, 2, 3, 3, 3, 3, 3, 3, 3]
+    weights = visible.float() / visible.sum(-1, keepdim=True)
+    found = head_statistics(weights[None], torch.ones(1, length, length), visible)
+    assert found["zeros"] == [0]

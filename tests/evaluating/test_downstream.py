@@ -119,7 +119,6 @@ def test_the_papers_tasks_run_offline_and_give_the_numbers_by_hand(tmp_path, che
     printed = capsys.readouterr().out
     assert "ARC-E" in printed and "SummScreen" in printed and "Perplexity" in printed
     assert "max_length = 64 tokens lose their beginning" in printed
-    assert "39.77" in printed and "10720.6" in printed  # the paper's
     assert (tmp_path / "results/d.png").stat().st_size > 0
     file = read_results(out)
     assert file.kind == "downstream"

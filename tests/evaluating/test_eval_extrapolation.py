@@ -22,6 +22,7 @@ from data.shards import describe_set, open_split
 from eval_extrapolation import main, position_buckets
 from evaluating import extrapolation_report as report
 from evaluating.results import Record, Results, read_results
+from evaluating.targets import Targets
 from lssar.errors import UserError
 from support import plots
 
@@ -100,14 +101,14 @@ def test_loss_equals_a_plain_loop_over_windows(workspace, run, length):
 def test_standard_error_is_over_segments_of_the_longest_length(workspace):
     segments = plain_losses(tiny_model("lssar"), first_tokens(workspace), 16).view(5, 64).mean(1)
     record = find(load(workspace, "all.json"), "lssar", "as trained", 16)
-    assert record.details["segment_losses"] == pytest.approx(segments.tolist(), rel=1e-6)
+    assert record.details["by_segment"] == pytest.approx(segments.tolist(), rel=1e-6)
     assert record.error == pytest.approx(segments.std().item() / math.sqrt(5), rel=1e-5)
 
 
 def test_paired_difference_is_that_of_the_same_segments(workspace):
     results = load(workspace, "all.json")
     base, other = (find(results, run, "as trained", 32) for run in ("softmax", "lssar"))
-    parts = np.subtract(*(r.details["segment_losses"] for r in (other, base)))
+    parts = np.subtract(*(r.details["by_segment"] for r in (other, base)))
     paired = report.paired_differences(results, base.run)
     difference, error = paired[other.run, "as trained", 32]
     assert difference == pytest.approx(other.value - base.value, rel=1e-9)
@@ -130,24 +131,24 @@ def test_buckets_have_the_mean_loss_of_their_positions(workspace):
         assert bucket["loss"] == pytest.approx(here.mean().item(), rel=1e-6)
 
 
-def test_context_gain_compares_the_same_tokens(workspace):
+def test_far_context_benefit_compares_the_same_tokens(workspace):
     tokens, model = first_tokens(workspace), tiny_model("lssar")
     full = plain_losses(model, tokens, 64)[:, -TRAIN // 2 :]
     near = [
         plain_losses(model, tokens[end - TRAIN : end + 1], TRAIN)[0, -TRAIN // 2 :]
         for end in range(64, TOKENS + 1, 64)
     ]
-    gain = find(load(workspace, "all.json"), "lssar", "as trained", 64, "context_gain")
-    assert gain.value == pytest.approx((full - torch.stack(near)).mean().item(), abs=1e-6)
+    gain = find(load(workspace, "all.json"), "lssar", "as trained", 64, "far_context_benefit")
+    assert gain.value == pytest.approx((torch.stack(near) - full).mean().item(), abs=1e-6)
     assert gain.details["full_context"] == pytest.approx(full.mean().item(), rel=1e-6)
     assert gain.details["near_context"] == pytest.approx(torch.stack(near).mean().item(), rel=1e-6)
     assert gain.tokens == full.numel() == TRAIN // 2 * 5
 
 
-def test_without_longer_context_there_is_no_context_gain(workspace):
+def test_without_longer_context_there_is_no_far_context_benefit(workspace):
     results = load(workspace, "all.json")
     assert {r.length for r in losses(results)} == set(LENGTHS)
-    assert {r.length for r in results.select(quantity="context_gain")} == {32, 64}
+    assert {r.length for r in results.select(quantity="far_context_benefit")} == {32, 64}
 
 
 def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
@@ -163,7 +164,7 @@ def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
         results = load(tmp_path, name)
         values = [r.value for r in losses(results)]
         assert values == pytest.approx([values[0]] * 4, rel=1e-6)
-        gains = [r.value for r in results.select(quantity="context_gain")]
+        gains = [r.value for r in results.select(quantity="far_context_benefit")]
         assert gains == pytest.approx([0, 0], abs=1e-6)
 
 
@@ -175,7 +176,7 @@ def asked(segment: int, tokens: int = 10**9, **changes) -> SimpleNamespace:
 def test_spread_segments_reach_from_the_first_token_to_the_last_without_overlap(tmp_path):
     data = open_split(write_tokens(tmp_path / "data", SET_TOKENS), "val")
     for tokens, segment in ((TOKENS, 64), (999, 100), (998, 499), (999, 999), (5, 5)):
-        targets = eval_extrapolation.Targets(data, asked(segment, tokens, spread=True))
+        targets = Targets(data, asked(segment, tokens, spread=True))
         inputs = torch.cat([pair[1] for pair in targets.batches()])
         wanted = torch.cat([pair[2] for pair in targets.batches()])
         assert inputs[0].tolist() == data.slice(0, segment).tolist()
@@ -215,7 +216,7 @@ def test_segments_within_documents_never_cross_an_end_of_text(tmp_path, spread, 
         for number in range(size)
         if segment * (number + 1) < size
     ]
-    targets = eval_extrapolation.Targets(data, asked(segment, spread=spread, within_documents=True))
+    targets = Targets(data, asked(segment, spread=spread, within_documents=True))
     assert targets.starts.tolist() == expected and len(expected) > 20
     for _, inputs, wanted in targets.batches():
         assert not (wanted == 256).any() and not (inputs[:, 1:] == 256).any()
@@ -223,13 +224,11 @@ def test_segments_within_documents_never_cross_an_end_of_text(tmp_path, spread, 
     share = len(expected) * segment / 5000
     assert f"{long} of {len(documents)} documents" in targets.coverage()
     assert f"{share:.1%} of the set" in targets.coverage()
-    few = eval_extrapolation.Targets(
-        data, asked(segment, 350, spread=spread, within_documents=True)
-    )
+    few = Targets(data, asked(segment, 350, spread=spread, within_documents=True))
     assert few.count == 7 and set(few.starts) <= set(expected)
     assert (few.starts[-1] == expected[-1]) == spread
     with pytest.raises(UserError, match=r"no document of 900 \+ 1 tokens, the longest"):
-        eval_extrapolation.Targets(data, asked(900, within_documents=True))
+        Targets(data, asked(900, within_documents=True))
 
 
 def test_the_results_say_how_much_of_the_set_has_long_documents(tmp_path, capsys):
@@ -425,7 +424,7 @@ def test_table_and_figures_are_made(workspace, capsys):
     assert f"{record.value:.4f} ±{record.error:.4f}" in shown
     assert f"{math.exp(record.value):.2f}" in shown
     assert "LSSAR p=15, window=12" in shown
-    for name in ("all.png", "all.pdf", "all-gain.png", "all-position.png"):
+    for name in ("all.png", "all.pdf", "all-benefit.png", "all-position.png"):
         assert (workspace / name).stat().st_size > 5000
 
 

@@ -1,7 +1,7 @@
 """Results files: strict JSON, replaced whole, refused when they are something else."""
 
-import json
 import math
+import re
 import subprocess
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ import pytest
 from eval_helpers import tiny_model, write_checkpoint
 
 from evaluating.checkpoints import Variant, labels, open_checkpoints
-from evaluating.results import Record, Results, collect, read_results
+from evaluating.protocol import say_left_out
+from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
-from lssar.mechanisms import MECHANISMS
 from support import command
 from support.files import finite
 from support.text import table
@@ -39,10 +39,7 @@ def test_a_record_says_what_was_measured_by_which_command_at_which_revision(tmp_
     begin(tmp_path / "x.json").add(
         replace(LOSS, error=0.25, tokens=640, variant="p=3", task="t", details={"parts": [1, 2]})
     )
-    (one,), problems = collect(tmp_path)
-    assert not problems
-    assert (one.name, one.seed, one.kind) == ("name of a", 4, "kind")
-    found = one.record
+    (found,) = read_results(tmp_path / "x.json").records
     assert (found.quantity, found.value, found.error, found.tokens) == ("loss", 1.5, 0.25, 640)
     assert (found.variant, found.task, found.length) == ("p=3", "t", 8)
     assert found.details == {"parts": [1, 2], "threads": 3}
@@ -87,25 +84,6 @@ def test_a_number_taken_over_keeps_the_command_and_revision_that_measured_it(tmp
     before = replace(LOSS, command="python before.py", revision="abc", details={"threads": 1})
     begin(tmp_path / "x.json").add(before)
     assert read_results(tmp_path / "x.json").records == [before]
-
-
-def test_of_a_run_that_was_trained_again_only_the_last_model_counts(tmp_path):
-    results = begin(tmp_path / "x.json")
-    results.runs["b"] = {"run": "name of a", "seed": 4}
-    results.add(LOSS, replace(LOSS, length=16))
-    results.add(replace(LOSS, run="b", value=1.25))
-    measured, _ = collect(tmp_path)
-    assert {m.record.length: m.record.value for m in measured} == {8: 1.25}
-
-
-def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path):
-    begin(tmp_path / "a" / "x.json").add(LOSS)
-    (tmp_path / "table.json").write_text('{"kind": "table", "rows": []}')
-    (tmp_path / "cut.json").write_text((tmp_path / "a" / "x.json").read_text()[:-9])
-    measured, problems = collect(tmp_path)
-    assert [m.source.name for m in measured] == ["x.json"]
-    assert {p.name for p in problems} == {"table.json", "cut.json"}
-    assert all("is damaged or is not a results file" in reason for reason in problems.values())
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path):
@@ -168,19 +146,6 @@ def test_another_kind_and_other_settings_are_refused(tmp_path):
         Results(tmp_path / "x.json", "other", {}, about={})
 
 
-KINDS = {"extrapolation", "attention_maps", "downstream", "lambada", "cost"}
-KINDS |= {path.parent.name for path in command.ROOT.glob("results/nano/*/*.json")}
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS - {"theory"}))  # theory is of no model
-def test_the_repositorys_own_results_are_records(kind):
-    measured, problems = collect(command.ROOT / "results/nano" / kind)
-    assert measured and not problems
-    assert all(one.run["model"]["attention"]["name"] in MECHANISMS for one in measured)
-    assert kind == "cost" or all(isinstance(one.seed, int) for one in measured)
-    assert all("sha256" in json.loads(file.read_text()) for file in {m.source for m in measured})
-
-
 def test_checkpoints_get_the_shortest_names_that_tell_them_apart(tmp_path):
     def names(*checkpoints):
         return list(labels({c.identity: c.describe() for c in checkpoints}).values())
@@ -232,3 +197,11 @@ def test_tables_align():
         "a       1.5       2",
         "longer       -10.25",
     ]
+
+
+def test_a_variant_that_a_model_cannot_have_is_left_out_with_the_reason(tmp_path, capsys):
+    for name in ("softmax", "lssar"):
+        write_checkpoint(tmp_path / name, tiny_model(name), run=name)
+    found = open_checkpoints([str(tmp_path / name) for name in ("softmax", "lssar")])
+    say_left_out(found, [Variant("YaRN", "yarn")])
+    assert re.fullmatch("YaRN is left out for lssar: .*cosine.*\n", capsys.readouterr().err)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from data.tokeniser import BPE_FILES, get_tokeniser
 from evaluating.hf_model import LssarForCausalLM
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
-from model import MEANING, Layer
+from model import WEIGHTS_VERSION, Layer
 
 BYTES = get_tokeniser("bytes")
 PROMPTS = ["def f(", "The grass is green and", ""]
@@ -187,16 +188,18 @@ def test_exported_code_asks_for_no_package_but_torch_and_transformers(tmp_path):
         assert "\nfrom errors" not in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("meaning", [None, MEANING + 1])
+@pytest.mark.parametrize("meaning", [None, WEIGHTS_VERSION + 1])
 def test_an_export_of_another_meaning_is_refused(tmp_path, meaning):
     checkpoint = write_checkpoint(tmp_path / "run", tiny_model(), tokeniser="bytes")
     export_hf.main([str(checkpoint), str(tmp_path / "out")])
-    assert LssarForCausalLM.from_pretrained(tmp_path / "out").config.meaning == MEANING
+    assert LssarForCausalLM.from_pretrained(tmp_path / "out").config.meaning == WEIGHTS_VERSION
     file = tmp_path / "out/config.json"
     config = json.loads(file.read_text())
-    assert config.pop("meaning") == MEANING
+    assert config.pop("meaning") == WEIGHTS_VERSION
     file.write_text(json.dumps(config if meaning is None else config | {"meaning": meaning}))
-    with pytest.raises(ValueError, match=f"meaning {meaning}, this code computes {MEANING}"):
+    with pytest.raises(
+        ValueError, match=f"meaning {meaning}, this code computes {WEIGHTS_VERSION}"
+    ):
         LssarForCausalLM.from_pretrained(tmp_path / "out")
 
 
@@ -219,3 +222,53 @@ def test_mistakes_are_one_line(tmp_path):
     with pytest.raises(UserError, match="vocabulary of 99"):
         export_hf.main([str(odd), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch):
+    run = write_checkpoint(tmp_path / "run", tiny_model("lssar"), tokeniser="bytes")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in ("/", ".", "", "..", "a/.."):
+        with pytest.raises(UserError, match="give the name of a new folder"):
+            export_hf.main([str(run), out])
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path):
+    run = write_checkpoint(tmp_path / "run", tiny_model("lssar"), tokeniser="bytes")
+    before = set(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for largest in (0, 4000, 30000):  # of a file: the config, the weights, the copied code
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+        try:
+            with pytest.raises(UserError, match=r"cannot write .*out"):
+                export_hf.main([str(run), str(tmp_path / "out")])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert set(tmp_path.iterdir()) == before
+
+
+def test_everyone_may_read_what_the_umask_lets_them(tmp_path):
+    run = write_checkpoint(tmp_path / "run", tiny_model("lssar"), tokeniser="bytes")
+    mask = os.umask(0o022)
+    try:
+        export_hf.main([str(run), str(tmp_path / "out")])
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o644) and "model.safetensors" in modes
+
+
+def test_of_two_exports_at_once_one_is_whole_and_the_other_refused(tmp_path):
+    out = tmp_path / "out"
+    with (
+        pytest.raises(UserError, match="filled by another process"),
+        export_hf.new_folder(out) as one,
+        export_hf.new_folder(out) as other,
+    ):
+        assert one != other
+        (one / "weights").write_text("one")
+        (other / "weights").write_text("other")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (out / "weights").read_text() == "other"

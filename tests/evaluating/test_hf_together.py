@@ -57,7 +57,7 @@ def test_several_exports_and_the_repository_share_a_process(tmp_path):
         export_hf.main([str(run), str(tmp_path / name)])
     shutil.copytree(tmp_path / "b", tmp_path / "other")  # as a later version would call them
     file = tmp_path / "other/lssar_cpu.py"
-    file.write_text(file.read_text().replace("_v3", "_v99"))
+    file.write_text(file.read_text().replace("_v4", "_v99"))
     copy = tmp_path / "copy"
     folders = [str(tmp_path / "a"), str(tmp_path / "b"), str(copy), str(tmp_path / "other")]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -71,7 +71,7 @@ def test_several_exports_and_the_repository_share_a_process(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["operators"] == ["cpu_forward_v3", "cpu_forward_v99"]
+    assert found["operators"] == ["cpu_forward_v4", "cpu_forward_v99"]
     ids = torch.arange(7)[None]
     for folder, name in zip(folders, ("a", "b", "a", "b"), strict=True):
         expected = models[name](ids).double().sum((0, 1)).tolist()
@@ -85,5 +85,5 @@ def test_a_second_copy_of_the_gpu_operators_leaves_the_first_in_place():
     q = torch.empty(1, 2, 9, 8, device="meta")
     settings = (0, 2, 3, 15.0, 0.0, 0.0, 1024)
     for module in (triton_op, copy):
-        assert module._forward is torch.ops.lssa.triton_forward_v3
+        assert module._forward is torch.ops.lssar.triton_forward_v4
         assert module._forward(q, q, q, None, *settings, True)[0].shape == q.shape

@@ -1,4 +1,4 @@
-"""Which tokens an audit scores, how far before them stands what says them, and their scores.
+"""Which tokens an audit scores, the distance to their earlier occurrence, and their scores.
 
 The choice asks no model: it depends on the tokens alone.
 """
@@ -29,7 +29,7 @@ class FarTargets:
     tokens: np.ndarray  # (segments, length + 1)
     segment: np.ndarray  # (targets,): in which segment
     place: np.ndarray  # (targets,): where in it
-    distance: np.ndarray  # (targets,): of what says it, or UNSEEN
+    distance: np.ndarray  # (targets,): to the earlier occurrence, or UNSEEN
 
     @property
     def wanted(self) -> np.ndarray:
@@ -42,7 +42,7 @@ class FarTargets:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens and of which of them are scored."""
+        """Return the hash of the tokens and of which of them are scored."""
         arrays = (self.tokens, self.segment, self.place)
         return hashlib.sha256(b"".join(a.astype("<i8").tobytes() for a in arrays)).hexdigest()
 
@@ -53,7 +53,7 @@ class FarTargets:
 
 
 def last_occurrences(tokens: np.ndarray, gram: int) -> np.ndarray:
-    """For each token, how far back is the one that last followed the same k-gram; 0: none is."""
+    """Return for each token how far back the same k-gram last occurred; 0 where it did not."""
     grams = np.lib.stride_tricks.sliding_window_view(tokens[:-1], gram)
     ids = np.unique(grams, axis=0, return_inverse=True)[1].ravel()
     order = np.argsort(ids, kind="stable")  # places of the same k-gram stand in a row, in order

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
 
-import audit
 from data.far_tasks import PAPER, SHORT, TASKS, ask
 from data.prepare import main as prepare
 from data.shards import header_bytes, open_split
 from data.tokeniser import get_tokeniser
-from evaluating import far_targets
 from evaluating.checkpoints import open_checkpoints
-from evaluating.far_targets import last_occurrences, scores, text_targets
 from evaluating.results import Record, Results, read_results
+from far import audit
+from far import targets as far_targets
+from far.audit import HARMED, IGNORES, MARGINS, OPEN, USES, far_verdict, interval_of
+from far.targets import last_occurrences, scores, text_targets
 from lssar.errors import UserError
-from paper.statistic import HARMED, IGNORES, OPEN, USES, far_verdict
 
 BYTES = get_tokeniser("bytes")
 
@@ -189,34 +189,31 @@ def test_scores_are_those_of_whole_forward_passes_one_by_one():
 # --- the verdict ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "task, gains, words",
-    [
-        (None, (-0.5, -0.4, -0.6), USES),
-        (None, (0.5, 0.4, 0.6), HARMED),
-        (None, (0.001, -0.001, 0.002), IGNORES),
-        (None, (-0.011, -0.010, -0.012), IGNORES),  # certain, but too small to matter
-        (None, (-0.5, 0.4, 0.1), OPEN),
-        (None, (-0.5,), OPEN),  # one block or one seed shows no spread
-        (None, (-0.5, None, -0.4), HARMED),
-        (None, (-0.5, math.nan, -0.4), HARMED),
-        ("mqar", (0.9, 0.8, 0.85), USES),
-        ("mqar", (-0.9, -0.8, -0.85), HARMED),
-        ("mqar", (0.02, -0.01, 0.0), IGNORES),
-        ("mqar", (0.3, -0.1, 0.0), OPEN),
-    ],
-)
-def test_the_verdict_follows_the_rule_of_the_docstring(task, gains, words):
-    scale = audit.Scale(task)
-    assert far_verdict(scale.compared(gains)) == words
+def test_the_verdict_follows_the_rule_of_the_docstring():
+    cases = [
+        ("nats", (0.5, 0.4, 0.6), USES),
+        ("nats", (-0.5, -0.4, -0.6), HARMED),
+        ("nats", (0.001, -0.001, 0.002), IGNORES),
+        ("nats", (0.011, 0.010, 0.012), IGNORES),  # certain, but too small to matter
+        ("nats", (0.5, -0.4, -0.1), OPEN),
+        ("nats", (0.5,), OPEN),  # one block or one seed shows no spread
+        ("nats", (0.5, None, 0.4), HARMED),
+        ("nats", (0.5, math.nan, 0.4), HARMED),
+        ("accuracy", (0.9, 0.8, 0.85), USES),
+        ("accuracy", (-0.9, -0.8, -0.85), HARMED),
+        ("accuracy", (0.02, -0.01, 0.0), IGNORES),
+        ("accuracy", (0.3, -0.1, 0.0), OPEN),
+    ]
+    for unit, benefits, words in cases:
+        assert far_verdict(interval_of(benefits), MARGINS[unit]) == words, (unit, benefits)
 
 
-@pytest.mark.parametrize("gains", [(0.9, 0.8, 0.85), (-0.9, -0.8, -0.85), (0.01, 0.0, -0.01)])
-def test_a_task_that_was_not_learned_is_not_judged(gains):
-    scale = audit.Scale("mqar")
+def test_a_task_that_was_not_learned_is_not_judged():
     held_back = "not learned at 1x (89.9% right, the bar is 90%)"
-    assert far_verdict(scale.compared(gains), 0.899) == held_back
-    assert far_verdict(scale.compared(gains), 0.9) == far_verdict(scale.compared(gains))
+    for benefits in ((0.9, 0.8, 0.85), (-0.9, -0.8, -0.85), (0.01, 0.0, -0.01)):
+        found = interval_of(benefits)
+        assert far_verdict(found, 0.05, 0.899) == held_back
+        assert far_verdict(found, 0.05, 0.9) == far_verdict(found, 0.05)
 
 
 def test_intervals_are_over_blocks_not_tokens():
@@ -224,7 +221,7 @@ def test_intervals_are_over_blocks_not_tokens():
     random = np.random.default_rng(0)
     block = np.repeat(np.arange(6), (3, 9, 1, 7, 12, 5))
     gains = random.normal(size=len(block)) + np.repeat(random.normal(size=6), np.bincount(block))
-    found = audit.Scale(None).by_block(gains, block)
+    found = interval_of(audit.by_block(gains, block))
     mean = sum(gains) / len(gains)
     residuals = [
         sum(g - mean for g, b in zip(gains, block, strict=True) if b == n) for n in range(6)
@@ -232,8 +229,8 @@ def test_intervals_are_over_blocks_not_tokens():
     error = math.sqrt(sum(r * r for r in residuals) * 6 / 5) / len(gains)
     assert found.mean == pytest.approx(mean)
     assert found.half_width == pytest.approx(2.570582 * error)
-    doubled = audit.Scale(None).by_block(np.tile(gains, 2), np.tile(block, 2))
-    assert doubled.interval == pytest.approx(found.interval)
+    doubled = interval_of(audit.by_block(np.tile(gains, 2), np.tile(block, 2)))
+    assert doubled == pytest.approx(found)
 
 
 @pytest.fixture(scope="module")
@@ -263,18 +260,18 @@ def test_a_model_that_copies_uses_far_context_and_ignores_it_with_a_window(
     """The window and the look-back of the first layer both fit into the near context."""
     monkeypatch.setattr(far_targets, "MOST", 32)
     results = of_copier(copier, "x.json", "--window", "56")
-    free, window = results.select(quantity="far_gain")
+    free, window = results.select(quantity="far_benefit")
     assert (free.variant, window.variant) == ("as trained", "window=56")
-    assert free.details["verdict"] == USES and free.value < -1
+    assert free.details["verdict"] == USES and free.value > 1
     same, differs = (free.details[kind] for kind in ("same", "differs"))
-    assert same["tokens"] > 25 and same["value"] < -1 and same["tokens"] + differs["tokens"] == 32
+    assert same["tokens"] > 25 and same["value"] > 1 and same["tokens"] + differs["tokens"] == 32
     assert window.details["verdict"] == IGNORES
     assert window.value == pytest.approx(0, abs=1e-3)
     assert free.tokens == window.tokens == 32
     shown = capsys.readouterr().out
     assert USES in shown and IGNORES in shown
     assert (copier / "x.png").stat().st_size > 5000
-    (by_distance,) = results.select(quantity="gain_by_distance", variant="as trained")
+    (by_distance,) = results.select(quantity="benefit_by_distance", variant="as trained")
     assert (by_distance.length, by_distance.tokens) == (256, 32)
 
 
@@ -299,7 +296,7 @@ def test_several_seeds_of_a_run_are_one_model(workspace, capsys):
     runs = [f"softmax-s{seed}" for seed in range(3)]
     audit.main(command(workspace, [*runs, "lssar"], "seeds.json"))
     results = read_results(workspace / "seeds.json")
-    found = results.select(quantity="far_gain")
+    found = results.select(quantity="far_benefit")
     values = [r.value for r in found[:3]]
     spread = 4.303 * np.std(values, ddof=1) / math.sqrt(3)
     low, high = np.mean(values) - spread, np.mean(values) + spread
@@ -332,12 +329,12 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
     out = workspace / "task.json"
     size = ("--near", "64", "--times", "4", "--segments", "12", "--device", "cpu")
     audit.main([str(workspace / "lssar"), "--task", "mqar", *size, "--out", str(out)])
-    (record,) = read_results(out).select(quantity="far_gain")
+    (record,) = read_results(out).select(quantity="far_benefit")
     distances = [d for n in range(12) for _, d in ask("mqar", BYTES, 256, n, seed=0).answers]
     assert record.tokens == sum(d > 2 * 64 for d in distances) > 0
     assert record.details["beyond"] == 128 and record.task == "mqar"
     by_distance = {
-        r.length: r.tokens for r in read_results(out).select(quantity="gain_by_distance")
+        r.length: r.tokens for r in read_results(out).select(quantity="benefit_by_distance")
     }
     assert by_distance == {n: sum(n / 2 < d <= n for d in distances) for n in (128, 256)}
     within = [d for n in range(12) for _, d in ask("mqar", BYTES, 64, n, seed=0).answers]
@@ -365,13 +362,13 @@ def test_a_share_below_that_of_a_guess_counts_as_a_guess(workspace, full, near, 
     count = len(one.targets.place)
     shares = [np.arange(count) % 10 < 10 * share for share in (full, near)]
     chosen = np.arange(count) < count // 10 * 10
-    found = one.gain(np.stack(shares).astype(float), chosen)
+    found = one.benefit(np.stack(shares).astype(float), chosen)
     assert count >= 10 and found["value"] == pytest.approx(gain)
     assert found["details"]["full"] == pytest.approx(full)
 
 
 def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
-    details = {"by_block": [0.5, 0.6], "beyond": 128, "full": 0.9, "near": 0.1}
+    details = {"by_segment": [0.5, 0.6], "beyond": 128, "full": 0.9, "near": 0.1}
     runs = {}
     for seed, right in enumerate((0.99, 0.85, 0.95)):
         write_checkpoint(tmp_path / f"m-s{seed}", tiny_model(seed=seed), seed=seed)
@@ -381,8 +378,8 @@ def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
     for identity, (right, run) in runs.items():
         results.runs[identity] = run
         known = details | {"accuracy_at_near": right}
-        results.add(Record("far_gain", identity, 0.5, tokens=9, details=known))
-    *_, line = audit.verdicts(results, audit.Scale("mqar")).splitlines()
+        results.add(Record("far_benefit", identity, 0.5, tokens=9, details=known))
+    *_, line = audit.verdicts(results, "accuracy").splitlines()
     assert "3 seeds" in line and "93%" in line
     assert line.endswith("not learned at 1x (85.0% right, the bar is 90%)")
 
@@ -391,7 +388,7 @@ def test_passkey_prompts_are_audited_too(workspace):
     out = workspace / "passkey.json"
     size = ("--near", "300", "--times", "4", "--segments", "4", "--device", "cpu")
     audit.main([str(workspace / "lssar"), "--task", "passkey", *size, "--out", str(out)])
-    (record,) = read_results(out).select(quantity="far_gain")
+    (record,) = read_results(out).select(quantity="far_benefit")
     asked = [ask("passkey", BYTES, 1200, number, seed=0).answers for number in range(4)]
     assert record.tokens == sum(d > 600 for answers in asked for _, d in answers) > 0
 
@@ -461,6 +458,6 @@ def test_a_bpe_model_is_asked_for_the_followers_of_three_tokens(workspace):
     audit.main([str(workspace / "wide"), "--data", str(data), *options])
     results = read_results(out)
     assert results.settings["gram"] == 3
-    (record,) = results.select(quantity="far_gain")
+    (record,) = results.select(quantity="far_benefit")
     parts = [record.details[kind]["tokens"] for kind in ("same", "differs")]
     assert sum(parts) == record.tokens and min(parts) > 0 and record.details["new"]["tokens"] > 0

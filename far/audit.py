@@ -1,9 +1,9 @@
-"""python audit.py CKPT [CKPT ...] --data DIR --out results/audit.json
-python audit.py CKPT [CKPT ...] --task mqar --out results/audit-mqar.json
+"""python far/audit.py CKPT [CKPT ...] --data DIR --out results/audit.json
+python far/audit.py CKPT [CKPT ...] --task mqar --out results/audit-mqar.json
 
 Does a model use what lies beyond its training length L? Tokens that far context could predict are
-scored twice, with everything in view and with only the last L tokens, by their distance from what
-says them: (L, 2L], (2L, 4L], ... up to `--times 16` L.
+scored twice, with everything in view and with only the last L tokens. Scores are grouped by the
+distance to the earlier occurrence: (L, 2L], (2L, 4L], ... up to `--times 16` L.
 
     --data   natural text, any model. A token counts if the k-gram before it (8 bytes, or 3 tokens
              of BPE) last occurred at such a distance within its segment of 16 L tokens, whether or
@@ -14,23 +14,24 @@ says them: (L, 2L], (2L, 4L], ... up to `--times 16` L.
              answers of as many sequences of 16 L. The score is 1 for the right token, else 0: what
              a model gives for a question whose answer it cannot see has no meaningful loss. Only
              answers farther than layers x L count, which stacked windows of L do not reach. In the
-             gain, a share of right answers below that of a guess counts as a guess.
+             benefit, a share of right answers below that of a guess counts as a guess.
 
 "Only the last L" is a fresh context: the L tokens before the target, computed alone. A sliding
 window of L would be cheaper, but each layer passes on what its own window saw, so that the last of
 n layers sees n L tokens: it is a way to use far context, not the control (`--window` adds it as a
 variant). The fresh context costs L tokens per target; at most 4,096 targets are drawn.
 
-The gain is the mean score in full minus in near context. The verdict follows from its 95 % interval
-by Student's t, over 30 blocks of neighbouring segments, or over seeds where several are given:
+The far-context benefit is positive when far context helps: the loss in near minus in full context,
+or the right answers in full minus in near. The verdict follows from its 95 % interval by Student's
+t, over 30 blocks of neighbouring segments, or over seeds where several are given:
 
     ignores far context     the interval lies within 0.02 nats, or 0.05 in accuracy, of zero
-    uses far context        else, the whole interval is on the better side of zero
-    harmed by far context   else, it is on the worse side, or the loss overflows
+    uses far context        else, the whole interval is above zero
+    harmed by far context   else, it is below zero, or the loss overflows
     open                    else
 
 A task is judged only where it was learned: if any seed gives fewer than 90 % right answers in
-sequences of L tokens (1x), the verdict is "not learned at 1x", whatever the gain.
+sequences of L tokens (1x), the verdict is "not learned at 1x", whatever the benefit.
 """
 
 import re
@@ -38,7 +39,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+
+if not __package__:  # run as a script: the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from evaluating import EvaluationParser
 from support.command import answer_early, positive, quiet_imports, run, seed_number, whole
@@ -69,15 +74,15 @@ import numpy as np
 
 from data.loader import Windows
 from data.shards import describe_set
-from eval_extrapolation import Targets, open_data
 from evaluating import extrapolation_report as report
-from evaluating import far_targets as far
 from evaluating.checkpoints import Case, Checkpoint, labels, series_label, unmeasured
 from evaluating.protocol import measuring, opened
 from evaluating.results import Record, Results
+from evaluating.statistic import Interval, interval
+from evaluating.targets import Targets, open_data
+from far import targets as far
 from lssar.errors import UserError
 from model import GPT
-from paper.statistic import MARGIN, TASK_MARGIN, Comparison, far_verdict, t_quantile
 from support import plots
 from support.text import table
 from training import distributed
@@ -86,34 +91,56 @@ BLOCKS = 30
 OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
 
 
-class Scale:
-    """How scores are compared: the losses of a text's tokens, or the right answers of a task."""
+MARGINS = {"nats": 0.02, "accuracy": 0.05}  # within which far context counts as ignored
+USES, IGNORES = "uses far context", "ignores far context"
+HARMED, OPEN = "harmed by far context", "open"
+LEARNED = 0.9  # of a task's answers at the training length: what a verdict on it requires
 
-    def __init__(self, task: str | None):
-        self.unit, margin = ("accuracy", TASK_MARGIN) if task else ("nats", MARGIN)
-        self.options = {"lower_is_better": task is None, "margin": margin}
 
-    def compared(self, gains) -> Comparison:
-        """Of independent gains: seeds, or blocks; of none of them if one is not finite."""
-        finite = all(g is not None and np.isfinite(g) for g in gains)
-        return Comparison(tuple(map(float, gains)) if finite else (), **self.options)
+def far_verdict(benefit: Interval | None, margin: float, right: float = 1.0) -> str:
+    """Say what a model does with far context; `right`: its share of right answers at 1x."""
+    if right < LEARNED:
+        return f"not learned at 1x ({right:.1%} right, the bar is {LEARNED:.0%})"
+    if benefit is None:
+        return HARMED
+    if -margin <= benefit.low and benefit.high <= margin:
+        return IGNORES
+    if benefit.low > 0:
+        return USES
+    return HARMED if benefit.high < 0 else OPEN
 
-    def by_block(self, gains: np.ndarray, block: np.ndarray) -> Comparison:
-        """The mean over all targets; blocks have unequal numbers of them, so what varies is how
-        far each block's sum is from what the mean makes it."""
-        numbers = np.unique(block, return_inverse=True)[1]
-        sums, counts = np.bincount(numbers, gains), np.bincount(numbers)
-        mean = gains.mean()
-        return self.compared(mean + (sums - mean * counts) / counts.mean())
 
-    def mean(self, targets: far.FarTargets, scores: np.ndarray, chosen: np.ndarray) -> dict:
-        """Value, error, tokens and details of a record."""
-        block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
-        mean = self.by_block(scores[chosen], block)
-        error = mean.half_width and mean.half_width / t_quantile(mean.n - 1)
-        details = {"interval": mean.interval, "by_block": mean.differences}
-        count = int(chosen.sum())
-        return {"value": mean.mean, "error": error, "tokens": count, "details": details}
+def interval_of(values) -> Interval | None:
+    """Return the interval of independent values: seeds, or blocks; None if one is not finite."""
+    if any(value is None or not np.isfinite(value) for value in values):
+        return None
+    return interval([float(value) for value in values])
+
+
+def by_block(values: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Return one value per block, whose mean is the mean over all targets.
+
+    Blocks have unequal numbers of targets, so what varies is how far each block's sum is from what
+    the mean makes it.
+    """
+    numbers = np.unique(block, return_inverse=True)[1]
+    sums, counts = np.bincount(numbers, values), np.bincount(numbers)
+    mean = values.mean()
+    return mean + (sums - mean * counts) / counts.mean()
+
+
+def mean_record(targets: far.FarTargets, scores: np.ndarray, chosen: np.ndarray) -> dict:
+    """Return value, error, tokens and details of a record of the chosen targets."""
+    block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
+    blocks = by_block(scores[chosen], block)
+    found = interval_of(blocks)
+    details = {"interval": None, "by_segment": blocks.tolist() if found else []}
+    error = None
+    if found and found.half_width is not None:
+        details["interval"] = (found.low, found.high)
+        error = float(np.std(blocks, ddof=1) / np.sqrt(len(blocks)))
+    value = found.mean if found else None
+    return {"value": value, "error": error, "tokens": int(chosen.sum()), "details": details}
 
 
 class Audit:
@@ -129,7 +156,8 @@ class Audit:
         names = {c.tokeniser().name: c for c in checkpoints}
         if len(names) > 1:
             raise UserError(f"the models read {' and '.join(names)}; audit them separately")
-        self.arguments, self.scale = arguments, Scale(arguments.task)
+        self.arguments = arguments
+        self.unit = "accuracy" if arguments.task else "nats"
         self.task, self.near = arguments.task, arguments.near or lengths[0]
         self.length = self.near * arguments.times
         self.settings = {"near": self.near, "times": arguments.times, "task": self.task}
@@ -169,7 +197,7 @@ class Audit:
         return found
 
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
-        """What was found in each range of distances, then the gain that the verdict rests on."""
+        """Measure each range of distances, then the benefit that the verdict rests on."""
         begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
         full = far.scores(model, targets, device, label)
         replace(case, length=self.near).configure(model)
@@ -181,44 +209,49 @@ class Audit:
         def record(quantity: str, numbers: dict, length: int = self.length) -> Record:
             return Record(quantity, **(key | numbers | {"length": length}))
 
-        records = [record("gain_by_distance", self.far_gain(found, c), n) for n, c in parts]
+        records = [record("benefit_by_distance", self.far_benefit(found, c), n) for n, c in parts]
         stacked = self.near * case.checkpoint.config.layers
         beyond = stacked if self.task else self.near
-        overall = self.far_gain(found, targets.distance > beyond)
+        overall = self.far_benefit(found, targets.distance > beyond)
         details = overall["details"]
         details["beyond"] = beyond
         if self.task is None:
-            details["beyond_stacked_windows"] = self.gain(found, targets.distance > stacked)
-            details["new"] = self.gain(found, targets.distance == far.UNSEEN)
+            details["beyond_stacked_windows"] = self.benefit(found, targets.distance > stacked)
+            details["new"] = self.benefit(found, targets.distance == far.UNSEEN)
         else:
             known = far.scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
             right = details["accuracy_at_near"] = float(known.mean())
             at_1x = (self.learnt, known, ranges(self.learnt, self.near, OCTAVES_WITHIN))
             for scored, answers, places in (at_1x, (targets, found[0], parts)):
-                means = ((n, self.scale.mean(scored, answers, c)) for n, c in places)
+                means = ((n, mean_record(scored, answers, c)) for n, c in places)
                 records += [record("accuracy_by_distance", mean, n) for n, mean in means]
-        details["verdict"] = far_verdict(self.scale.compared(details["by_block"]), right)
+        blocks = interval_of(details["by_segment"]) if details["by_segment"] else None
+        details["verdict"] = far_verdict(blocks, MARGINS[self.unit], right)
         details["seconds"] = round(time.monotonic() - begun, 2)
-        return [*records, record("far_gain", overall)]
+        return [*records, record("far_benefit", overall)]
 
-    def gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
-        """Of a record; scores (2, targets): in full and in near context."""
+    def benefit(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
+        """Return the fields of a record; scores (2, targets): in full and in near context."""
         if not chosen.any():
             return {"value": None, "tokens": 0}
         full, near = scores
-        # One that answers with a bit has gained nothing over one that answers with another byte.
-        raised = [max(0.0, self.guess - part[chosen].mean()) for part in scores]
-        gains = full - near + raised[0] - raised[1]
-        found = self.scale.mean(self.targets, gains, chosen)
+        if self.task is None:
+            benefits = near - full
+        else:
+            # A model that answers with some bit has gained nothing over one that answers with
+            # another byte: below a guess, a share counts as a guess.
+            full_raise, near_raise = (max(0.0, self.guess - p[chosen].mean()) for p in scores)
+            benefits = full - near + full_raise - near_raise
+        found = mean_record(self.targets, benefits, chosen)
         found["details"] |= {"full": full[chosen].mean(), "near": near[chosen].mean()}
         return found
 
-    def far_gain(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
-        """The same; for a text, also apart where the same token followed before, and another."""
-        found, same = self.gain(scores, chosen), self.targets.same
+    def far_benefit(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
+        """Return the same; for a text, also where the same token followed before, and another."""
+        found, same = self.benefit(scores, chosen), self.targets.same
         if self.task is None:
             parts = {"same": chosen & same, "differs": chosen & ~same}
-            found["details"] |= {name: self.gain(scores, part) for name, part in parts.items()}
+            found["details"] |= {name: self.benefit(scores, part) for name, part in parts.items()}
         return found
 
 
@@ -231,9 +264,9 @@ def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tupl
 
 
 def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
-    """(name, its far gains): one, or those of runs that differ in nothing but their seed."""
+    """Yield (name, its benefits): one, or those of runs that differ in nothing but their seed."""
     groups: dict[tuple, list[Record]] = {}
-    for record in results.select(quantity="far_gain"):
+    for record in results.select(quantity="far_benefit"):
         run = results.runs[record.run]
         name = re.sub(rf"[-_]?s?(eed)?[-_=]?{run['seed']}$", "", run["run"])
         recipe = (name, str(run["model"]), run["train_length"], run["step"], record.variant)
@@ -247,27 +280,28 @@ def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
             yield from ((series_label(names[r.run], variant), [r]) for r in records)
 
 
-def verdicts(results: Results, scale: Scale) -> str:
-    """One line per model."""
+def verdicts(results: Results, unit: str) -> str:
+    """Return one line per model."""
     rows, task = [], results.settings["task"]
     for name, records in models(results):
         details = [r.details for r in records]
-        one = len(records) == 1
-        gain = scale.compared(details[0]["by_block"] if one else [r.value for r in records])
+        values = details[0]["by_segment"] if len(records) == 1 else [r.value for r in records]
+        found = interval_of(values) if values else None
         targets = f"{sum(r.tokens for r in records)} > {details[0]['beyond']}"
         kinds = ("accuracy_at_near", "full", "near") if task else ()
-        shares = [f"{np.mean([found[kind] for found in details]):.0%}" for kind in kinds]
-        right = min(found.get("accuracy_at_near", 1.0) for found in details)
-        shown = gain.text() if gain.n else "overflow"
-        rows.append([name, targets, *shares, shown, far_verdict(gain, right)])
+        shares = [f"{np.mean([one[kind] for one in details]):.0%}" for kind in kinds]
+        right = min(one.get("accuracy_at_near", 1.0) for one in details)
+        shown = found.text() if found else "overflow"
+        verdict = far_verdict(found, MARGINS[unit], right)
+        rows.append([name, targets, *shares, shown, verdict])
     shares = ["at 1x", "far", "near only"] if task else []
-    return table(["", "targets > distance", *shares, f"gain ({scale.unit})", "verdict"], rows)
+    return table(["", "targets > distance", *shares, f"benefit ({unit})", "verdict"], rows)
 
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     if distributed.world_size() > 1:
-        raise UserError("audit.py runs in one process; start it without torchrun")
+        raise UserError("far/audit.py runs in one process; start it without torchrun")
     with opened(arguments) as (world, checkpoints, chosen):
         audit = Audit(arguments, checkpoints)
         count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
@@ -278,17 +312,18 @@ def main(argv: list[str]) -> None:
                 found = audit.measure(model, case, world.device)
                 results.add(*found)
                 print(f"{case.label}: {found[-1].details['verdict']}", file=sys.stderr)
-    show(results, audit.scale)
+    show(results, audit.unit)
 
 
-def show(results: Results, scale: Scale) -> None:
-    """By distance the gain on a text, or the accuracy in a task; then the verdicts."""
+def show(results: Results, unit: str) -> None:
+    """Print the benefit on a text or the accuracy in a task by distance; then the verdicts."""
     near, task = results.settings["near"], results.settings["task"]
     title, axis = "right answers with everything in view", "right answers"
     quantity, form, level = "accuracy_by_distance", ".2f", 0.0
     if task is None:
-        title = f"nats with everything in view minus with the last {near} tokens (targets)"
-        quantity, axis, form = "gain_by_distance", "gain (nats): full − near", "+.3f"
+        title = f"nats with the last {near} tokens minus with everything in view (targets)"
+        quantity, axis = "benefit_by_distance", "far-context benefit (nats): near − full"
+        form = "+.3f"
 
     def cell(record: Record) -> str:
         half = with_interval(record)[1]
@@ -298,12 +333,12 @@ def show(results: Results, scale: Scale) -> None:
 
     title += ", ± 95 % interval, by distance up to"
     print(report.table_by_length(results, title, quantity, cell))
-    print("\n" + verdicts(results, scale))
+    print("\n" + verdicts(results, unit))
     words = (axis, "distance up to (tokens)")
     figure, axes = report.figure_by_length(results, quantity, *words, with_interval)
     if task:
         axes.set_ylim(0, 1)
-        level = np.mean([r.details["near"] for r in results.select(quantity="far_gain")])
+        level = np.mean([r.details["near"] for r in results.select(quantity="far_benefit")])
         place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         look = {"xytext": (2, 2), "fontsize": 6, "color": "#555555"}
         axes.annotate(f"with the last {near} tokens only", (0, level), **place, **look)
