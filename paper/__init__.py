@@ -1,9 +1,1 @@
-"""The paper: its numbers, its experiments, tables, claims and the page."""
-
-import json
-from pathlib import Path
-
-
-def paper_numbers() -> dict:
-    """{label of a table: what the paper prints there}."""
-    return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+"""The paper's experiments: runs and tables as data, the jobs that fill them, figures, the page."""

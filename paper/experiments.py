@@ -1,24 +1,34 @@
-"""The paper's experiments as values: the scales, the runs to train, the tables and figures.
+"""Load the scales, the runs to train and the tables: runs.toml, tables.toml, paper.json.
 
 A number of a table is a quantity of a run, or of a variant of it, at a multiple of the training
-length or on a task. Tables share runs by key. The values are in runs.toml and tables.toml.
+length or on a task. Tables share runs by key.
 """
 
+import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from evaluating.results import AS_TRAINED
 from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
 
 EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
+USUAL_SCALES = ("nano", "single", "paper")  # of a table
 # Lengths to evaluate at, in training lengths.
 FACTORS = {EXTRAPOLATION: (1, 2, 4, 8, 16), PASSKEY: (1, 1.5, 2, 4, 8)}
 
 
+@cache
 def load_toml(name: str) -> dict:
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+@cache
+def paper_numbers() -> dict:
+    """Return what the paper prints, by the label of its table."""
+    return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class Scale:
     seeds: dict[str, int]  # number of seeds by run, and of those not named: "others"
     corpora: dict[str, dict]  # by directory: arguments of data/prepare.py, number of tokens
     gpus: int = 0  # that train a run together; 0: a CPU does
-    gpu: str = "a100"  # of training/devices.toml, to plan with where none is here
+    gpu: str = "a100"  # whose hours a plan states
     like: str = ""  # the scale whose fields its tables take where they have none of their own
     tokens_per_second: float | None = None  # training speed of one CPU core, for the plan
 
@@ -57,15 +67,21 @@ class Run:
     form: str = "paper"  # of passkey prompts
 
 
-DATA = load_toml("runs.toml")
-SCALES = {name: Scale(name, **fields) for name, fields in DATA["scales"].items()}
+def _load_scales() -> dict[str, Scale]:
+    return {name: Scale(name, **given) for name, given in load_toml("runs.toml")["scales"].items()}
+
+
+SCALES = _load_scales()
 
 
 def all_runs(scale: str) -> dict[str, Run]:
+    data = load_toml("runs.toml")
     runs = {}
-    for key, fields in (DATA["main"] | DATA["sweep"] | DATA[scale]).items():
-        named = {} if "config" in fields else {"options": f"--attention.name={key}"}
-        runs[key] = Run(key, **{"config": SCALES[scale].config} | named | fields)
+    for key, given in (data["main"] | data["sweep"] | data[scale]).items():
+        fields = {"config": SCALES[scale].config}
+        if "config" not in given:
+            fields["options"] = f"--attention.name={key}"
+        runs[key] = Run(key, **fields | given)
     return runs
 
 
@@ -80,7 +96,7 @@ class Column:
     percent: bool = False  # a share, shown in per cent
 
     def run(self, key: str) -> str:
-        """The run that a row's key means in this column."""
+        """Return the run that a row's key means in this column."""
         return key if self.factor is None else key.format(factor=f"{self.factor:g}")
 
 
@@ -97,70 +113,84 @@ class Row:
 class Table:
     name: str
     label: str
+    title: str
+    unit: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     baseline: str | None = None
-    figure: str = "lengths"  # how it is drawn: see table_figures.py; or "none"
-    folder: str = EXTRAPOLATION  # where its results are
+    figure: str = "lengths"  # how it is drawn: see figures.py; or "none"
+    measured_by: str = EXTRAPOLATION  # or "passkey", one job per run; else see `measure`
     notes: tuple[str, ...] = ()
-    title: str = ""  # where it is not the paper's
     panels: tuple[str, ...] = ("",)  # of the figure: one for the rows whose keys start with each
-    pictures: str = ""  # drawn by the evaluations: a glob pattern below results/SCALE
     script: str = ""
-    measure: str = ""  # the command that fills folder/NAME.json; {runs} are the rows' runs
-    tokens: float = 0  # that `measure` reads per run, for the plan
-
-    def row(self, key: str | None) -> Row | None:
-        return next((row for row in self.rows if row.key == key), None)
+    measure: str = ""  # one command for the whole table; {runs} are the rows' runs
+    records: str = ""  # the table whose records it shows; empty: its own
 
     @property
-    def runs(self) -> bool:
-        """Whether its numbers are of trained runs."""
-        return self.folder in FACTORS or "{runs}" in self.measure
+    def has_runs(self) -> bool:
+        """Tell whether its numbers are of trained runs."""
+        return not self.records and (not self.measure or "{runs}" in self.measure)
 
     @property
     def base(self) -> Row | None:
         return self.row(self.baseline)
 
+    def row(self, key: str | None) -> Row | None:
+        return next((row for row in self.rows if row.key == key), None)
+
 
 def all_tables(scale: str) -> dict[str, Table]:
-    data, tables = load_toml("tables.toml"), {}
+    data = load_toml("tables.toml")
+    tables = {}
     for name, given in data["tables"].items():
         fields = {key: of_scale(value, SCALES[scale]) for key, value in given.items()}
-        if fields["rows"]:
-            rows = [load_row(row, data["rows"]) for row in fields.pop("rows")]
-            named = (data["notes"][note] for note in fields.pop("notes", ()))
-            notes = [note for one in named if (note := of_scale(one, SCALES[scale]))]
-            tables[name] = load_table(name, rows=rows, notes=notes, **fields)
+        if scale in fields.pop("scales", USUAL_SCALES) and fields["rows"]:
+            tables[name] = _load_table(name, SCALES[scale], fields, data)
     return tables
 
 
 def of_scale(value, scale: Scale):
-    """A field's value, which may be given per scale."""
+    """Return a field's value, which may be given per scale."""
     return value.get(scale.name, value.get(scale.like)) if isinstance(value, dict) else value
 
 
-def load_row(given: str | dict, known: dict) -> Row:
+def _load_table(name: str, scale: Scale, fields: dict, data: dict) -> Table:
+    given = {key: value for key, value in fields.items() if value is not None}
+    printed = paper_numbers()[given["label"]]
+    unit = scale.unit if printed["unit"] == "nats per token" else printed["unit"]
+    notes = (of_scale(data["notes"][note], scale) for note in given.pop("notes", ()))
+    rows = tuple(_load_row(row, data["rows"]) for row in given.pop("rows"))
+    columns = tuple(_load_columns(given))
+    given["panels"] = tuple(given.get("panels", ("",)))
+    given["script"] = f"scripts/{given.get('script', f'table_{name}')}.sh"
+    more = {"unit": unit, "notes": tuple(filter(None, notes))}
+    return Table(name, rows=rows, columns=columns, **{"title": printed["title"]} | given | more)
+
+
+def _load_row(given: str | dict, known: dict) -> Row:
     given = {"key": given} if isinstance(given, str) else given
     shared = known.get(given["key"], {})
     shared = {"title": shared} if isinstance(shared, str) else shared
     return Row(**{"run": given["key"]} | shared | given)
 
 
-def load_table(
-    name, columns=(), lengths=(), quantity="loss", gain=False, far=False, tasks=(), **fields
-) -> Table:
-    found = [Column(**column) for column in columns]
+def _load_columns(given: dict) -> list[Column]:
+    """Take the fields that describe columns out of a table's fields, and build them."""
+    quantity = given.pop("quantity", "loss")
     share = {"lower_is_better": False, "percent": True} if quantity == "accuracy" else {}
-    found += [Column(factor, quantity, paper=f"{factor:g}K", **share) for factor in lengths]
-    if gain:
-        found.append(Column(16, "context_gain"))
-        found.append(Column(1, "bits_per_byte", title="bits per byte (1x)"))
-    found += [Column(factor, "far_accuracy", **share) for factor in lengths if far and factor > 1]
+    columns = [Column(**column) for column in given.pop("columns", ())]
+    lengths = given.pop("lengths", ())
+    for factor in lengths:
+        columns.append(Column(factor, quantity, paper=f"{factor:g}K", **share))
+    if given.pop("benefit", False):
+        columns.append(Column(16, "far_context_benefit", lower_is_better=False))
+        columns.append(Column(1, "bits_per_byte", title="bits per byte (1x)"))
+    if given.pop("far", False):
+        for factor in (factor for factor in lengths if factor > 1):
+            columns.append(Column(factor, "far_accuracy", **share))
+    tasks = given.pop("tasks", ())
     for task, metric, title in (column for column in COLUMNS if column[0] in tasks):
         paper = metric if task.startswith("lambada") else task
         kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}
-        found.append(Column(None, metric, task, title, paper, **kind))
-    fields |= {key: tuple(v) for key, v in fields.items() if isinstance(v, list)}
-    fields["script"] = f"scripts/{fields.get('script', f'table_{name}')}.sh"
-    return Table(name, columns=tuple(found), **fields)
+        columns.append(Column(None, metric, task, title, paper, **kind))
+    return columns

@@ -1,21 +1,44 @@
-"""Jobs that depend on each other: each is a command, run once; its failure stops only dependents.
+"""Which jobs the tables need, running them, and collecting what they measured.
 
-What a job prints goes to its own log file; the terminal shows one line per job. When run again,
-finished jobs are skipped and interrupted ones continue, because every command here does.
+Each job is a command, run once; its failure stops only those that need it. What a job prints goes
+to its own log file; the terminal shows one line per job. When run again, finished jobs are skipped
+and interrupted ones continue, because every command here does.
+
+Evaluations write to runs/SCALE/evaluations; `collect` makes results/SCALE/TABLE.json of them.
 """
 
+import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from data.shards import MANIFEST
+from evaluating.checkpoints import open_checkpoints
+from evaluating.results import AS_TRAINED, read_results
 from lssar.errors import UserError
-from support.files import make_folder
-from training.config import Config
+from paper.experiments import FACTORS, PASSKEY, Run, Scale, Table, all_runs
+from paper.tables import merge
+from support.files import lookup, make_folder, read_text
+from training.checkpoint import find, read_description
+from training.config import Config, load_config, parse_config
 from training.distributed import StopSignal
+from training.estimate import (
+    GIB,
+    checkpoint_bytes,
+    disk_line,
+    estimate,
+    gpu_hours,
+    planned_backends,
+)
+
+SINKS = 4  # as StreamingLLM keeps
+PHYSICS_CONFIGS = {"nano": "physics-nano", "single": "physics-single", "paper": "physics-109m"}
 
 
 @dataclass(frozen=True)
@@ -25,12 +48,168 @@ class Job:
     done: Callable[[], bool]
     needs: tuple[str, ...] = ()
     trains: Config | None = None  # the run, where the job is its training
-    # Where it is an evaluation: a run, the tokens that are read by length, the number of processes.
-    reads: tuple[Config, dict[int, float], int] | None = None
+    writes: Path | None = None  # the results file, where the job is an evaluation
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the runs and results of one scale are, and how to make them."""
+
+    scale: Scale
+    seeds: Sequence[int] | None = None
+    processes: int = 1  # of one training run
+    runs: Path = Path("runs")
+    results: Path = Path("results")
+
+    @property
+    def folder(self) -> Path:
+        return self.results / self.scale.name
+
+    @property
+    def evaluations(self) -> Path:
+        return self.runs / self.scale.name / "evaluations"
+
+    def run_directory(self, key: str, seed: int) -> Path:
+        return self.runs / self.scale.name / f"{key}-s{seed}"
+
+    def seeds_of(self, key: str) -> Sequence[int]:
+        return self.scale.seeds_of(key) if self.seeds is None else self.seeds
+
+    def arguments(self, run: Run, seed: int) -> list[str]:
+        """Return the arguments of train.py: the config file and what differs from it."""
+        path = self.run_directory(run.key, seed)
+        changes = {"log.directory": path.parent, "log.name": path.name, "train.seed": seed}
+        if run.init_from:
+            changes["train.init_from"] = self.run_directory(run.init_from, seed)
+        options = [*run.options.split(), *(f"--{key}={value}" for key, value in changes.items())]
+        return [f"configs/{run.config}.toml", *options]
+
+    def config(self, run: Run, seed: int) -> Config:
+        path, *options = self.arguments(run, seed)
+        return load_config(path, options, world_size=self.processes)
+
+    def runs_of(self, table: Table) -> list[tuple[Run, int]]:
+        """Return the runs of a table with their seeds, all of one seed before the next."""
+        if not table.has_runs:
+            return []
+        known = all_runs(self.scale.name)
+        keys = dict.fromkeys(c.run(row.run) for row in table.rows for c in table.columns)
+        found = [(known[key], seed) for key in keys for seed in self.seeds_of(key)]
+        return sorted(found, key=lambda one: one[1])
+
+
+def python(*command: str, processes: int = 1) -> tuple[str, ...]:
+    """Return the command line of a script, started by torchrun if it takes several processes."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    return (sys.executable, *(launcher if processes > 1 else ()), *command)
+
+
+def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
+    """Return corpora, runs and evaluations, each once."""
+    jobs = []
+    for table in tables:
+        runs = space.runs_of(table)
+        for run, seed in runs:
+            jobs += training_jobs(run, seed, space)
+            if not table.measure:
+                jobs.append(evaluation_job(run, seed, space, table.measured_by))
+        if table.measure:
+            jobs.append(measuring_job(table, runs, space))
+    return list({job.name: job for job in jobs}.values())
+
+
+def training_jobs(run: Run, seed: int, space: Workspace) -> list[Job]:
+    """Return the corpus, the run whose weights it starts from, and the run itself."""
+    config = space.config(run, seed)
+    folder = config.data.directory
+    prepare = python("data/prepare.py", *space.scale.corpora[folder]["arguments"], "--out", folder)
+    needs = [Job(f"prepare {Path(folder).name}", prepare, (Path(folder) / MANIFEST).exists)]
+    if run.init_from:
+        needs += training_jobs(all_runs(space.scale.name)[run.init_from], seed, space)
+    arguments = ("train.py", *space.arguments(run, seed), "--resume")
+    command = python(*arguments, processes=space.processes)
+    needed = tuple(job.name for job in needs)
+    done = partial(is_trained, config)
+    return [*needs, Job(f"train {config.log.name}", command, done, needed, trains=config)]
+
+
+def is_trained(config: Config) -> bool:
+    """Tell whether a run is finished with these settings; else its own command says why."""
+    _, info = read_description(find(config.run_directory))
+    if info.step < config.train.steps:
+        return False
+    path = config.run_directory / "config.toml"
+    try:
+        return not parse_config(read_text(path), str(path)).differences(config)
+    except OSError:
+        return False
+
+
+def evaluation_job(run: Run, seed: int, space: Workspace, kind: str) -> Job:
+    """Return the job that measures the losses or the passkeys of one run."""
+    scale, config = space.scale, space.config(run, seed)
+    name, directory = config.log.name, str(config.run_directory)
+    out = space.evaluations / f"{kind}-{name}.json"
+    window = f"window={scale.train_length}"
+    more = {}  # options, with the variants that they add
+    if kind == PASSKEY or run.windows:
+        more[f"--{window}"] = [window]
+    if run.alphas:
+        more[f"--alpha={','.join(map(str, run.alphas))}"] = [f"alpha={a:g}" for a in run.alphas]
+    if run.current:
+        more["--current-length"] = ["L=current"]
+    if run.stretched and kind != PASSKEY:
+        more[f"--sinks={SINKS} --ntk --yarn"] = [f"{window}, sinks={SINKS}", "NTK", "YaRN"]
+    if kind == PASSKEY:
+        factors, processes = FACTORS[PASSKEY], 1
+        words = ["passkey.py", directory, f"--form={run.form}"]
+    else:
+        factors, processes = run.factors, space.processes
+        words = ["eval_extrapolation.py", directory, f"--data={config.data.directory}"]
+        words += [f"--tokens={scale.eval_tokens}", "--no-figures"]
+        words += [f"--segment={scale.length(max(FACTORS[kind]))}"]
+        words += ["--spread"] if scale.spread else []
+    lengths = [scale.length(factor) for factor in factors]
+    words += [f"--lengths={','.join(map(str, lengths))}", *" ".join(more).split(), f"--out={out}"]
+    variants = [AS_TRAINED, *itertools.chain(*more.values())]
+    done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
+    command = python(*words, processes=processes)
+    label = "passkey" if kind == PASSKEY else "evaluate"
+    return Job(f"{label} {name}", command, done, (f"train {name}",), writes=out)
+
+
+def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> bool:
+    """Tell whether the run, as it is now, was evaluated in every (variant, length)."""
+    records = read_results(out).records
+    identity = open_checkpoints([directory])[0].identity
+    return wanted <= {(r.variant, r.length) for r in records if r.run == identity}
+
+
+def measuring_job(table: Table, runs: list[tuple[Run, int]], space: Workspace) -> Job:
+    """Return the one job that measures all runs of a table, or what needs no run."""
+    out = space.evaluations / f"{table.name}.json"
+    directories = [str(space.run_directory(run.key, seed)) for run, seed in runs]
+    needs = tuple(f"train {Path(directory).name}" for directory in directories)
+    if table.measure.endswith(".sh"):
+        seeds = ",".join(map(str, space.seeds_of(table.name)))
+        settings = (f"SCALE={space.scale.name}", f"OUT={out}", f"SEEDS={seeds}")
+        command = ("env", *settings, f"GPUS={space.processes}", "bash", table.measure, "--run")
+        return Job(f"measure {table.name}", command, out.exists, writes=out)
+    words = [[word] if word != "{runs}" else directories for word in table.measure.split()]
+    command = python(*itertools.chain(*words), "--out", str(out))
+    done = partial(is_complete, out, directories)
+    return Job(f"measure {table.name}", command, done, needs, writes=out)
+
+
+def is_complete(out: Path, directories: list[str]) -> bool:
+    """Tell whether every run, as it is now, was measured in all that any run was measured in."""
+    done = {(r.run, r.variant, r.task, r.length) for r in read_results(out).records}
+    runs = [c.identity for c in open_checkpoints(directories)]
+    return bool(done) and all((run, *measured) in done for run in runs for _, *measured in done)
 
 
 def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
-    """Every job that is not done, `parallel` at a time; name -> "done" or why not."""
+    """Run every job that is not done, `parallel` at a time; name -> "done" or why not."""
     jobs = {job.name: job for job in jobs}
     states = {name: "done" for name, job in jobs.items() if is_done(job)}
     if states:
@@ -54,7 +233,7 @@ def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
 
 
 def is_done(job: Job) -> bool:
-    """A half-written or damaged result counts as missing: the job's own command reports it."""
+    """Tell whether a job is done; a damaged result counts as missing, and its command says so."""
     try:
         return job.done()
     except UserError:
@@ -90,7 +269,7 @@ class Pool(StopSignal):
         self.running[process] = job, log, time.monotonic()
 
     def finished(self) -> Iterator[tuple[Job, str]]:
-        """The jobs that have ended, and how; waits for the first."""
+        """Wait for the first job to end; yield those that have, and how."""
         ended = []
         while self.running and not ended:
             if self.received:
@@ -107,3 +286,97 @@ class Pool(StopSignal):
                 last = next(filter(str.strip, printed), "it printed nothing").strip()
                 state = f"failed with exit code {code}: {last} (full log: {log})"
             yield job, state
+
+
+def collect(tables: list[Table], space: Workspace) -> None:
+    """Write results/SCALE/TABLE.json of every table that has evaluations here."""
+    make_folder(space.folder)
+    for table in tables:
+        if table.records:
+            continue
+        runs = space.runs_of(table)
+        out = space.folder / f"{table.name}.json"
+        if table.measure:
+            sources = [space.evaluations / f"{table.name}.json"]
+        else:
+            names = [f"{table.measured_by}-{run.key}-s{seed}.json" for run, seed in runs]
+            sources = [space.evaluations / name for name in names]
+        sources = [path for path in sources if path.exists()]
+        if not sources:
+            continue
+        described = {}
+        for path in sources:
+            described |= read_results(path).runs
+        if table.has_runs:
+            described = trained_runs(runs, space)
+        merge(out, table.measured_by if not table.measure else table.name, described, sources)
+
+
+def trained_runs(runs: list[tuple[Run, int]], space: Workspace) -> dict[str, dict]:
+    """Return by identity what a table's file says of the models that are here."""
+    found = {}
+    for run, seed in runs:
+        directory = space.run_directory(run.key, seed)
+        try:
+            checkpoint = open_checkpoints([str(directory)])[0]
+        except UserError:
+            continue  # it has not been trained here
+        about = {"run": run.key, "seed": seed, "config": run.config, "options": run.options}
+        about["step"] = checkpoint.info.step
+        about["train_length"] = checkpoint.info.train_length
+        about["trained_at"] = lookup(directory / "run.json", "revision") or ""
+        about["model"] = {"attention": {"name": checkpoint.config.attention.name}}
+        found[checkpoint.identity] = about
+    return found
+
+
+def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
+    """Return the plan: runs, parameters, tokens, FLOPs, memory, disk and hours still to spend."""
+    scale = space.scale
+    device = "cuda" if scale.gpus else "cpu"
+    lines = [f"tables      {', '.join(names)}"]
+    configs = [(job.name, job.trains, is_done(job)) for job in jobs if job.trains]
+    if "physics" in names:
+        configs += [
+            (f"train {config.log.name}", config, False) for config in physics_configs(scale)
+        ]
+    left = [name for name, _, done in configs if not done]
+    lines.append(f"runs        {len(configs)}, of which {len(left)} are still to be trained")
+    tokens = flops = disk = memory = 0.0
+    for name, config, done in configs:
+        label = name.removeprefix("train ")
+        if done:
+            lines.append(f"  {label}: done")
+            continue
+        sized = config.with_micro_batch(1) if config.train.micro_batch == "auto" else config
+        found = estimate(sized, planned_backends(sized, device), device)
+        tokens += found.tokens
+        flops += found.flops
+        disk += checkpoint_bytes(config, found)
+        memory = max(memory, sum(found.memory.values()))
+        size = f"{found.parameters:,} parameters, {found.tokens:,} tokens, {found.flops:.2g} FLOPs"
+        lines.append(f"  {label}: {size}")
+    data = sum(
+        2 * corpus["tokens"]
+        for folder, corpus in scale.corpora.items()
+        if not (Path(folder) / MANIFEST).exists()
+    )
+    lines.append(f"tokens      {tokens:,.0f}")
+    lines.append(f"FLOPs       {flops:.3g}")
+    per = "GPU" if scale.gpus else "process"
+    lines.append(f"memory      at least {memory / GIB:,.1f} GiB per {per}")
+    lines.append(f"disk        {disk_line(disk, data)}")
+    if scale.gpus:
+        hours = gpu_hours(flops, scale.gpu)
+        lines.append(f"time        {hours:,.1f} {scale.gpu}-hours of training")
+    else:
+        hours = tokens / scale.tokens_per_second / 3600
+        rate = f"{scale.tokens_per_second:,.0f} tokens per second and core"
+        lines.append(f"time        {hours:,.1f} core-hours of training at {rate}")
+    return "\n".join(lines)
+
+
+def physics_configs(scale: Scale) -> list[Config]:
+    stem = PHYSICS_CONFIGS[scale.name]
+    names = ("softmax", "lssar", "magnitude", "vector")
+    return [load_config(f"configs/{stem}-{name}.toml") for name in names]

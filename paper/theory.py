@@ -1,4 +1,4 @@
-"""python paper/theory.py --out results/nano/theory/theory.json
+"""python paper/theory.py --out results/theory.json
 
 What the paper derives about its attention, computed on random rows: `--draws 5` of them, float64.
 
@@ -53,7 +53,7 @@ STAGE_ONE = {"softmax": torch.exp, "lssa": F.softplus}
 FINAL = {"softmax": torch.exp, "softmax-p15": torch.exp, "lssar-p15": F.softplus}
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 COUNTS = (1024, 4096, 16384)
-SIZES = ((32, 128), (32, 2048), *((64, n) for n in COUNTS))  # head dimension, keys
+SIZES = (*product((16, 32, 64, 128), (256, 4096)), (64, 16384))  # head dimension, keys
 COSINES = ("cos-softmax-constant", "cos-ssmax", "cos-softmax", "lssa", "lssar-p3", "lssar-p15")
 
 

@@ -3,7 +3,6 @@
 # passkeys (fig:adaptive_p, right).
 # SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 0.2 on two cores; estimated: single 5.4 on an RTX 4090, paper 7.2 on the 8 GPUs.
 # The paper at 16K: 3.45, with alpha = 0.1 3.31.
 set -euo pipefail
 cd "$(dirname "$0")/.."

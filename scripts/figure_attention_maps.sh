@@ -2,7 +2,6 @@
 # Figures fig:attmap, fig:attmap_d6, fig:attmap_d12, fig:attmap_d24: attention maps of the last layer, all heads.
 # SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 0.2 on two cores; estimated: single 7.1 on an RTX 4090, paper 53 on the 8 GPUs.
 # The paper shows maps and prints no number; here the mean weight on the first token stands beside them.
 set -euo pipefail
 cd "$(dirname "$0")/.."

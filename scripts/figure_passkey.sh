@@ -3,7 +3,6 @@
 # SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
 # At nano scale byte-level models are trained on passkey prompts alone: none learns it from ordinary text.
-# Hours with nothing trained yet: nano 0.4 on two cores; estimated: single 7.2 on an RTX 4090, paper 13 on the 8 GPUs.
 # The paper at 1K / 1.5K / 2K / 4K / 8K: softmax 64 0 0 0 0 %, LSSAR p=15 86 45 34 20 3 %.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -3,7 +3,7 @@
 Which causal language models of the installed transformers take attention 'lssar': constructs each
 type at a tiny size and tries it. A type works if
 
-    softmax by our door gives the logits of its own eager attention,
+    softmax through lssar gives the logits of its own eager attention,
     lssar gives finite logits in which no token sees a later one, and finite gradients,
     and generates the same tokens with a cache and without,
 

@@ -93,10 +93,11 @@ python attention_maps.py "${checkpoints[@]}" --device "$DEVICE" --out "$results/
 cat <<TXT
 
 == Summary: trained at $LENGTH tokens for $steps steps, evaluated at 1x to 16x that length
-$(python report.py "$results/extrapolation.json")
+$(python eval_extrapolation.py "${checkpoints[@]}" --device "$DEVICE" --data "$DATA" --lengths "$multiples" \
+  --tokens "$TOKENS" --window "$LENGTH" --out "$results/extrapolation.json" --short)
 
 A sliding window of the training length is the control: a flat curve alone does not show that far context is used,
-the context gain does (below zero, the far context helps).
+the far-context benefit does (positive, the far context helps).
   figures       $results/extrapolation.png, $results/passkey.png, $results/maps-*.png
   loss curves   $runs/{softmax,lssar,far}/loss.png
 Next:

@@ -2,7 +2,6 @@
 # Table tab:activationcomp: eight activations before the l1 norm.
 # SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 0.3 on two cores; estimated: single 12 on an RTX 4090, paper 20 on the 8 GPUs.
 # The paper at 1K: ReLU 3.2006, ReLU^2 3.2494, ReLU6 3.2039, GeLU 3.2051, Sigmoid 3.2000, Softplus 3.1901,
 # Mish 3.2001, exp 3.1911.
 set -euo pipefail

@@ -4,7 +4,6 @@
 # SCALE=single (one GPU of 24 GB) and SCALE=paper (8 x A100 80GB): ARC-E, ARC-C, HellaSwag, PIQA, MMLU, SciQ,
 # SummScreen and LAMBADA from the hub.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 0.3 on two cores; estimated: single 7.4 on an RTX 4090, paper 53 on the 8 GPUs.
 # The paper, FineWeb 124M: softmax 39.77 23.72 32.42 64.09 22.97 60.6 1.682, LSSAR 40.57 22.61 33.03 65.34 22.97
 # 62.1 6.309; the six Edu models in paper.json.
 set -euo pipefail

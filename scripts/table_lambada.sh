@@ -3,7 +3,6 @@
 # SCALE=nano (default): the cloze task of evaluating/tasks.py in its place.
 # SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 0.2 on two cores; estimated: single 7.1 on an RTX 4090, paper 53 on the 8 GPUs.
 # The paper, accuracy / perplexity: 124M FineWeb softmax 31.51 / 45.12, LSSAR 30.52 / 48.27; 45M Edu 5.86 / 1397.36
 # and 18.57 / 361.96; 124M Edu 8.79 / 10720.58 and 30.37 / 48.35; 355M Edu 12.40 / 263.69 and 35.47 / 33.27.
 set -euo pipefail

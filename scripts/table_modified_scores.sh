@@ -2,7 +2,6 @@
 # Table tab:modifiedatt: softmax, its negative, re-centred, re-centred with an l1 norm.
 # SCALE=nano (default): two CPU cores, no network. SCALE=single: one GPU of 24 GB. SCALE=paper: 8 x A100 80GB.
 # Takes the options of reproduce.py; --plan prints the cost and starts nothing.
-# Hours with nothing trained yet: nano 0.2 on two cores; estimated: single 7 on an RTX 4090, paper 12 on the 8 GPUs.
 # The paper at 1K: 3.1911, 3.1915, 3.2008, 3.1954.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,35 +1,28 @@
 #!/usr/bin/env bash
 # tab:symbolic_regression, fig:force_earth and fig:force_all_planets:
-# `[SCALE=nano|single|paper] bash scripts/table_physics.sh [--plan] [--seeds 0,1,2] [--gpus 8] [--gpu a100]`.
+# `[SCALE=nano|single|paper] bash scripts/table_physics.sh [--plan] [--seeds 0,1,2] [--gpus 8]`.
 # Do models of simulated orbits find Newton's law? Softmax and LSSAR, pre-trained on orbits, fine-tuned on
 # forces; symbolic regression on the forces they predict, beside the KNN oracle and the true forces.
 #
 # SCALE=nano (default): one CPU core, six to nine minutes per seed, three seeds. Short orbits of heavy planets, a
-#   0.75M model. Expected R^2 of the force magnitude, seed 0: softmax 0.99, LSSAR 0.98. Where the planet is says most
-#   of that without its mass: the exponent of m1 tells more.
-# SCALE=single: one GPU of 24 GB, an estimated 5.7 hours on an RTX 4090. The 45M model's shape, 2M sequences.
-# SCALE=paper: 8 x A100 80GB, an estimated 9 hours with simulation and regression on the CPU, 50 GB of disk.
+#   0.75M model. The planets are heavier than the paper's, there are 500 bins and the engine is Operon. Where the planet is says most of the force without
+#   its mass: the exponent of m1 tells more.
+# SCALE=single: one GPU of 24 GB. The 45M model's shape, 2M sequences.
+# SCALE=paper: 8 x A100 80GB, 50 GB of disk.
 #   The paper's numbers: oracle 25.85 m1/r^2, LSSAR 27.02 m1/r^2, softmax no physical form; truth 39.48.
 #   PySR is used when installed (pip install pysr, needs Julia), Operon otherwise.
 #
-# --plan prints runs, tokens, hours, memory and disk (--gpu: on which GPU) and starts nothing.
-# --seeds pre-trains one run of each mechanism per seed; --gpus N trains on N.
-# Results: results/$SCALE/physics.json and physics*.png; `python report.py` makes the table.
-# Run again after an interruption, it continues; what is done is not done again.
+# Takes the options of reproduce.py; --plan prints the cost and starts nothing. Its job there is this script
+# with --run, which simulates, trains and searches. Run again after an interruption, it continues; what is done is not done again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SCALE=${SCALE:-nano}
-plan='' seeds='' gpus='' gpu='' wrong=''
-while [ $# -gt 0 ]; do
-  case $1 in
-    --plan) plan=yes ;;
-    --seeds=* | --gpus=* | --gpu=*) declare "${1:2}" ;;
-    --seeds | --gpus | --gpu) declare "${1#--}=${2:-none}" && shift "$(($# > 1))" ;;
-    *) wrong=$1 && break ;;
-  esac
-  shift
-done
+source scripts/env.sh requirements.txt requirements-physics.txt
+if [ "${1:-}" != --run ]; then
+  exec python reproduce.py physics --scale "$SCALE" "$@"
+fi
 
+gpus=''
 case $SCALE in
   nano)
     data=corpora/physics-nano size=nano launch=(python) points=101 sequences=20000
@@ -38,13 +31,13 @@ case $SCALE in
     orbits=(--heavy --planets 1 --sequences "$sequences" --val-sequences 500 --shard-sequences 5000)
     forces=(--heavy --labelled 4000 --probed 200 --held-out 200 --unit deviation)
     search=(--population 200 --evaluations 15000)
-    seeds=${seeds:-0,1,2} gpus=${gpus:-1}
+    seeds=${SEEDS:-0,1,2} gpus=${GPUS:-1}
     export OMP_NUM_THREADS=1 # the last bits of a run depend on it
     ;;
   single | paper)
-    data=corpora/physics size=109m points=1000 sequences=10000000 seeds=${seeds:-0}
-    [ "$SCALE" = single ] && data=corpora/physics-single size=single sequences=2000000 gpus=${gpus:-1}
-    gpus=${gpus:-8} launch=(torchrun --standalone "--nproc_per_node=$gpus")
+    data=corpora/physics size=109m points=1000 sequences=10000000 seeds=${SEEDS:-0}
+    [ "$SCALE" = single ] && data=corpora/physics-single size=single sequences=2000000 gpus=${GPUS:-1}
+    gpus=${gpus:-${GPUS:-8}} launch=(torchrun --standalone "--nproc_per_node=$gpus")
     shape=(--points "$points") orbits=(--sequences "$sequences") forces=() search=()
     ;;
   *)
@@ -52,32 +45,18 @@ case $SCALE in
     exit 2
     ;;
 esac
-[[ $gpus =~ ^[1-9][0-9]*$ ]] || wrong="--gpus $gpus"
-[[ $seeds =~ ^[0-9]+(,[0-9]+)*$ ]] || wrong="--seeds $seeds"
-if [ "$wrong" ]; then
-  echo "error: table_physics.sh takes --plan, --seeds 0,1,2, --gpus N and --gpu NAME, not '$wrong'" >&2
-  exit 2
-fi
-seeds=${seeds//,/ }
-source scripts/env.sh requirements.txt requirements-physics.txt
-
-if [ "$plan" ]; then
-  # shellcheck disable=SC2086
-  exec python paper/physics_plan.py "$size" --data "$data" --points "$points" --sequences "$sequences" \
-    --seeds $seeds --gpus "$gpus" ${gpu:+--gpu "$gpu"}
-fi
 
 echo "== 1/4 simulation"
 python physics/simulate.py orbits "${shape[@]}" "${orbits[@]}" --out "$data/orbits"
-python physics/simulate.py forces "${shape[@]}" "${forces[@]}" --out "$data/forces"
+python physics/simulate.py forces "${shape[@]}" ${forces[@]+"${forces[@]}"} --out "$data/forces"
 python physics/simulate.py planets "${shape[@]}" --out "$data/planets"
 
 echo "== 2/4 pre-training"
 runs=()
-for seed in $seeds; do
+for seed in ${seeds//,/ }; do
   for attention in softmax lssar; do
     name="physics-$size-$attention" && [ "$seed" = 0 ] || name+="-s$seed"
-    "${launch[@]}" train.py "configs/physics-$size-$attention.toml" --resume "--train.seed=$seed" "--log.name=$name"
+    "${launch[@]}" physics/train.py "configs/physics-$size-$attention.toml" --resume "--train.seed=$seed" "--log.name=$name"
     runs+=("runs/$name")
   done
 done
@@ -90,6 +69,6 @@ for run in "${runs[@]}"; do
 done
 
 echo "== 4/4 symbolic regression, figures"
-python physics/discover.py "${runs[@]}" "${search[@]}" \
+python physics/discover.py "${runs[@]}" ${search[@]+"${search[@]}"} \
   --forces "$data/forces" --planets "$data/planets" \
-  --out "results/$SCALE/physics.json"
+  --out "$OUT"

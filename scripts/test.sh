@@ -1,25 +1,39 @@
 #!/usr/bin/env bash
-# The test suite: `bash scripts/test.sh [pytest arguments]`; with `--slow` first, the slow tests alone.
-# `bash scripts/test.sh --drill [--jobs 2] [NAME ...]` attacks the system and writes docs/reliability.md.
-# Makes .venv when missing, installs what the tests need, checks style, runs the tests.
+# The tests: `bash scripts/test.sh [TIER] [pytest arguments]`. Makes .venv when missing and installs what the tier needs.
+#   (none)             style and the default tier: everything that needs no other package, five minutes on two cores
+#   --gpu-rehearsal    the GPU code: a stand-in device, Triton's interpreter, compilation for sm_80 and sm_90
+#   --ecosystem        installation, transformers, fine-tuning stacks, lm-eval, the page in a browser
+#   --physics          orbits and force laws
+#   --drill            attacks on files, processes and input: [--jobs 2] [NAME ...]; writes docs/reliability.md
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/env.sh requirements.txt requirements-test.txt requirements-downstream.txt requirements-physics.txt
 
-if [ "${1:-}" = "--drill" ]; then
-  shift
-  OMP_NUM_THREADS=1 PYTHONPATH=.:tests exec python -m drill "$@"
+tier=default
+case "${1:-}" in
+  --gpu-rehearsal | --ecosystem | --physics | --drill)
+    tier=${1#--}
+    shift
+    ;;
+esac
+needs=(requirements.txt requirements-test.txt)
+case $tier in
+  ecosystem) needs+=(requirements-downstream.txt) ;;
+  physics) needs+=(requirements-physics.txt) ;;
+esac
+source scripts/env.sh "${needs[@]}"
+
+# One torch thread per process: two on two cores beat one with two threads.
+export OMP_NUM_THREADS=1
+if [ "$tier" = drill ]; then
+  PYTHONPATH=.:tests exec python -m drill "$@"
 fi
-
-select=(-m "not slow")
-if [ "${1:-}" = "--slow" ]; then
-  select=(-m slow)
-  shift
+if [ "$tier" = default ]; then
+  echo "== ruff"
+  ruff check .
+  ruff format --check .
 fi
-
-echo "== ruff"
-ruff check .
-ruff format --check .
-echo "== pytest"
-# One torch thread per worker: two workers on two cores beat one worker with two threads.
-OMP_NUM_THREADS=1 python -m pytest -n auto --maxprocesses=8 "${select[@]}" "$@"
+if [ "$tier" = ecosystem ]; then
+  bash scripts/browser.sh
+fi
+echo "== pytest, tier $tier"
+exec python -m pytest -n auto --maxprocesses=8 --tier "$tier" "$@"

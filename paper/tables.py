@@ -1,0 +1,295 @@
+"""Fill a table with records: record -> cell -> Markdown, figure, page.
+
+results/SCALE/TABLE.json has the records of a table, in the schema of evaluating/results.py. Its
+`runs` say of every model its key in runs.toml, its seed and the commit that trained it; a record
+says the commit that measured it.
+"""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from evaluating.results import Record, Results, read_results
+from evaluating.statistic import Interval, interval, signed
+from lssar.errors import UserError
+from paper.experiments import SCALES, Column, Row, Table, all_tables, paper_numbers
+from support.text import short_number
+from support.text import table as text_table
+
+LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
+# What a value that is None means; elsewhere it overflowed.
+NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
+SIGNED = ("far_context_benefit", "benefit_by_distance", "far_benefit")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table: what was measured with each seed, and what the paper prints."""
+
+    values: dict[int | None, float | None] = field(default_factory=dict)  # by seed
+    segments: dict[int | None, list[float]] = field(default_factory=dict)  # by seed, of the text
+    paper: float | None = None
+    mechanism: str = ""  # decides the colour
+    commits: frozenset[tuple[str, str]] = frozenset()  # of training and of evaluation
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def finite(self) -> bool:
+        return self.n > 0 and None not in self.values.values()
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values.values()) if self.finite else None
+
+    @property
+    def half_width(self) -> float | None:
+        """Return half of the mean's 95 % interval over seeds; None below two."""
+        return interval(list(self.values.values())).half_width if self.finite else None
+
+
+def compare(first: Cell, second: Cell, factor: float = 1.0) -> Interval | None:
+    """Return first - factor * second, paired by seed, with its interval over seeds and text.
+
+    None where they share no seed, or one of the seeds overflowed: the others alone are those that
+    went well. With a factor of 1.04, a cell that is certainly below zero rose by less than 4 %.
+    """
+    seeds = [seed for seed in first.values if seed in second.values]
+    pairs = [(first.values[seed], second.values[seed]) for seed in seeds]
+    if not pairs or any(None in pair for pair in pairs):
+        return None
+    by_seed = [a - factor * b for a, b in pairs]
+    lists = []
+    for seed in seeds:
+        a, b = first.segments.get(seed, []), second.segments.get(seed, [])
+        if not a or len(a) != len(b):
+            return interval(by_seed)
+        lists.append([x - factor * y for x, y in zip(a, b, strict=True)])
+    if len({len(one) for one in lists}) > 1:
+        return interval(by_seed)
+    return interval(by_seed, [statistics.fmean(values) for values in zip(*lists, strict=True)])
+
+
+class FilledTable:
+    """A table with its cells; controls and titled columns only where they have a number."""
+
+    def __init__(self, table: Table, scale: str, results: Results | None):
+        self.table, self.scale = table, SCALES[scale]
+        self._found: dict[tuple, list[tuple[dict, Record]]] = {}
+        for record in results.records if results else ():
+            run = results.runs[record.run]
+            place = (run_key(run), record.quantity, record.variant, record.task, record.length)
+            self._found.setdefault(place, []).append((run, record))
+        self.cell = cache(self._cell)
+        self.rows = [r for r in table.rows if not r.control or self._has_number([r], table.columns)]
+        self.columns = [
+            c for c in table.columns if not c.title or self._has_number(table.rows, [c])
+        ]
+
+    @property
+    def is_measured(self) -> bool:
+        return self._has_number(self.table.rows, self.table.columns)
+
+    def _has_number(self, rows, columns) -> bool:
+        return any(self.cell(row, column).n for row in rows for column in columns)
+
+    def _records(self, row: Row, column: Column) -> list[tuple[dict, Record]]:
+        variant = row.variant
+        if variant == "window" or variant.startswith("window,"):
+            variant = variant.replace("window", f"window={self.scale.train_length}", 1)
+        place = (column.run(row.run), column.quantity, variant, column.task)
+        length = self.scale.length(column.factor)
+        if length is not None:
+            return self._found.get((*place, length), [])
+        # Asked for without a length, a quantity is the one at the longest.
+        lengths = [key[-1] for key in self._found if key[:-1] == place]
+        longest = max(lengths, key=lambda n: n or 0, default=None)
+        return self._found.get((*place, longest), [])
+
+    def _cell(self, row: Row, column: Column) -> Cell:
+        scale = 100 if column.percent else 1
+        values, segments, commits, mechanism = {}, {}, set(), ""
+        for run, record in self._records(row, column):
+            seed = run.get("seed")
+            sound = record.value is not None and abs(record.value) < LARGEST
+            values[seed] = scale * record.value if sound else None
+            segments[seed] = segments_of(record, scale)
+            commits.add((str(run.get("trained_at", "")), record.revision))
+            mechanism = mechanism or mechanism_of(run)
+        return Cell(
+            dict(sorted(values.items(), key=lambda one: one[0] or 0)),
+            segments,
+            self.printed(row, column),
+            mechanism,
+            frozenset(commits),
+        )
+
+    def printed(self, row: Row, column: Column) -> float | None:
+        """Return the paper's own number."""
+        paper = paper_numbers()[self.table.label]
+        if row.key not in paper["rows"] or column.paper not in paper["columns"]:
+            return None
+        return paper["rows"][row.key][paper["columns"].index(column.paper)]
+
+    def difference(self, row: Row, column: Column) -> Interval | None:
+        """Return the row's difference from the table's baseline, None for the baseline itself."""
+        base = self.table.base
+        if base is None or row.key == base.key:
+            return None
+        return compare(self.cell(row, column), self.cell(base, column))
+
+    def missing(self, row: Row) -> bool:
+        """Tell whether some of the row's seeds are still to be measured."""
+        cells = [(column, self.cell(row, column)) for column in self.columns]
+        if not self.table.has_runs:
+            return not any(cell.n for _, cell in cells)
+        counts = [(len(self.scale.seeds_of(column.run(row.run))), cell.n) for column, cell in cells]
+        return any(n < wanted for wanted, n in counts)
+
+    def seeds(self, row: Row) -> int:
+        return max((self.cell(row, column).n for column in self.columns), default=0)
+
+    def heading(self, column: Column) -> str:
+        if column.title:
+            return column.title
+        at = f"{short_number(self.scale.length(column.factor))} ({column.factor:g}x)"
+        if column.quantity == "far_context_benefit":
+            return f"far-context benefit at {at}"
+        if column.quantity == "far_accuracy":
+            return f"far keys at {at}"
+        reach = self.reach(column) if column.quantity == "accuracy" else None
+        return at if reach is None else f"{at}, {reach:.0f} % in reach"
+
+    def reach(self, column: Column) -> float | None:
+        """Return the share of the passkeys within a training length, the same for every run."""
+        asked = Column(column.factor, "reach", percent=True)
+        cells = (self.cell(row, asked) for row in self.table.rows)
+        return next((cell.mean for cell in cells if cell.n), None)
+
+    def decimals(self, column: Column) -> int:
+        cells = (self.cell(row, column) for row in self.rows)
+        values = [abs(v) for cell in cells for v in cell.values.values() if v]
+        if column.percent:
+            return 0 if all(v == int(v) for v in values) else 1
+        return 3 if max(values, default=0) < 20 else 1
+
+    def shown(self, row: Row, column: Column) -> str:
+        """Write the mean and half of its 95 % interval."""
+        cell, decimals = self.cell(row, column), self.decimals(column)
+        if not cell.n:
+            return ""
+        if not cell.finite:
+            return NO_VALUE.get(column.quantity, "overflow")
+        text = f"{cell.mean:,.{decimals}f}"
+        if column.quantity in SIGNED:
+            text = signed(cell.mean, decimals)
+        elif 0 < abs(cell.mean) < 0.5 * 10**-decimals or abs(cell.mean) >= 1e9:
+            text = f"{cell.mean:.2g}"
+        return text if cell.half_width is None else f"{text} ±{cell.half_width:,.{decimals}f}"
+
+    def commits(self) -> list[tuple[str, str]]:
+        """Return the commits of training and of evaluation of all cells, shortened."""
+        cells = (self.cell(row, column) for row in self.rows for column in self.columns)
+        found = {(a[:7], b[:7] + "+" * b.endswith("+")) for cell in cells for a, b in cell.commits}
+        return sorted(found)
+
+    def caption(self) -> str:
+        unit = f"{self.table.unit}; mean ± half of the 95 % interval over seeds"
+        made = [f"trained at {a or 'no commit'}, evaluated at {b}" for a, b in self.commits()]
+        return "; ".join([unit, *made])
+
+    def text(self) -> str:
+        """Return the table for the terminal; the paper's values stand below each row."""
+        body = []
+        for row in self.rows:
+            cells = [self.shown(row, column) for column in self.columns]
+            mark = " *" if row.control else ""
+            body.append([row.title + mark, *cells, str(self.seeds(row) or "missing")])
+            printed = [self.printed(row, column) for column in self.columns]
+            if any(value is not None for value in printed):
+                shown = ["" if value is None else f"{value:g}" for value in printed]
+                body.append(["  the paper, at its own scale", *shown, ""])
+        header = ["", *map(self.heading, self.columns), "seeds"]
+        title = f"\n{self.table.label}: {self.table.title} ({self.caption()}; * not in the paper)"
+        return f"{title}\n{text_table(header, body)}"
+
+    def markdown(self) -> str:
+        """Return the table for README and docs."""
+        header = ["", *map(self.heading, self.columns), "seeds"]
+        lines = [header, ["---"] * len(header)]
+        for row in self.rows:
+            cells = [self.shown(row, column) for column in self.columns]
+            lines.append([row.title, *cells, str(self.seeds(row) or "missing")])
+        drawn = [f"| {' | '.join(line)} |" for line in lines]
+        source = f"`python reproduce.py {self.table.name} --scale {self.scale.name}`"
+        return "\n".join([*drawn, "", f"*{self.caption()} ({source}).*"])
+
+
+def run_key(run: dict) -> str:
+    """Return a run's name without its seed, which is a field of its own."""
+    return run["run"].removesuffix(f"-s{run.get('seed')}")
+
+
+def mechanism_of(run: dict) -> str:
+    attention = run.get("model", {}).get("attention", {}) if isinstance(run, dict) else {}
+    name = attention.get("name") if isinstance(attention, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def segments_of(record: Record, scale: float = 1) -> list[float]:
+    """Return the value of each piece of text; empty where they are not recorded or overflowed."""
+    values = record.details.get("by_segment", [])
+    if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+        return []
+    return [scale * value for value in values]
+
+
+def fill_all(scale: str, folder: Path) -> tuple[dict[str, FilledTable], dict[Path, str]]:
+    """Fill every table of a scale; also return which files could not be read, and why."""
+    filled, problems = {}, {}
+    for name, table in all_tables(scale).items():
+        path = folder / f"{table.records or name}.json"
+        try:
+            results = read_results(path) if path.exists() else None
+        except UserError as error:
+            problems[path] = str(error).removesuffix("; give another --out")
+            results = None
+        filled[name] = FilledTable(table, scale, results)
+    return filled, problems
+
+
+KEPT = ("by_segment", "wilson_low", "wilson_high", "verdict", "accuracy_at_near", "equations")
+
+
+def merge(out: Path, kind: str, runs: dict[str, dict], sources: Iterable[Path]) -> int:
+    """Write the records of several results files, of these runs alone, into one compact file.
+
+    `runs` says of each model, by its identity, what the file is to say of it. Returns the number
+    of records.
+    """
+    settings, about, records = None, {}, []
+    for path in sources:
+        found = read_results(path)
+        if settings is not None and found.settings != settings:
+            differs = f"{path} was measured with other settings than the rest of {out}"
+            raise UserError(f"{differs}; delete it, and the same command measures it again")
+        settings, about = found.settings, found.about
+        records += [compact(record) for record in found.records if record.run in runs]
+    results = Results(out, kind, settings or {}, about, replace_all=True)
+    results.runs = runs
+    results.records = records
+    results.save()
+    return len(records)
+
+
+def compact(record: Record) -> Record:
+    """Return the record without what no table, figure or comparison needs."""
+    details = {key: value for key, value in record.details.items() if key in KEPT}
+    values = details.get("by_segment")
+    if values and None not in values:
+        details["by_segment"] = [float(f"{value:.6g}") for value in values]
+    return Record(**vars(record) | {"details": details, "command": ""})
