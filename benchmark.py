@@ -12,11 +12,24 @@ from lssar.errors import UserError, did_you_mean
 from support.command import Parser, lengths, number, positive, process_count, run
 from support.files import Claim, writing
 
-TYPES = {"count": positive, "lengths": lengths, "megabytes": number(most=1e6)}
-TYPES |= {"number": number(), "path": Path, "processes": process_count}
-TYPES["names"] = lambda text: list(dict.fromkeys(text.split(",")))
-TABLE = Path(__file__).parent / "benchmarks/benchmarks.toml"
-OPTIONS, BENCHMARKS = tomllib.loads(TABLE.read_text(encoding="utf-8")).values()
+TABLE = tomllib.loads((Path(__file__).parent / "benchmarks/benchmarks.toml").read_text("utf-8"))
+OPTIONS = TABLE["options"]
+BENCHMARKS = TABLE["benchmarks"]
+
+
+def names(text: str) -> list[str]:
+    """Return the names in "a,b,c", each of them once."""
+    return list(dict.fromkeys(text.split(",")))
+
+
+TYPES = {
+    "count": positive,
+    "lengths": lengths,
+    "names": names,
+    "number": number(),
+    "path": Path,
+    "processes": process_count,
+}
 
 
 def make_parser(name: str) -> Parser:
@@ -40,7 +53,9 @@ def main(argv: list[str]) -> int | None:
         table = Parser(add_help=False)
         table.add_argument("--table")
         found, others = table.parse_known_args(rest)
-        name, rest = ("cost", others) if found.table == "cost" else (name, rest)
+        if found.table == "cost":
+            name = "cost"
+            rest = others
     options = make_parser(name).parse_args(rest)
     if out := vars(options).get("out"):  # numbers that cannot be written are measured for nothing
         with writing(out):

@@ -1,16 +1,14 @@
-"""Time and memory of attention: `benchmark.py attention|spans|sparsity|threads|zero-blocks`.
+"""Time and memory of attention: `benchmark.py attention|spans`.
 
 All cases of a study take turns in one process. A time is the median of its rounds, a ratio is to
-F.scaled_dot_product_attention at the same length and number of threads in the same run, and a
-speed-up is the median over the rounds of the time with one thread divided by that with several.
-Memory is the peak of a separate process, inputs and gradients included. What would not fit is left
-out, with the reason. `paper` is LSSAR as the paper writes it, eager with the literal x**p.
+F.scaled_dot_product_attention at the same length and number of threads in the same run. Memory is
+the peak of a separate process, inputs and gradients included. What would not fit is left out, with
+the reason. `paper` is LSSAR as the paper writes it, eager with the literal x**p.
 """
 
 import argparse
 import statistics
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -27,7 +25,6 @@ from evaluating.checkpoints import layer_inputs, open_checkpoints
 from lssar.backends import BACKENDS, Call, attend
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, Mechanism, get_mechanism
-from lssar.reference import attention_weights
 from lssar.spans import shifted_keys
 from training.distributed import autocast
 
@@ -38,19 +35,12 @@ FUSED = {"cuda": "triton", "cpu": "cpu"}
 EAGER_MAPS = 10  # float32 matrices of B x H x L x L that eager forms hold at their peak, measured
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
-# How far the keys are from each other, all but one that points the opposite way; None: random.
-RANDOM, ALIKE = None, 1e-4
-SPARSITIES = (
-    *((RANDOM, p) for p in (1, 1.5, 2, 3, 5, 8, 15, 40)),
-    *((spread, p) for spread in (ALIKE, 1e-2, 3e-2, 1e-1) for p in (2, 15)),
-)
 # What rows see, or how heads and rows are given.
 FULL, WINDOW, DOCUMENTS = "full rows", "window of 128", "documents of 256"
 GROUPED, COPIED, ONE_ROW = "4 heads of k and v", "4 heads copied out", "one row at the end"
 EIGHT = "one row of each of 8 sequences"  # of different lengths, padded on the left
 SPANS = {"window": (FULL, WINDOW), "documents": (FULL, DOCUMENTS), "heads": (COPIED, GROUPED)}
 SPANS["decode"] = DECODED = ONE_ROW, EIGHT
-BLOCKS = ((1, 1), (64, 64), (64, 32), (32, 32), (16, 16))  # rows x keys of a tile
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,6 @@ class Case:
     backend: str  # of FORMS
     length: int
     threads: int = 1
-    spread: float | None = RANDOM  # of the keys
     seen: str = FULL  # or another of SPANS
 
     def __str__(self) -> str:
@@ -155,45 +144,11 @@ def spans(study: Study) -> None:
         add_times(study, [*whole, *others, *kernel])
 
 
-def sparsity(study: Study) -> None:
-    options = study.options
-    lssar = [(spread, get_mechanism("lssar", p=p)) for spread, p in SPARSITIES]
-    for length in options.lengths:
-        kernel = [Case(m, "cpu", length, options.threads, spread) for spread, m in lssar]
-        add_times(study, [kernel[0].baseline, *kernel])
-        for case in kernel:
-            q, k, *_ = make_inputs(options, length, case.spread)
-            add_case(study, case, "counted_share", counted_share(q, k, case.mechanism))
-
-
-def threads(study: Study) -> None:
-    if (several := study.options.threads) < 2:
-        raise UserError(f"--threads {several}: several are compared with one; give at least 2")
-    for length in study.options.lengths:
-        kernel = [Case(MECHANISMS["lssar"], "cpu", length, count) for count in (1, several)]
-        add_times(study, [*(case.baseline for case in kernel), *kernel])
-
-
-def zero_blocks(study: Study) -> None:
-    options, tile = study.options, max(map(max, BLOCKS))
-    if (shortest := min(options.lengths)) < 2 * tile:
-        fits = f"no tile of {tile} x {tile} fits; give at least {2 * tile}"
-        raise UserError(f"--lengths {shortest}: {fits}")
-    for length in options.lengths:
-        for layer in range(1, options.layers + 1):
-            options.layer = layer
-            q, k, *_ = make_inputs(options, length)
-            key = {"variant": f"layer {layer}, {options.inputs}", "length": length}
-            for (rows, keys), share in zero_shares(q, k).items():
-                study.add(run_of(MECHANISMS["lssar"]), f"zero_share_{rows}x{keys}", share, **key)
-
-
-STUDIES = {"attention": attention, "sparsity": sparsity, "threads": threads}
-STUDIES |= {"spans": spans, "zero-blocks": zero_blocks}
+STUDIES = {"attention": attention, "spans": spans}
 
 
 def add_case(study: Study, case: Case, quantity: str, value: float, **details) -> None:
-    inputs = study.options.inputs if case.spread is RANDOM else f"keys within {case.spread:g}"
+    inputs = study.options.inputs
     variant = f"{case.backend}, {inputs}, {case.threads} thread{'s' if case.threads > 1 else ''}"
     variant += "" if case.seen == FULL else f", {case.seen}"
     key = {"variant": variant, "length": case.length}
@@ -206,7 +161,7 @@ def add_times(study: Study, cases: list[Case]) -> None:
     for case in cases:
         if reason := case.cannot(options):
             raise UserError(f"{case} cannot be measured here: {reason}")
-        made = steps_of(case, inputs(case.length, case.spread))
+        made = steps_of(case, inputs(case.length))
         steps |= {(case, phase): step for phase, step in zip(PHASES, made, strict=True)}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
     medians = {key: statistics.median(times) for key, times in seconds.items()}
@@ -217,10 +172,6 @@ def add_times(study: Study, cases: list[Case]) -> None:
             add_case(study, case, f"{phase}_ratio", time / medians[case.baseline, phase])
         if case.seen not in (FULL, COPIED):
             add_case(study, case, f"{phase}_share", time / medians[case.without, phase])
-        alone = seconds.get((replace(case, threads=1), phase))
-        if case.threads > 1 and alone:
-            speed_ups = [one / several for one, several in zip(alone, times, strict=False)]
-            add_case(study, case, f"{phase}_speed_up", statistics.median(speed_ups))
 
 
 def warm_up(case: Case, options: Namespace) -> None:
@@ -229,7 +180,7 @@ def warm_up(case: Case, options: Namespace) -> None:
 
 
 def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
-    return steps_of(case, make_inputs(options, case.length, case.spread))
+    return steps_of(case, make_inputs(options, case.length))
 
 
 def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> list[measure.Step]:
@@ -248,7 +199,7 @@ def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> l
         k, v = k[:, :4], v[:, :4]
     backend = "eager" if case.backend == PAPER else case.backend
     call = own or partial(attend, mechanism=mechanism, backend=backend, first=first)
-    if own is None and replace(case, spread=RANDOM, seen=FULL) == case.baseline:
+    if own is None and replace(case, seen=FULL) == case.baseline:
         call = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)  # it alone
         if case.seen == EIGHT:
             visible = torch.arange(case.length, device=q.device) >= first
@@ -289,17 +240,13 @@ def complete(options: Namespace) -> None:
         raise UserError(f"--layer {layer}: {options.inputs} has layers 1 to {config.layers}")
 
 
-def make_inputs(options: Namespace, length: int, spread: float | None = RANDOM) -> list[Tensor]:
+def make_inputs(options: Namespace, length: int) -> list[Tensor]:
     """q, k, v and a gradient of the output, each (B, H, L, d), the same on every call."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.batch, options.heads, length, options.head_dim)
     drawn = (torch.randn(shape, generator=generator) for _ in range(3))
     q, k, v = drawn if options.inputs == "random" else trained_inputs(options, length)
     grad = torch.randn(shape, generator=generator)
-    if spread is not RANDOM:
-        base = torch.randn((*shape[:2], 1, shape[3]), generator=torch.Generator().manual_seed(1))
-        q, k = base + 0.1 * q, base + spread * k
-        k[:, :, 0] = -base[:, :, 0]
     return [x.to(options.device, measure.DTYPES[options.dtype]) for x in (q, k, v, grad)]
 
 
@@ -319,34 +266,3 @@ def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Ten
     attention, x, rope, first = layer_inputs(model, tokens, options.layer - 1)
     q, k, v = attention.queries_keys_values(x, rope)
     return q, shifted_keys(k, first) if attention.shift else k, v
-
-
-@torch.no_grad()
-def counted_share(q: Tensor, k: Tensor, mechanism: Mechanism) -> float:
-    """The share of a head's visible entries whose z^(p-1) is at least 2^-24 / N_i.
-
-    The CPU kernel skips the others. Their share grows with p; where all keys but one are nearly
-    alike, most entries count.
-    """
-    p = mechanism.p
-    weights = attention_weights(q[:, :1].double(), k[:, :1].double(), mechanism)
-    sharp = (weights / weights.amax(-1, keepdim=True)) ** ((p - 1) / p)
-    seen = torch.arange(1, weights.shape[-1] + 1)[:, None]
-    counts = (weights > 0) & (sharp >= 2**-24 / seen)
-    return (counts.sum() / seen.sum()).item()
-
-
-@torch.no_grad()
-def zero_shares(q: Tensor, k: Tensor) -> dict[tuple[int, int], float]:
-    """For each of BLOCKS, the share of its tiles that are all zero, of those wholly visible."""
-    zero, total = Counter(), Counter()
-    for head in range(q.shape[1]):
-        weights = attention_weights(q[:, head : head + 1], k[:, head : head + 1], "lssar")
-        for rows, keys in BLOCKS:
-            largest = F.max_pool2d(weights, (rows, keys))[0, 0]  # of each tile
-            first_row = torch.arange(len(largest))[:, None] * rows
-            last_key = torch.arange(largest.shape[1]) * keys + keys - 1
-            visible = first_row >= last_key
-            zero[rows, keys] += (largest[visible] == 0).sum().item()
-            total[rows, keys] += visible.sum().item()
-    return {block: zero[block] / total[block] for block in BLOCKS}

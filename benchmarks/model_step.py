@@ -30,6 +30,7 @@ from support import plots
 from support.files import read_text
 from support.text import table
 from training.distributed import autocast
+from training.optimiser import parameter_groups
 
 NANOGPT = "nanoGPT"
 PAPER = Path(__file__).parent.parent / "paper/paper.json"
@@ -51,7 +52,7 @@ class Workbench:
                 self.optimiser = make_optimiser(0.1, 6e-4, (0.9, 0.95), options.device)
             else:
                 self.model = GPT(preset(options.preset, attention)).to(self.device)
-                groups = self.model.parameter_groups(0.1)
+                groups = parameter_groups(self.model, 0.1)
                 self.optimiser = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=True)
             shape = options.batch, options.length + 1
             tokens = torch.randint(preset(options.preset).vocab_size, shape, device=self.device)

@@ -12,14 +12,15 @@ import torch
 from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm import tqdm
 
-from benchmark import BENCHMARKS
 from benchmarks import measure
 from evaluating.results import Record, Results
 from lssar.mechanisms import Mechanism
 from support import plots
 from support.text import table
 
-GROWING = BENCHMARKS["attention"]["figure"]["panels"]  # with the length
+GROWING = ("forward_ms", "forward_backward_ms", "forward_backward_MB")  # with the length
+# What the figure of a benchmark shows over the length, one panel each.
+PANELS = {"attention": GROWING, "spans": ("forward_share", "forward_backward_share")}
 
 
 class Study:
@@ -121,21 +122,20 @@ def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def curves(records: list[Record], quantity: str, over: str) -> dict[str, list[tuple]]:
-    """{label: [(x, y)]}: one curve per name over the length, else one per length."""
+def curves(records: list[Record], quantity: str) -> dict[str, list[tuple]]:
+    """Return {name: [(length, value)]}, one curve per name."""
     found: dict[str, list[tuple]] = {}
     for row in rows(records):
-        if quantity in row and over in row:
-            label = row["name"] if over == "length" else f"length {row['length']:,}"
-            found.setdefault(label, []).append((row[over], row[quantity]))
-    return {label: sorted(points) for label, points in found.items()}
+        if quantity in row:
+            found.setdefault(row["name"], []).append((row["length"], row[quantity]))
+    return {name: sorted(points) for name, points in found.items()}
 
 
 def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
     """The exponent of growth where both times and memory are known at two lengths or more."""
     found = {}
     for quantity in GROWING:
-        for name, points in curves(records, quantity, "length").items():
+        for name, points in curves(records, quantity).items():
             if len(points) > 1:
                 slope = statistics.linear_regression(*np.log(np.maximum(points, 1e-9)).T).slope
                 found.setdefault(name, {})[quantity] = slope
@@ -143,19 +143,19 @@ def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
 
 
 def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
-    """One panel per quantity; bars where there is only one length to draw over."""
-    if not (chosen := BENCHMARKS[benchmark].get("figure")):
+    """Draw one panel per quantity; bars where there is only one length to draw over."""
+    quantities = PANELS.get(benchmark)
+    if quantities is None:
         return []
-    quantities, over = chosen["panels"], chosen["over"]
     lengths = sorted({r.length for r in results.records})
-    bars = over == "length" and len(lengths) == 1
+    bars = len(lengths) == 1
     look = styles(results, lines=not bars)
     height = max(2.9, 0.6 + 0.14 * len(look))
     wider = 1.5 if plots.is_busy(look.values()) else 1  # names stand beside the lines
     figure, panels = plots.figure(1, len(quantities), width=wider * plots.PAGE, height=height)
     for axes, quantity in zip(panels, quantities, strict=True):
         axes.set_title(title(quantity))
-        found = curves(results.records, quantity, over)
+        found = curves(results.records, quantity)
         if bars:
             values = [points[0][1] for points in found.values()]
             axes.barh(range(len(found)), values, color=[look[name]["color"] for name in found])
@@ -165,22 +165,15 @@ def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
             axes.margins(y=0.01)
             axes.invert_yaxis()
             continue
-        for number, (name, points) in enumerate(found.items()):
+        for name, points in found.items():
             points = [(x, y) for x, y in points if y > 0]  # memory too small to be seen is 0
-            if not points:
-                continue
-            own = look[name] if over == "length" else plots.line(number) | {"linestyle": "none"}
-            axes.plot(*zip(*points, strict=True), **own, label=name)
-        axes.set_xlabel(title(over))
-        if over == "length":
-            plots.length_axis(axes, lengths)
-        if chosen["logarithmic"]:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        else:
-            axes.axhline(1, color="#555555", linewidth=0.8)
-            axes.set_ylim(0, None)
+            if points:
+                axes.plot(*zip(*points, strict=True), **look[name], label=name)
+        axes.set_xlabel("length")
+        plots.length_axis(axes, lengths)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     plots.name_lines(panels[-1], columns=4)
     return plots.save(figure, out.with_suffix(".png"))

@@ -4,9 +4,9 @@ import argparse
 import contextlib
 import errno
 import functools
+import io
 import math
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -29,20 +29,34 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None = None, **options):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(description=description, allow_abbrev=False, **options)
+        self.register("type", Path, _parse_path)
 
     def error(self, message: str):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+def _parse_path(text: str) -> Path:
+    """Refuse names that no file can have; an empty one would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path; for the current folder give .")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path can have")
+    return Path(text)
+
+
 def answer_early(parse: Callable[[list[str]], object]) -> None:
     """Answer --help and mistakes before a script's slow imports, then `quiet_imports`."""
-    if code := _exit_code(lambda argv: parse(argv) and None):
+
+    def parse_only(argv: list[str]) -> None:
+        parse(argv)
+
+    if code := _exit_code(parse_only):
         sys.exit(code)
     quiet_imports()
 
 
 def quiet_imports() -> None:
-    """From here until `run`, Ctrl-C ends a script without a traceback from torch's imports."""
+    """End a script on Ctrl-C without a traceback from torch's imports, from here until `run`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
         signal.signal(signal.SIGINT, _leave)
 
@@ -54,44 +68,102 @@ def _leave(number: int, frame) -> None:
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Run a script's `main(argv)` as a program: exit 0, 2 for a user's mistake, 130 on Ctrl-C, 141
-    where nobody reads its output any more."""
+    """Run a script's `main(argv)` as a program.
+
+    Exit code 0, 2 for a user's mistake or output that could not be written, 130 on Ctrl-C, 141
+    where nobody reads its output any more. Any other traceback is a bug of ours.
+    """
     sys.exit(_exit_code(main))
 
 
 def _exit_code(main: Callable[[list[str]], int | None]) -> int:
+    streams = _protect_streams()
     try:
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with as_user_errors():
             code = main(sys.argv[1:]) or 0
             sys.stdout.flush()
-            return code
-    except BrokenPipeError:
-        if not _reader_left():
-            raise
-        return 128 + signal.SIGPIPE
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        code = _report(str(error))
+    except OSError as error:
+        if any(stream.error is error for stream in streams):  # nobody reads the output
+            return 128 + signal.SIGPIPE
+        where = "" if error.filename is None else f"{error.filename}: "
+        code = _report(f"{where}{error.strerror or error}")
+    except UnicodeError as error:
+        code = _report(f"a text or a name is not valid Unicode ({error})")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        code = 130
+    for stream in streams:
+        if stream.error and stream.fileno() == 1 and code == 0:
+            code = _report(f"the output could not be written: {stream.error.strerror}")
+    return code
 
 
-def _reader_left() -> bool:
-    """Whether nobody reads the output any more, as after `| head`. What is left of it is lost."""
-    asked, output = select.poll(), sys.stdout.fileno()
-    asked.register(output, select.POLLOUT)
-    left = any(event & select.POLLERR for _, event in asked.poll(0))
-    if left:  # or Python tries to write it once more at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return left
+def _report(message: str) -> int:
+    """Print an error in one line, whatever is in it. Return the exit code."""
+    line = message.replace("\r", "\\r").replace("\n", "\\n")
+    print(f"error: {line}", file=sys.stderr)
+    return 2
+
+
+class Stream:
+    """stdout or stderr whose full disk does not end the work: the rest of the output is lost.
+
+    The first error is kept in `error`. On stdout that nobody reads any more, as after `| head`,
+    the first write is a BrokenPipeError, as usual.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._guard(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._guard(self.stream.flush)
+
+    def _guard(self, call: Callable, *arguments) -> None:
+        try:
+            call(*arguments)
+        except OSError as error:
+            # From now on to nowhere, or Python would try to write it once more at the end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+            self.error = error
+            if isinstance(error, BrokenPipeError) and self.stream.fileno() == 1:
+                raise
+
+
+def _protect_streams() -> list[Stream]:
+    """Make stdout and stderr safe to print to, also where they are closed, full or ASCII."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: or the next file that is opened would get its number
+            os.open(os.devnull, os.O_RDWR)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = os.fdopen(number, "w", encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, Stream(stream))
+    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Stream)]
 
 
 @contextlib.contextmanager
 def as_user_errors() -> Iterator[None]:
-    """What any command may be asked and no machine can do, as a UserError."""
+    """Raise a UserError for requests that are too large for this machine."""
     try:
         yield
     except OSError as error:
@@ -111,13 +183,13 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def whole(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:
-    """The type of an option that is a whole number from `least` to `most`."""
+    """Return the type of an option that is a whole number from `least` to `most`."""
     rules = {f"at least {least}": lambda n: n >= least, f"at most {most}": lambda n: n <= most}
     return functools.partial(_parse_number, int, "a whole number", rules)
 
 
 def number(above: float = 0.0, most: float = sys.float_info.max) -> Callable[[str], float]:
-    """The type of an option that is a finite number above `above` and at most `most`."""
+    """Return the type of an option that is a number above `above` and at most `most`."""
     rules = {f"above {above:g}": lambda x: x > above, f"at most {most:g}": lambda x: x <= most}
     return functools.partial(_parse_number, float, "a number", rules)
 
@@ -141,19 +213,23 @@ seed_number = whole(0, 2**63 - 1)
 process_count = whole(1, MOST_PROCESSES)  # or threads
 
 
-def _list_of(kind: Callable[[str], float]) -> Callable[[str], list]:
-    """`1024,512,512` -> [512, 1024]: in order, each once."""
-    return lambda text: sorted(set(map(kind, text.split(","))))
+def lengths(text: str) -> list[int]:
+    """Parse `1024,512,512` to [512, 1024]: in order, each once."""
+    return sorted({positive(part) for part in text.split(",")})
 
 
-lengths, numbers = _list_of(positive), _list_of(number())
+def numbers(text: str) -> list[float]:
+    """Parse `1.5,1` to [1.0, 1.5]: in order, each once."""
+    parse = number()
+    return sorted({parse(part) for part in text.split(",")})
+
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @functools.cache
 def revision() -> str:
-    """The commit, with + if code (not results) has changed since; "unknown" outside a checkout."""
+    """Return the commit, with + if code has changed since; "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:
         quiet = {"cwd": ROOT, "stderr": subprocess.DEVNULL, "text": True}
@@ -168,7 +244,7 @@ def revision() -> str:
 
 
 def command_line() -> str:
-    """The command of this process, with its script relative to the repository."""
+    """Return the command of this process, with its script relative to the repository."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     return shlex.join(["python", str(name), *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Reading and writing files: atomic and durable writes, locks, checksums, one-line errors."""
+"""Reading and writing files: atomic and durable writes, locks, one-line errors."""
 
 import contextlib
 import errno
@@ -10,11 +10,11 @@ import json
 import operator
 import os
 import re
-import shutil
+import secrets
 import stat
+import sys
 import weakref
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +22,7 @@ from lssar.errors import UserError
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short enough for one line."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -38,21 +38,6 @@ def writing(path: Path, remedy: str = REPEAT) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
 
 
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which is given the name `out` at the end: that one is whole or absent."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    with writing(out):
-        if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is not empty; give a new folder")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-
-
 LARGEST_TEXT = 2**28  # our own files are smaller, and a larger one would fill the memory
 
 
@@ -66,7 +51,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, *, limit: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """The text of a regular file; OSError if it has more than `limit` characters."""
+    """Return the text of a regular file; OSError if it has more than `limit` characters."""
     with io.TextIOWrapper(open_regular(path), "utf-8", errors) as file:
         text = file.read(limit + 1)
     if len(text) > limit:
@@ -86,6 +71,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
+    """Return the sha256 of a regular file."""
     with reading(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -104,29 +90,64 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def temporary_of(path: Path) -> Path:
-    """The name of `path` while it is being written; a kill may leave it behind."""
-    return path.with_name(f".{path.name}.tmp")
-
-
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears under its name whole or not at all, and durably."""
-    temporary = temporary_of(path)
+    """Open a file to write that appears under its name whole or not at all, and durably."""
     with writing(path):
+        temporary, handle = _new_temporary(path)
         try:
-            with temporary.open("wb") as file:
+            with os.fdopen(handle, "wb") as file:
                 yield file
-            sync(temporary)
-            temporary.replace(path)
+                file.flush()
+                os.fsync(handle)
+                temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
 
 
+def _new_temporary(path: Path) -> tuple[Path, int]:
+    """Create a file beside `path` that nobody else can have prepared, and lock it.
+
+    The lock tells one that is being written from one that a kill left behind; the latter is
+    removed here, the next time that `path` is written.
+    """
+    if path.name in ("", ".."):
+        raise UserError(f"{str(path)!r} is not a name to write to; give another")
+    _remove_abandoned(path)
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # it was taken for abandoned between the two calls
+            os.close(handle)
+            continue
+        except OSError:  # no locks here: then nothing is ever taken for abandoned
+            return temporary, handle
+        if temporary.exists():
+            return temporary, handle
+        os.close(handle)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left of writing `path`."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}(\.[0-9a-f]{{16}})?\.tmp")  # or older code
+    for entry in os.scandir(path.parent):
+        if not pattern.fullmatch(entry.name):
+            continue
+        with contextlib.suppress(OSError):  # it is being written, or gone by now
+            handle = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(entry.path).unlink()
+            finally:
+                os.close(handle)
+
+
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """To an unbuffered file, which may take only a part at a time."""
+    """Write to an unbuffered file, which may take only a part at a time."""
     while len(data):
         data = data[file.write(data) :]
 
@@ -140,8 +161,26 @@ def write_json(path: Path, value: dict) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def _try_lock(lock: Callable[[int, int], None], handle: int, path: Path) -> bool:
+    """Lock an open file without waiting. Return False if another process holds the lock."""
+    try:
+        lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        why = error.strerror
+        note = f"note: {path} cannot be locked ({why}): let no other process write it"
+        print(note, file=sys.stderr)
+    return True
+
+
 class Claim:
-    """Only this process may write `path`, until the claim is dropped or the process ends.
+    """Lets only this process write `path`, until the claim is dropped or the process ends.
 
     The lock is a file beside it, `.NAME.lock`, which a kill may leave behind and the next claim
     takes over. Claims of one process do not exclude each other.
@@ -151,13 +190,13 @@ class Claim:
         lock = path.with_name(f".{path.name}.lock")
         with writing(path):
             while True:
-                handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-                try:
-                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except (BlockingIOError, PermissionError):
+                handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                if not _try_lock(fcntl.lockf, handle, path):
                     os.close(handle)
-                    busy = f"{path} is being written by another process"
-                    raise UserError(f"{busy}; wait for it or give another --out") from None
+                    raise UserError(
+                        f"{path} is being written by another process; "
+                        "wait for it or give another --out"
+                    )
                 if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
                     break
                 os.close(handle)  # its owner removed it between the two calls
@@ -171,36 +210,32 @@ def locked(directory: Path, remedy: str = "") -> Iterator[None]:
     with writing(directory, remedy or REPEAT):
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY)
-    try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"{directory} is being written by another process"
-            raise UserError(f"{busy}; {remedy or 'wait for it'}") from None
+            free = _try_lock(fcntl.flock, handle, directory)
+        except OSError:
+            os.close(handle)
+            raise
+    try:
+        if not free:
+            raise UserError(
+                f"{directory} is being written by another process; {remedy or 'wait for it'}"
+            )
         yield
     finally:
         os.close(handle)
 
 
 def digest(value) -> str:
-    """sha256 of a JSON value as it reads back, whatever the order of its keys."""
+    """Return the sha256 of a JSON value, whatever the order of its keys."""
     as_read = json.loads(json.dumps(value))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
-def seal(value: dict) -> dict:
-    """The value with a checksum of all of it, for `unseal` to compare."""
-    return value | {"sha256": digest(value)}
-
-
 def unseal(value: dict) -> dict:
-    """The value without its checksum, if it has one; ValueError if that is wrong."""
+    """Return a JSON object without the checksum of itself that older code added."""
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object belongs")
-    body = {key: part for key, part in value.items() if key != "sha256"}
-    if "sha256" in value and value["sha256"] != digest(body):
-        raise ValueError("the contents do not have the recorded checksum")
-    return body
+    return {key: part for key, part in value.items() if key != "sha256"}
 
 
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -208,7 +243,7 @@ DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 @contextlib.contextmanager
 def json_record(path: Path, remedy: str = "", what: str = "is damaged") -> Iterator[object]:
-    """The JSON value of a file. If it, or a check in the block, fails, the file is damaged."""
+    """Read the JSON value of a file. If a check in the block fails, the file is damaged."""
     try:
         with reading(path):
             text = read_text(path)
@@ -220,7 +255,7 @@ def json_record(path: Path, remedy: str = "", what: str = "is damaged") -> Itera
 
 
 def lookup(path: Path, *keys: str):
-    """What a JSON file has at these keys, one inside the other; None if anything is amiss."""
+    """Return the value at these nested keys of a JSON file; None if anything is missing."""
     try:
         return functools.reduce(operator.getitem, keys, json.loads(read_text(path)))
     except (OSError, *DAMAGE):
@@ -228,39 +263,26 @@ def lookup(path: Path, *keys: str):
 
 
 def refuse_wrong_types(values: dict, kinds: dict, where: str = "") -> None:
-    """TypeError for a value that is not of its kind; true and false are not numbers."""
+    """Raise TypeError for a value that is not of its kind; booleans are not numbers."""
     for key, kind in kinds.items():
         if not isinstance(values[key], kind) or isinstance(values[key], bool):
             raise TypeError(f"{key} = {values[key]!r} is of a wrong type{where}")
 
 
-CHECKED_LINE = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
+def json_line(value: dict) -> str:
+    """Return a line of a file that grows line by line."""
+    return json.dumps(finite(value), ensure_ascii=False) + "\n"
 
 
-def checked_line(value: dict) -> str:
-    """One line of JSON with a checksum of itself, for files that grow line by line."""
-    text = json.dumps(finite(value), ensure_ascii=False)[:-1]
-    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
-
-
-def are_checked(lines: list[str]) -> bool:
-    """Whether a file was written with checksums: then each of its lines must have one."""
-    return any(map(CHECKED_LINE.fullmatch, lines))
-
-
-def read_line(line: str, checked: bool = False) -> dict:
-    """The value of a checked line or of plain JSON; ValueError if it is damaged."""
-    match = CHECKED_LINE.fullmatch(line)
-    if checked and not match:
-        raise ValueError("the line has no checksum")
-    if match and zlib.crc32(match[1].encode()) != int(match[2], 16):
-        raise ValueError("the line does not have the recorded checksum")
-    value = json.loads(f"{match[1]}}}" if match else line)
+def read_json_line(line: str) -> dict:
+    """Return the object of a line, without the checksum that older code added to each."""
+    value = json.loads(line)
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object belongs")
+    value.pop("crc32", None)
     return value
 
 
 def finite(value):
-    """The value as JSON holds it, with None for floats that are not finite."""
+    """Return the value as JSON holds it, with None for floats that are not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

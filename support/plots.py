@@ -14,8 +14,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, NullFormatter
 
-from support.files import writing
+from support.files import whole_file, writing
 from support.text import short_number
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of a two-column paper, and its full width
@@ -42,6 +43,7 @@ SEQUENTIAL = "cividis"  # for heatmaps: also ordered in grey and for the colour-
 
 plt.switch_backend("agg")
 plt.style.use(Path(__file__).with_name("figures.mplstyle"))
+plt.rcParams["text.parse_math"] = False  # a run may have `$` in its name
 
 
 def figure(rows: int = 1, columns: int = 1, width: float = COLUMN, height: float = 2.4, **options):
@@ -147,14 +149,26 @@ METADATA = {".png": {"Software": None}, ".pdf": {"CreationDate": None}}
 METADATA[".svg"] = {"Date": None, "Creator": None}
 
 
+def plain_ticks(figure) -> None:
+    """Write the numbers of logarithmic axes as they are: 10^3 would need mathematics in labels."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axis.set_minor_formatter(NullFormatter())
+
+
 def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf")) -> list[Path]:
-    """Write PATH.png and PATH.pdf and close the figure."""
+    """Write PATH.png and PATH.pdf, each whole or not at all, and close the figure."""
     targets = [Path(path).with_suffix(suffix) for suffix in suffixes]
     with writing(Path(path)), warnings.catch_warnings():
         # A character that the font lacks is drawn as a box, which is warning enough.
         warnings.filterwarnings("ignore", message="Glyph")
+        plain_ticks(figure)
         for target in targets:
-            figure.savefig(target, metadata=METADATA[target.suffix])
+            with whole_file(target) as file:
+                kind = target.suffix.removeprefix(".")
+                figure.savefig(file, format=kind, metadata=METADATA[target.suffix])
     plt.close(figure)
     return targets
 

@@ -1,41 +1,66 @@
-"""Every test starts from the same seeds, on one thread: two workers share two cores."""
+"""Sort the tests into tiers, and start every test from the same seeds on one thread."""
 
 import os
 
-# Some virtual machines announce AMX and do not have it: the first bf16 product would be the end of
-# the process. oneDNN reads this at its first use, so it stands before torch is imported; commands
-# find out by themselves (training.distributed.autocast).
+# Some virtual machines announce AMX and do not have it: the first bf16 product would end the
+# process. oneDNN reads this at its first use, so it stands before torch is imported; commands find
+# out by themselves (training.distributed.autocast).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lssar.cache import ensure_hub_cache
+from lssar.folders import ensure_hub_cache
 
 torch.set_num_threads(1)
 ensure_hub_cache()  # before a test module imports what reads it
 
+TESTS = Path(__file__).parent
+# Patterns of the files of each tier below tests/; every other file is of the default tier.
+TIERS = {
+    "gpu-rehearsal": (
+        "test_gpu_rehearsal.py",
+        "test_single_gpu.py",
+        "lssar/test_kernel_triton.py",
+        "benchmarks/test_gpu_check.py",
+        "benchmarks/test_triton_*.py",
+    ),
+    "ecosystem": (
+        "lssar/test_hf_*.py",
+        "lssar/test_install.py",
+        "evaluating/test_hf_*.py",
+        "evaluating/test_lm_eval_*.py",
+        "evaluating/test_downstream*.py",
+        "evaluating/test_convert_llama.py",
+        "paper/test_*browser.py",
+    ),
+    "physics": ("physics/*.py",),
+}
 
-LONG = ("test_gpu_check", "test_kernel_triton", "test_drill", "test_gpu_rehearsal", "test_nodes")
+
+def tier_of(path: Path) -> str:
+    name = path.relative_to(TESTS)
+    for tier, patterns in TIERS.items():
+        if any(name.match(pattern) for pattern in patterns):
+            return tier
+    return "default"
 
 
-def pytest_collection_modifyitems(items):
-    """Minutes of one test at the end would leave the other workers without work."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=("default", *TIERS), help="run the tests of this tier alone")
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Skipped tests are a letter among thousands; whoever lacks the browser reads it here, once."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    count = sum("scripts/browser.sh" in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.write_line(
-            f"{count} tests of the report page were skipped, as no browser is here; "
-            "`bash scripts/browser.sh` installs it"
-        )
+def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
+    """Leave out other tiers before they are imported: their packages may not be installed."""
+    tier = config.getoption("--tier")
+    is_test = collection_path.name.startswith("test_")
+    if tier and is_test and tier_of(collection_path) != tier:
+        return True
+    return None
 
 
 @pytest.fixture(autouse=True)

@@ -34,11 +34,11 @@ from attention import KVCache
 from data.tokeniser import get_tokeniser
 from evaluating.results import read_results
 from lssar import spans, triton_op
-from lssar.backends import BACKENDS, attend, used_backend
+from lssar.backends import BACKENDS, attend, attend_padded, used_backend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
-from lssar.spans import attend_padded
 from model import GPT, preset
+from physics.model import OrbitModel
 
 LAUNCHES = check_launches()
 CUDA, BF16, FP16, FP32, FP64 = "cuda", torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -232,7 +232,7 @@ def test_a_step_of_the_model_never_waits_for_the_gpu(name, compiled):
 def test_channels_positions_and_regression_on_the_device():
     sizes = {"layers": 1, "heads": 2, "width": 32, "channels": 2, "positions": 16}
     for outputs in (0, 3):
-        model = GPT(preset("nano", "lssa", **sizes, outputs=outputs)).to(CUDA)
+        model = OrbitModel(preset("nano", "lssa", **sizes, outputs=outputs)).to(CUDA)
         tokens = torch.randint(257, (2, 9, 2), device=CUDA)
         targets = torch.randn(2, 9, 3, device=CUDA) if outputs else tokens
         model(tokens, targets).backward()

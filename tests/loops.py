@@ -1,13 +1,17 @@
 """The paper's attention mechanisms one number at a time, in Python's float64.
 
-Written from the paper's formulas alone: no tensor operation, no mask, no rescaling, nothing shared
-with attention.py. Slow and literal on purpose. `weights(name, q, k)` takes the nested lists of one
-head, q (Lq, d) and k (Lk, d), and returns the rows of the attention matrix.
+Written from the paper's formulas alone: no tensor operation, no mask, no rescaling, no code shared
+with the library. Slow and literal on purpose. Of a mechanism only its parts are read, so that a new
+entry of known parts needs no change here. `weights(mechanism, q, k)` takes a name or a `Mechanism`
+and the nested lists of one head, q (Lq, d) and k (Lk, d), and returns the rows of the attention
+matrix.
 """
 
 import math
 
 import torch
+
+from lssar.mechanisms import MECHANISMS
 
 
 def gelu(x):
@@ -73,67 +77,60 @@ def adaptive_p(p, alpha, n, train_length):
     return p if n <= train_length else p * (1.0 + alpha * (math.sqrt(n / train_length) - 1.0))
 
 
-def row(name, q, keys, *, p=15.0, alpha=0.0, train_length=1024, length=None, param=None, falls=()):
+def score(m, q, key, n, train_length, param):
+    """scale * similarity of one query and one key, for a row that sees n keys."""
+    d = len(q)
+    log_n = math.log(n)
+    scales = {
+        "1/sqrt(d)": 1.0 / math.sqrt(d),
+        "s log N / sqrt(d)": (param or 0.0) * log_n / math.sqrt(d),
+        "log d log N": math.log(d) * log_n,
+        "s log d log N": (param or 0.0) * math.log(d) * log_n,
+        "log d log L": math.log(d) * math.log(train_length),
+        "sqrt(d)": math.sqrt(d),
+    }
+    of_products = m.scale in ("1/sqrt(d)", "s log N / sqrt(d)")
+    x = scales[m.scale] * (dot(q, key) if of_products else cosine(q, key))
+    return x if m.softcap is None else m.softcap * math.tanh(x / m.softcap)
+
+
+def row(
+    mechanism, q, keys, *, p=None, alpha=0.0, train_length=1024, length=None, param=None, falls=()
+):
     """The weights of query vector q on the keys that it sees (itself included).
 
-    length is the paper's L (train_length when absent); param the learnable scalar of the head;
-    falls what is added to each score for the way from its key to the query.
+    The mechanism's parts say which formula, and nothing else of it is used. p is the mechanism's
+    own when absent; length is the paper's L (train_length when absent); param the learnable scalar
+    of the head; falls what is added to each score for the way from its key to the query.
     """
-    n, d = len(keys), len(q)
+    m = MECHANISMS[mechanism] if isinstance(mechanism, str) else mechanism
+    n = len(keys)
     big_l = train_length if length is None else length
-    exponent = adaptive_p(p, alpha, n, train_length)
-    fall = falls or [0.0] * n
-    if name in ("cos-softmax-constant", "cos-softmax-fixed"):
-        scale = math.log(d) * math.log(train_length) if name.endswith("fixed") else math.sqrt(d)
-        scores = [scale * cosine(q, key) for key in keys]
-        return softmax([a + b for a, b in zip(scores, fall, strict=True)])
-    if name in ("lssa", "lssar", "cos-softmax", "cos-ssmax"):
-        scale = math.log(d) * math.log(n)
-        if name == "cos-ssmax" and param is not None:
-            scale *= param
-        scores = [scale * cosine(q, key) + b for key, b in zip(keys, fall, strict=True)]
-        if name.startswith("cos-"):
-            return softmax(scores)
-        a = l1([softplus(score) for score in scores])
-        return a if name == "lssa" else reweight(a, exponent)
+    param = m.parameter_init if param is None else param
+    biases = {"none": 0.0, "-log L": -math.log(big_l), "-log N": -math.log(n)}
+    x = [score(m, q, key, n, train_length, param) + biases[m.bias] for key in keys]
+    x = [a + b for a, b in zip(x, falls or [0.0] * n, strict=True)]
 
-    x = [dot(q, key) / math.sqrt(d) + b for key, b in zip(keys, fall, strict=True)]
-    if name == "stick-breaking":
+    if m.norm == "stick":
         return broken_stick(x)
-    if name == "softmax":
-        return softmax(x)
-    if name == "ssmax":
-        s = 0.43 if param is None else param
-        return softmax([s * math.log(n) * (a - b) + b for a, b in zip(x, fall, strict=True)])
-    if name == "softmax-reweighted":
-        return reweight(softmax(x), exponent)
-    if name == "softmax-inverse":
-        return [-a for a in softmax(x)]
-    if name in ("softmax-recentred", "softmax-recentred-l1"):
-        a = softmax(x)
-        if n > 3:
-            a = [value - 1.0 / n for value in a]
-        return l1(a) if name.endswith("-l1") else a
-    if name == "sigmoid":
-        return [sigmoid(value - math.log(big_l)) for value in x]
-    if name.startswith("sigmoid-logn"):
-        a = [sigmoid(value - math.log(n)) for value in x]
-        if name == "sigmoid-logn":
-            return a
-        return l1(a) if name == "sigmoid-logn-l1" else reweight(l1(a), exponent)
-    if name == "relu-length":
-        return [max(value, 0.0) / big_l for value in x]
-    if name == "relu-shen":
-        gamma = 1.0 if param is None else param
-        return [max(value, 0.0) / (gamma * math.sqrt(n / 2.0)) for value in x]
-    if name in ("identity", "exp"):
-        return [PHI[name](value) for value in x]
-    phi = name.removesuffix("-l1")
-    assert name != phi, f"the reference has no mechanism {name!r}"
-    return l1([PHI[phi](value) for value in x])
+    if m.norm == "l1":
+        a = softmax(x) if m.phi == "exp" else l1([PHI[m.phi](value) for value in x])
+    else:
+        divisors = {"none": 1.0, "L": big_l, "gamma sqrt(N/2)": (param or 1) * math.sqrt(n / 2.0)}
+        a = [PHI[m.phi](value) / divisors[m.norm] for value in x]
+
+    if m.post == "negate":
+        a = [-value for value in a]
+    elif m.post != "none":
+        assert m.post in ("recentre", "recentre, l1"), m.post
+        a = [value - (1.0 / n if n > 3 else 0.0) for value in a]
+        a = l1(a) if m.post == "recentre, l1" else a
+    if m.p is None:
+        return a
+    return reweight(a, adaptive_p(m.p if p is None else p, alpha, n, train_length))
 
 
-def weights(name, q, k, *, window=None, sinks=0, decay=None, **settings):
+def weights(mechanism, q, k, *, window=None, sinks=0, decay=None, **settings):
     """All rows, zeros where a key is not seen; the last query stands at the last key.
 
     decay[j] is the log of what the step to key j leaves of everything before it.
@@ -144,21 +141,21 @@ def weights(name, q, k, *, window=None, sinks=0, decay=None, **settings):
         end = lk - lq + i + 1
         seen = [j for j in range(end) if window is None or j >= end - window or j < sinks]
         falls = () if decay is None else [math.fsum(decay[j + 1 : end]) for j in seen]
-        found = row(name, q[i], [k[j] for j in seen], falls=falls, **settings)
+        found = row(mechanism, q[i], [k[j] for j in seen], falls=falls, **settings)
         rows.append([0.0] * lk)
         for j, weight in zip(seen, found, strict=True):
             rows[-1][j] = weight
     return rows
 
 
-def weights_of_batch(name, q, k, params=None, decay=None, **settings):
+def weights_of_batch(mechanism, q, k, params=None, decay=None, **settings):
     """`weights` of every head of tensors q (B, H, Lq, d), k (B, H, Lk, d), as a float64 tensor."""
 
     def head(b, h):
         scalar = None if params is None else params[h].item()
         falls = None if decay is None else decay[b, h].tolist()
         rows = q[b, h].tolist(), k[b, h].tolist()
-        return weights(name, *rows, param=scalar, decay=falls, **settings)
+        return weights(mechanism, *rows, param=scalar, decay=falls, **settings)
 
     found = [[head(b, h) for h in range(q.shape[1])] for b in range(q.shape[0])]
     return torch.tensor(found, dtype=torch.float64)

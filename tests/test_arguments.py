@@ -14,10 +14,8 @@ import benchmark
 import eval_extrapolation
 import generate
 import passkey
-import report
 import reproduce
 from data.prepare import main as prepare
-from evaluating.results import Record, Results, read_results
 from physics.simulate import main as simulate
 from support import command as errors
 from support.command import number, whole
@@ -166,9 +164,11 @@ ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
         ((benchmark.main, "train", "--batch", "0"), "--batch: '0' must be at least 1"),
         ((benchmark.main, "train", "--batch", HUGE, "--length", HUGE), "not fit into memory"),
         ((benchmark.main, "attention", "--p", "0.5"), "must be a number >= 1"),
-        ((benchmark.main, "zero-blocks", "--lengths", "127"), "give at least 128"),
-        ((benchmark.main, "threads", "--threads", HUGE), "must be at most 1024"),
-        ((benchmark.main, "tokenise", "--workers", "0"), "--workers: '0' must be at least 1"),
+        ((benchmark.main, "attention", "--threads", HUGE), "must be at most 1024"),
+        ((benchmark.main, "compile", "--workers", "0"), "--workers: '0' must be at least 1"),
+        ((prepare, "stdlib", "--out", ""), "--out: '' is not a path"),
+        ((prepare, "download", "fineweb", "--out="), "--out: '' is not a path"),
+        ((*PASSKEY, "--out", ""), "--out: '' is not a path"),
         ((reproduce.main, "headline", "--plan", "--seeds", "0,-1"), "'-1' must be at least 0"),
         ((prepare, "stdlib", "--out", "o", "--workers", HUGE), "must be at most 1024"),
         ((*ORBITS, "--points", HUGE), "must be at most 100000"),
@@ -192,9 +192,8 @@ LONG = "x" * 300
         (eval_extrapolation.main, "m", "--data", LONG, "--out", "x.json", "--lengths", "8"),
         (passkey.main, "m", "--lengths", "400", "--out", f"{LONG}.json"),
         (attention_maps.main, LONG, "--out", "x.json"),
-        (report.main, LONG),
     ],
-    ids=["checkpoint", "shards", "results", "map", "report"],
+    ids=["checkpoint", "shards", "results", "map"],
 )
 def test_a_name_that_no_file_can_have_is_one_line(line, command):
     said = line(*command)
@@ -218,34 +217,3 @@ def test_other_failures_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command"])
     with pytest.raises(RuntimeError, match="a defect of ours"):
         errors.run(broken)
-
-
-def test_a_table_of_series_with_unequal_lengths_has_empty_cells(tmp_path, capsys):
-    """The first evaluation of a file may have had other lengths than the second."""
-    model = tiny_model()
-    paths = [write_checkpoint(tmp_path / n, model, run=n) for n in ("a",)]
-    paths.append(write_checkpoint(tmp_path / "b", tiny_model("lssar"), run="b"))
-    data = str(write_tokens(tmp_path / "d", 200))
-    out = tmp_path / "x.json"
-    given = ("--data", data, "--segment", "32", "--out", str(out), "--no-figures")
-    for path, lengths in zip(paths, ("8,32", "16,32"), strict=True):
-        eval_extrapolation.main([str(path), *given, "--lengths", lengths, "--device", "cpu"])
-    capsys.readouterr()
-    report.main([str(out)])
-    header, _, first, second = capsys.readouterr().out.splitlines()
-    (at_16,) = (f"{r.value:.3f}" for r in read_results(out).select(quantity="loss", length=16))
-    ends = header.index(" 16") + 3
-    assert second[:ends].endswith(at_16)
-    assert first[ends - 5 : ends].strip() == ""
-
-
-def test_an_overflowed_context_gain_and_another_kind_are_shown_as_such(tmp_path, capsys):
-    for kind in ("extrapolation", "passkey"):
-        results = Results(tmp_path / f"{kind}.json", kind, {}, about={})
-        model = tiny_model().config.to_dict()
-        results.runs["i"] = {"run": "a", "step": 1, "path": "a", "model": model}
-        results.add(*(Record(q, "i", None, length=8) for q in ("loss", "context_gain")))
-    report.main([str(tmp_path / "extrapolation.json")])
-    assert capsys.readouterr().out.count("overflow") == 3
-    report.main([str(tmp_path / "passkey.json")])
-    assert capsys.readouterr().out.count("overflow") == 2

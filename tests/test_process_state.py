@@ -13,12 +13,12 @@ import torch._dynamo
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
 import attention_maps
-import audit
 import benchmark
 import eval_extrapolation
 import generate
 import passkey
 from evaluating.protocol import arithmetic
+from far import audit
 
 SHORT = ("--rounds", "1", "--threads", "2", "--out", "b.json")
 COMMANDS = {
@@ -32,8 +32,6 @@ COMMANDS = {
         *(benchmark.main, "attention", "--table", "cost", "--preset", "nano", "--batch", "1"),
         *("--length", "8", *SHORT),
     ),
-    "sparsity": (benchmark.main, "sparsity", "--lengths", "8", *SHORT),
-    "threads": (benchmark.main, "threads", "--lengths", "8", *SHORT),
     "train": (benchmark.main, "train", "--batch", "1", "--length", "8", "--rounds", "1"),
 }
 

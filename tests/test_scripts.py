@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from train_helpers import arguments, make_corpus
 
-import paper.physics_plan
 import reproduce
 from lssar.errors import UserError
-from paper.experiments import SCALES
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -57,39 +55,6 @@ def test_ci_tests_a_clone_under_a_deep_path_with_spaces_and_removes_it(tmp_path,
     place = Path(done.stdout.strip()).relative_to(temporary)
     assert " " in str(place) and len(place.parts) > 6
     assert not list(temporary.iterdir())
-
-
-@pytest.mark.parametrize(
-    "selection, notes",
-    [
-        ("sorts_up or missing_folder", 1),
-        pytest.param("missing_folder", 0, marks=pytest.mark.slow),
-    ],
-)
-def test_skipped_browser_tests_are_said_once_at_the_end(tmp_path, selection, notes):
-    files = ("tests/paper/test_report_browser.py", "tests/paper/test_report.py")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-n",
-            "2",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            selection,
-            *files,
-        ],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if "PYTEST" not in k} | {"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    lines = [line for line in done.stdout.splitlines() if "`bash scripts/browser.sh`" in line]
-    assert len(lines) == notes
-    assert not lines or lines[0] in done.stdout.splitlines()[-2:]
 
 
 @pytest.fixture
@@ -269,37 +234,30 @@ def started(checkout):
     return run
 
 
-def planners(script, scale, *arguments):
-    """What may be started for a plan."""
-    name = "all" if script == "reproduce_all" else script.removeprefix("table_")
-    name = name if script == "scaling_edu" else name.removeprefix("figure_")
-    name = "parts half_weight" if script == "table_parts" else name
-    size = "109m" if scale == "paper" else scale
-    data = "physics" if scale == "paper" else f"physics-{scale}"
-    physics = f"python paper/physics_plan.py {size} --data corpora/{data} --points"
-    tables = f"python reproduce.py {name} --scale {scale} {' '.join(arguments)}"
-    return {"table_physics": [physics], "reproduce_all": [tables, physics]}.get(script, [tables])
+def reproduces(script):
+    """Return what a script asks of reproduce.py."""
+    name = script if script == "scaling_edu" else script.partition("_")[2]
+    return {"table_parts": "parts half_weight"}.get(script, name)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("script", TABLES)
-def test_a_plan_starts_nothing_but_the_planner(started, script, scale):
-    done, commands = started(script, "--plan", SCALE=scale)
+def test_a_script_starts_reproduce_py_with_its_arguments_and_nothing_else(started):
+    for script in TABLES:
+        done, commands = started(script, "--plan", "--gpus", "4", SCALE="paper")
+        assert done.returncode == 0, done.stderr
+        page = " --page site" if script == "reproduce_all" else ""
+        given = f"--scale paper{page} --plan --gpus 4"
+        assert commands == [f"python reproduce.py {reproduces(script)} {given}"]
+        refused, _ = started(script, "--plann", STUB_EXIT="2")
+        assert refused.returncode == 2
+
+
+def test_physics_simulates_trains_and_searches_for_every_seed(started):
+    given = {"SCALE": "paper", "SEEDS": "0,3", "GPUS": "4", "OUT": "out.json"}
+    done, commands = started("table_physics", "--run", **given)
     assert done.returncode == 0, done.stderr
-    expected = planners(script, scale, "--plan")
-    assert len(commands) == len(expected)
-    assert all(c.startswith(e) for c, e in zip(commands, expected, strict=True)), commands
-
-
-@pytest.mark.parametrize("script", TABLES)
-def test_an_argument_that_is_refused_starts_nothing(started, script):
-    done, commands = started(script, "--plann", "--gpus", "4", STUB_EXIT="2")
-    assert done.returncode == 2
-    if script == "table_physics":
-        assert "not '--plann'" in done.stderr and len(done.stderr.splitlines()) == 1
-        assert not commands
-    else:  # reproduce.py is asked, which refuses it
-        assert commands == planners(script, "nano", "--plann", "--gpus", "4")[:1]
+    launched = [c for c in commands if c.startswith("torchrun")]
+    assert len(launched) == 4 and all("--nproc_per_node=4 train.py" in c for c in launched)
+    assert commands[-1].startswith("python physics/discover.py") and "out.json" in commands[-1]
 
 
 def test_reproduce_py_refuses_an_unknown_argument_in_one_line():
@@ -311,36 +269,6 @@ def test_reproduce_py_refuses_an_unknown_argument_in_one_line():
 def test_the_quickstart_refuses_arguments(started):
     done, commands = started("quickstart", "--plan")
     assert (done.returncode, commands, len(done.stderr.splitlines())) == (2, [], 1)
-
-
-def test_physics_is_told_what_concerns_it_and_left_out_of_tables_alone(started):
-    for given in (["--gpus", "4", "--seeds", "0,3", "--gpu", "h100"], ["--gpus=4", "--seeds=0,3"]):
-        _, commands = started("reproduce_all", "--plan", *given, SCALE="paper")
-        assert " --seeds 0 3 --gpus 4" in commands[-1]
-        assert commands[-1].endswith(" --gpu h100") == (given[-1] == "h100")
-    _, commands = started("table_physics", "--gpus", "4", SCALE="paper")
-    launched = [c for c in commands if c.startswith("torchrun")]
-    assert len(launched) == 2 and all("--nproc_per_node=4 train.py" in c for c in launched)
-    _, commands = started("reproduce_all", "--tables-only")
-    assert not [c for c in commands if "physics" in c]
-    assert commands[-1].startswith("python report.py")
-
-
-@pytest.mark.parametrize(
-    "size, tokens", [("nano", 4_640_000), ("single", 5_434_304_256), ("109m", 21_418_304_256)]
-)
-def test_the_plan_of_physics_adds_up(monkeypatch, tmp_path, capsys, size, tokens):
-    monkeypatch.chdir(ROOT)
-    arguments = ["--data", str(tmp_path), "--points", "1000", "--sequences", str(2**28)]
-    paper.physics_plan.main([size, *arguments])
-    printed = capsys.readouterr().out
-    assert f"tokens      {tokens:,}, " in printed
-    assert "1,000.00 GiB of data" in printed
-    assert "too little: make room" in printed or shutil.disk_usage(".").free > 1000 * 2**30
-    assert "orbits, forces, planets to be made" in printed
-    paper.physics_plan.main([size, *arguments, "--seeds", "0", "1", "2"])
-    assert f"tokens      {3 * tokens:,}, " in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
 
 
 # --- SLURM ---------------------------------------------------------------------------------------

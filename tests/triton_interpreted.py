@@ -278,7 +278,7 @@ def test_nothing_of_size_l_squared_is_saved():
 def test_operators_pass_opcheck(p, dtype, first):
     (q, k, v), grad = inputs("random", 5, 9, 16, groups=1, d_v=8)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-    forward, backward = torch.ops.lssa.triton_forward_v3, torch.ops.lssa.triton_backward_v3
+    forward, backward = torch.ops.lssar.triton_forward_v4, torch.ops.lssar.triton_backward_v4
     phi, flags = ("softplus", fused.COSINE | fused.L1) if p else ("exp", fused.L1)
     asked = (0, fused.PHI.index(phi), flags, p, 0.0, 0.0, 1024)
     out, exact, *rest = forward(q, k, v, first, *asked, True)

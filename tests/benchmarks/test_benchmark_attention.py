@@ -147,7 +147,6 @@ def test_measured_again_the_numbers_are_replaced_and_other_settings_are_refused(
             ["attention", "--table", "cost", *SMALL_MODEL, "--rounds", "1", "--device", "cpu"],
             marks=pytest.mark.slow,
         ),
-        ["zero-blocks", "--lengths", "128"],
         ["train", "--attention", "lssar", *SMALL_MODEL, "--rounds", "1"],
     ],
     ids=lambda arguments: " ".join(arguments[:3]),

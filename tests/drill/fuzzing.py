@@ -25,10 +25,11 @@ from data.far_tasks import ANSWER_TOKENS, make_prompt
 from data.pipeline import Piece, encode_pieces
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
+from evaluating.checkpoints import load_model
 from lssar.errors import UserError
 from model import GPT
 from support.command import as_user_errors
-from training.checkpoint import load_model, read_trainer
+from training.checkpoint import read_trainer
 from training.config import load_config
 from training.estimate import batch_plan
 
@@ -348,7 +349,7 @@ def tokeniser_round_trip(times: int, folder: Path) -> Told:
             assert tokeniser.eot not in ids
             streamed = "".join(generate.text_pieces(tokeniser, ids.tolist()))
             assert streamed == expected, f"{name}, streamed: {text!r}"
-            tokens = encode_pieces(name, True, [Piece(text)]).tokens
+            tokens = encode_pieces(name, [Piece(text)]).tokens
             assert tokens[0] == tokeniser.eot and np.array_equal(tokens[1:], ids), name
 
     return fuzz(times, st.lists(pieces, max_size=4).map("".join), feed)

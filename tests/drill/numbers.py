@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 import train
+from evaluating.checkpoints import load_model
 from lssar.backends import BACKENDS, attend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
-from train import EXIT_DIVERGED, Run
-from training.checkpoint import Store, load_model
+from train import EXIT_DIVERGED
+from training.checkpoint import Store
 
 from .attack import Told, attack
 from .children import Child, finish
@@ -26,9 +27,9 @@ LIMIT = 1 << 30  # bytes that one call of attention may add
 
 def poison_activations(step: int, value: float):
     """A batch whose embedding is not finite at one place of one step."""
-    accumulate = Run._accumulate
+    accumulate = train.accumulate
 
-    def poisoned(run: Run, now: int):
+    def poisoned(run, now: int):
         def spoil(module, inputs, output):
             output = output.clone()
             output.view(-1)[3] = value
@@ -41,31 +42,31 @@ def poison_activations(step: int, value: float):
             if hook is not None:
                 hook.remove()
 
-    Run._accumulate = poisoned
+    train.accumulate = poisoned
 
 
 def poison_gradient(step: int, value: float):
-    accumulate = Run._accumulate
+    accumulate = train.accumulate
 
-    def poisoned(run: Run, now: int):
+    def poisoned(run, now: int):
         loss = accumulate(run, now)
         if now == step:
             list(run.model.parameters())[-1].grad.view(-1)[0] = value
         return loss
 
-    Run._accumulate = poisoned
+    train.accumulate = poisoned
 
 
 def poison_weight(step: int, value: float):
-    accumulate = Run._accumulate
+    accumulate = train.accumulate
 
-    def poisoned(run: Run, now: int):
+    def poisoned(run, now: int):
         if now == step:
             with torch.no_grad():
                 run.model.embedding.weight.view(-1)[7] = value
         return accumulate(run, now)
 
-    Run._accumulate = poisoned
+    train.accumulate = poisoned
 
 
 def one_bad_step(times: int, folder: Path, poison) -> Told:
@@ -136,16 +137,16 @@ def spike(times: int, folder: Path) -> Told:
         place, step = fresh(folder / "runs"), 4 + 4 * number
 
         def before(step=step):
-            accumulate = Run._accumulate
+            accumulate = train.accumulate
 
-            def spiked(run: Run, now: int):
+            def spiked(run, now: int):
                 loss = accumulate(run, now)
                 if now == step:
                     for p in run.model.parameters():
                         p.grad.normal_(std=1e6)
                 return loss
 
-            Run._accumulate = spiked
+            train.accumulate = spiked
 
         finish(train.main, subject.arguments(place), folder / "log", before)
         last.append((end_of(place / "nano-lssar"), end_of(subject.whole)))

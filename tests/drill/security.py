@@ -13,16 +13,15 @@ from pathlib import Path
 
 import hub_server
 import numpy as np
-import report_page
-import report_results
 import torch
 from data_sets import REPOSITORY, run_prepare, write_set, write_shard
 from eval_helpers import tiny_model, write_checkpoint
 
 from data.shards import open_split
+from evaluating.checkpoints import load_model
 from lssar.errors import UserError
 from model import GPT
-from training.checkpoint import find, load_model, read_trainer
+from training.checkpoint import find, read_trainer
 from training.config import load_config
 
 from .attack import Told, attack
@@ -235,19 +234,6 @@ def hostile_hub(times: int, folder: Path) -> Told:
 def download(hub: hub_server.Hub, out: Path, home: Path):
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home / "home")}
     return run_prepare("download", "fineweb", "--out", out, env=environment)
-
-
-@attack("security", "markup in every string that the HTML report prints", full=7, short=7)
-def html_report(times: int, folder: Path) -> Told:
-    plain = report_page.build(report_results.nano(folder / "plain"), folder / "site")
-    for number, text in enumerate(report_page.HOSTILE):
-        place = folder / str(number)
-        place.mkdir()
-        report_page.assert_shown_as_text(place, text, plain)
-    return Told(
-        "the page shows it as text; no tag, attribute or link came of it",
-        times=len(report_page.HOSTILE),
-    )
 
 
 @attack("security", "shell metacharacters in names and paths", full=2)

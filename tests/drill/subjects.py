@@ -20,7 +20,7 @@ import eval_extrapolation
 import passkey
 import train
 from lssar import cpu
-from lssar.cache import ensure_hub_cache
+from lssar.folders import ensure_hub_cache
 from training.checkpoint import WEIGHTS, find
 from training.run_log import plot_losses
 

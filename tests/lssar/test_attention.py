@@ -2,9 +2,11 @@
 
 import math
 
+import loops
 import pytest
 import torch
-from loops import adaptive_p, weights_of_batch
+from loops import adaptive_p, cosine, dot, l1, reweight, sigmoid, softplus, weights_of_batch
+from loops import softmax as softmax_of
 from torch.nn.functional import softmax
 
 from lssar import backends
@@ -63,6 +65,57 @@ def test_the_registry_holds_the_24_mechanisms_of_the_paper_controls_and_a_baseli
     }
     assert all(name == m.name for name, m in MECHANISMS.items())
     assert len({m.label for m in MECHANISMS.values()}) == len(NAMES)
+
+
+def test_the_names_of_the_paper_mean_its_formulas():
+    """By hand, name by name: the loops read a mechanism's parts, which must be the right ones."""
+    n, d, length = 11, 16, 1024
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 1, 1, d, generator=generator, dtype=torch.float64)
+    k = torch.randn(1, 1, n, d, generator=generator, dtype=torch.float64)
+    keys = k[0, 0].tolist()
+    query = q[0, 0, 0].tolist()
+    x = [dot(query, key) / math.sqrt(d) for key in keys]
+    s = [math.log(d) * math.log(n) * cosine(query, key) for key in keys]
+    lssa = l1([softplus(value) for value in s])
+    by_length = [sigmoid(value - math.log(n)) for value in x]
+    recentred = [a - 1 / n for a in softmax_of(x)]
+    expected = {
+        "softmax": softmax_of(x),
+        "ssmax": softmax_of([0.43 * math.log(n) * value for value in x]),
+        "sigmoid": [sigmoid(value - math.log(length)) for value in x],
+        "sigmoid-logn": by_length,
+        "sigmoid-logn-l1": l1(by_length),
+        "sigmoid-logn-l1-reweighted": reweight(l1(by_length), 15),
+        "relu-length": [max(value, 0) / length for value in x],
+        "relu-shen": [max(value, 0) / math.sqrt(n / 2) for value in x],
+        "softmax-inverse": [-a for a in softmax_of(x)],
+        "softmax-recentred": recentred,
+        "softmax-recentred-l1": l1(recentred),
+        "softmax-reweighted": reweight(softmax_of(x), 15),
+        "exp": [math.exp(value) for value in x],
+        "identity": x,
+        "cos-softmax": softmax_of(s),
+        "lssa": lssa,
+        "lssar": reweight(lssa, 15),
+    }
+    for name in ("relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish", "identity"):
+        expected[f"{name}-l1"] = l1([loops.PHI[name](value) for value in x])
+    for name, row in expected.items():
+        got = attention_weights(q, k, name)[0, 0, 0]
+        torch.testing.assert_close(got, torch.tensor(row).double(), rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_a_new_entry_of_known_parts_is_computed_by_every_backend():
+    """As CONTRIBUTING says: one entry, and neither the loops nor a backend has to be told."""
+    q, k, v = random_qkv(17, 23, 8, dtype=torch.float32)
+    parts = {"scale": "log d log N", "phi": "sigmoid", "bias": "-log N", "softcap": None}
+    for extra in ({}, {"p": 3.0}, {"scale": "1/sqrt(d)", "softcap": 2.0, "phi": "relu2"}):
+        m = Mechanism("new", "New", **parts | extra)
+        expected = weights_of_batch(m, q, k) @ v.double()
+        for backend in ("auto", "eager", "rowblock"):
+            got = attend(q, k, v, m, backend=backend)
+            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

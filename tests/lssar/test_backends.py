@@ -1,11 +1,13 @@
 """The choice of a backend: what it declares is what it computes, for any combination of parts."""
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from lssar.backends import BACKENDS, Backend, Call, attend, choose_backend, used_backend
 from lssar.errors import UserError
@@ -144,3 +146,24 @@ def test_a_scale_of_zero_is_a_scale(backend):
     q, k, v = torch.randn(3, 1, 2, 19, 8).unbind()
     means = v.cumsum(2) / torch.arange(1, 20)[:, None]
     torch.testing.assert_close(attend(q, k, v, m, backend=backend), means)
+
+
+def test_forward_mode_derivatives_are_those_of_eager():
+    """A fused kernel has none, and would give zero."""
+    torch.manual_seed(0)
+    q, k, v, tangent = torch.randn(4, 1, 2, 9, 8).unbind()
+    for name in ("lssar", "softmax", "sigmoid-l1"):
+        with forward_ad.dual_level():
+            out = attend(forward_ad.make_dual(q, tangent), k, v, name)
+            got = forward_ad.unpack_dual(out).tangent
+        step = 1e-6
+        exact = partial(attend, k=k.double(), v=v.double(), mechanism=name)
+        above, below = exact(q.double() + step * tangent), exact(q.double() - step * tangent)
+        expected = (above - below) / (2 * step)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-4)
+        jacobian = torch.autograd.functional.jacobian
+        options = {"strategy": "forward-mode", "vectorize": True}
+        found = jacobian(partial(attend, k=k, v=v, mechanism=name), q, **options)
+        torch.testing.assert_close(found.flatten(4) @ tangent.flatten(), got, rtol=1e-3, atol=1e-4)
+    with forward_ad.dual_level(), pytest.raises(UserError, match="forward-mode AD"):
+        attend(forward_ad.make_dual(q, tangent), k, v, "lssar", backend="cpu")

@@ -122,13 +122,19 @@ def test_weights_of_one_attention_under_another_are_noticed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_variant_is_registered_again_by_loading_it(tmp_path):
+def test_a_variant_is_loaded_once_its_name_is_registered(tmp_path):
     register("lssar-p3-test", get_mechanism("lssar", p=3, window=5))
     model, ids = build("llama", "lssar-p3-test"), tokens(2, 9)
     model.save_pretrained(tmp_path)
     program = f"""
 import sys, torch, lssar.hf
 from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+    sys.exit("loaded without its attention")
+except ValueError as error:
+    assert "lssar-p3-test" in str(error)
+lssar.hf.register("lssar-p3-test", lssar.get_mechanism("lssar", p=3, window=5))
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 ids = torch.tensor({ids.tolist()})
 print(model(ids).logits.double().abs().sum().item())
@@ -164,6 +170,48 @@ def test_the_scalars_of_heads_are_loaded_again(tmp_path):
     assert torch.equal(quiet_load(tmp_path)(ids).logits, model(ids).logits)
 
 
+def test_no_class_of_transformers_is_changed():
+    program = """
+import transformers
+from transformers import LlamaForCausalLM, PreTrainedModel
+before = [dict(vars(c)) for c in (PreTrainedModel, LlamaForCausalLM, transformers.PretrainedConfig)]
+import lssar.hf
+from transformers import AutoModelForCausalLM, LlamaConfig
+config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                     num_attention_heads=2)
+AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
+after = [dict(vars(c)) for c in (PreTrainedModel, LlamaForCausalLM, transformers.PretrainedConfig)]
+for old, new in zip(before, after):
+    assert all(new[name] is value for name, value in old.items())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_built_before_is_watched_on_request(tmp_path):
+    program = """
+import torch, transformers
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
+size = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**size, num_attention_heads=2))
+bloom = BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
+own = AutoModelForCausalLM.from_config(bloom)
+import lssar.hf
+lssar.hf.check(model).set_attn_implementation("lssar")
+packed = torch.tensor([[0, 1, 2, 0, 1]])
+ids = torch.arange(5)[None]
+alone = [model(ids[:, :3]).logits, model(ids[:, 3:]).logits]
+assert torch.allclose(model(ids, position_ids=packed).logits, torch.cat(alone, 1), atol=1e-5)
+try:
+    lssar.hf.check(own).set_attn_implementation("lssar")
+except lssar.UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "(bloom) has no layer that calls attention 'lssar'" in done.stdout
+
+
 def test_a_name_of_transformers_stays_theirs():
     for name in ("sdpa", "eager", "flash_attention_2"):
         with pytest.raises(UserError, match=f"attention {name!r} is one of transformers' own"):
@@ -195,7 +243,7 @@ def test_packed_sequences_in_evaluation_do_not_see_one_another(kind):
             packed = model(ids, position_ids=place, **options)
             torch.testing.assert_close(packed.logits, alone, rtol=1e-4, atol=1e-4)
             assert packed.past_key_values is None
-    with pytest.raises(UserError, match="packed sequences, which a cache has no place for"):
+    with pytest.raises(UserError, match="packed sequences, which cannot be cached"):
         model(ids, position_ids=place, past_key_values=DynamicCache())
 
 

@@ -13,6 +13,7 @@ import lssar
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+CLONED = ["lssar", "examples", "pyproject.toml", "README.md", "LICENSE", ".gitignore"]
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
 
 PROGRAM = """
@@ -37,7 +38,7 @@ def source(tmp_path_factory):
     """A clean copy of what git tracks, as a repository of its own."""
     folder = tmp_path_factory.mktemp("source") / "a clone"
     files = subprocess.run(
-        ["git", "ls-files", "-z", "lssar", "pyproject.toml", "README.md", "LICENSE"],
+        ["git", "ls-files", "-z", *CLONED],
         cwd=ROOT, capture_output=True, check=True,
     ).stdout.decode()  # fmt: skip
     for name in filter(None, files.split("\0")):
@@ -129,33 +130,48 @@ assert loss.isfinite()
 
 HARNESS = """
 import sys
-sys.argv = "lm_eval --model lssar --model_args checkpoint=a --tasks a.yaml".split()
-from lm_eval.__main__ import cli_evaluate
+{imports}
 try:
-    cli_evaluate()
-finally:
-    from lm_eval.api.registry import model_registry
-    print(*model_registry.keys(), *(m for m in sys.modules if m.startswith("lssar")))
+    lm_eval.simple_evaluate(model="lssar", model_args="checkpoint=a", tasks=["a"])
+except lssar.errors.UserError as error:
+    print(error)
+print(*lm_eval.api.registry.model_registry.keys())
 """
 
 
-def test_the_command_of_lm_eval_knows_the_model(installed, tmp_path):
-    """As the harness is installed, started as its script starts it: the model is ours."""
+def test_the_harness_knows_the_model_in_any_order_of_imports(installed, tmp_path):
     pytest.importorskip("accelerate", reason="pip install -r requirements-downstream.txt")
-    found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for imports in ("import lssar.lm_eval, lm_eval", "import lm_eval, lssar.lm_eval"):
+        done = use(installed, tmp_path, HARNESS.format(imports=imports), HF_HUB_OFFLINE="1")
+        assert done.returncode == 0, done.stderr
+        assert "--model lssar needs pretrained=FOLDER, and was given checkpoint=a" in done.stdout
+        assert {"hf", "vllm", "lssar"} <= set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_installed_command_of_the_harness_knows_the_model(installed, tmp_path):
+    pytest.importorskip("accelerate", reason="pip install -r requirements-downstream.txt")
     (tmp_path / "a.yaml").write_text("task: a\ndataset_path: json\noutput_type: loglikelihood\n")
-    done = use(installed, tmp_path, HARNESS, PYTHONPATH=found, HF_HUB_OFFLINE="1")
+    arguments = ["--model", "lssar", "--model_args", "checkpoint=a", "--tasks", "a.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    command = [str(installed / "bin/lssar-lm-eval"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "--model lssar needs pretrained=FOLDER, and was given checkpoint=a" in done.stderr
-    assert {"hf", "vllm", "lssar", "lssar.lm_eval"} <= set(done.stdout.split())
 
 
-def test_importing_torch_imports_nothing_of_ours_but_the_plugin(installed, tmp_path):
+def test_importing_torch_imports_nothing_of_ours(installed, tmp_path):
     program = "import sys, torch; print(*(m for m in sys.modules if m.startswith('lssar')))"
-    (tmp_path / "lssar").mkdir()  # of another version, or of someone else
-    (tmp_path / "lssar/__init__.py").touch()
-    assert use(installed, tmp_path, program).stdout.split() == ["lssar_lm_eval"]
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    assert use(installed, tmp_path, program, **off).stdout == "\n"
+    assert use(installed, tmp_path, program).stdout == "\n"
+
+
+def test_a_clone_works_after_it_was_installed_elsewhere(source, installed):
+    """What the build leaves in the clone changes no import there, and git does not see it."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "examples/own_model.py"]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("lssar: loss ")
+    status = ["git", "-C", str(source), "status", "--porcelain"]
+    assert subprocess.run(status, capture_output=True, text=True).stdout == ""
 
 
 def test_without_a_compiler_there_is_one_line_and_the_right_result(installed, tmp_path):

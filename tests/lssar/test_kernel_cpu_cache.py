@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from lssar import cpu
+from lssar import cpu, cpu_build
 
 ROOT = Path(__file__).parents[2]
 ANOTHER_USER = 12345  # unknown to the system, as in a container started with --user
@@ -25,10 +26,10 @@ import os
 import sys
 import torch
 from attention import attend
-from lssar import cpu
+from lssar import cpu_build
 
 backend, user = sys.argv[1], int(sys.argv[2])
-cpu.FLAGS = ("-std=c++17", "-shared", "-fPIC")  # built in a second
+cpu_build.FLAGS = ("-std=c++17", "-shared", "-fPIC")  # built in a second
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 2, 50, 16).unbind()
 expected = attend(q, k, v, "lssar", backend="eager")
@@ -44,7 +45,8 @@ print("right")
 
 def start(folder, user=0, backend="cpu", **environment):
     """A process that computes with the kernel; its cache and temporary folder are in `folder`."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "HOME")}
+    own = ("LSSAR_CACHE", "XDG_CACHE_HOME", "HOME")
+    inherited = {k: v for k, v in os.environ.items() if k not in own}
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "tmp").chmod(0o1777)
     places = {"LSSAR_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp")} | environment
@@ -146,6 +148,53 @@ def test_a_cache_that_can_only_be_read_is_used_as_it_is(built, tmp_path):
     assert not libraries(tmp_path / "tmp")
 
 
+def test_a_killed_build_leaves_nothing_behind_at_the_next_one(built, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    process = start(tmp_path, CXX=str(slow_compiler(tmp_path)))
+    while not list(cache.glob("build-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert len(list(cache.glob("build-*"))) == 1
+    assert result(start(tmp_path)) == ""
+    assert list(cache.iterdir()) == libraries(cache)
+
+
+def slow_compiler(folder):
+    script = folder / "slow"
+    script.write_text('#!/bin/sh\ncase "$1" in --version) echo slow;; *) exec sleep 60;; esac\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize("open_to", [0o020, 0o002], ids=["group", "all"])
+def test_a_cache_that_others_can_write_is_not_trusted(built, tmp_path, open_to):
+    shutil.copytree(built, tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o700 | open_to)
+    notice = result(start(tmp_path))
+    assert "can be written by other users" in notice and "set LSSAR_CACHE" in notice
+    assert len(libraries(tmp_path / "tmp")) == 1
+
+
+def test_a_library_that_others_can_write_is_not_loaded(built, tmp_path):
+    shutil.copytree(built, tmp_path / "cache")
+    (library,) = libraries(tmp_path / "cache")
+    library.chmod(0o777)
+    assert "can be written by other users" in result(start(tmp_path))
+    assert len(libraries(tmp_path / "tmp")) == 1
+
+
+@as_root
+def test_a_library_of_another_user_is_not_loaded(built, tmp_path):
+    shutil.copytree(built, tmp_path / "cache")
+    (library,) = libraries(tmp_path / "cache")
+    os.chown(library, ANOTHER_USER, ANOTHER_USER)
+    assert "belongs to another user" in result(start(tmp_path))
+    assert len(libraries(tmp_path / "tmp")) == 1
+
+
 def assert_kept_in_a_private_folder(process, folder, user=0):
     notice = result(process)
     assert notice.count("the built CPU kernel is kept in") == 1
@@ -189,7 +238,7 @@ def foreign():
 @as_root
 @pytest.mark.parametrize("home", ["of another user", "read-only", "unset"])
 def test_as_another_user(foreign, home):
-    if not all(folder.stat().st_mode & 0o001 for folder in cpu.SOURCE.parents):
+    if not all(folder.stat().st_mode & 0o001 for folder in cpu_build.SOURCE.parents):
         pytest.skip("no other user can read this checkout")
     (foreign / "home").chmod(0o755 if home == "read-only" else 0o700)
     place = None if home == "unset" else str(foreign / "home")

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lssar import cpu
+from lssar import cpu, cpu_build
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
@@ -106,7 +106,7 @@ def test_operators_pass_opcheck(p, first):
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
     flags = cpu.fused.L1 | (cpu.fused.COSINE if p else cpu.fused.RECENTRE)
     settings = (5, cpu.fused.PHI.index("softplus" if p else "exp"), flags, p, 0.1, 0.0, 4)
-    forward, backward = torch.ops.lssar.cpu_forward_v3, torch.ops.lssar.cpu_backward_v3
+    forward, backward = torch.ops.lssar.cpu_forward_v4, torch.ops.lssar.cpu_backward_v4
     torch.library.opcheck(forward, (q, k, v, first, *settings, True))
     q, k, v = (x.detach() for x in (q, k, v))
     torch.library.opcheck(forward, (q, k, v, first, *settings, False))
@@ -131,7 +131,7 @@ def test_compiled_graphs_see_one_node_each_way():
     expected = results(lambda *x: 2 * fused(*x, p=15), tensors, tensors[0], torch.float32)
     assert all(map(torch.equal, got, expected))
     ops = torch.ops.lssar
-    assert seen == [[ops.cpu_forward_v3.default], [ops.cpu_backward_v3.default]]
+    assert seen == [[ops.cpu_forward_v4.default], [ops.cpu_backward_v4.default]]
 
 
 def test_checkpointing_recomputes_the_same_bits():
@@ -167,7 +167,7 @@ def test_other_vectors_give_the_same(flag, monkeypatch):
 
 def test_builds_and_agrees_without_openmp(monkeypatch, tmp_path):
     monkeypatch.setenv("LSSAR_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu, "VARIANTS", ((),))
+    monkeypatch.setattr(cpu_build, "VARIANTS", ((),))
     tensors = draw(1, 2, 100, 16)
     expected = results(fused, tensors, tensors[0], torch.float32, p=15)
     serial = cpu.load()
@@ -188,13 +188,15 @@ def test_without_a_compiler_one_line_says_so(tmp_path):
     assert shown.stdout.strip() == ("no C++ compiler found (looked for $CXX, c++, g++, clang++)")
     shown = ask("print(cpu.unavailable())", CXX="no-such-compiler", LSSAR_CACHE=str(tmp_path))
     assert "cannot run the C++ compiler no-such-compiler" in shown.stdout
+    shown = ask("print(cpu.unavailable())", CXX="g++ '-DX", LSSAR_CACHE=str(tmp_path))
+    assert shown.stdout.startswith("CXX = ") and "No closing quotation" in shown.stdout
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_build_says_what_the_compiler_said(monkeypatch, tmp_path):
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main( {")
-    monkeypatch.setattr(cpu, "SOURCE", broken)
+    monkeypatch.setattr(cpu_build, "SOURCE", broken)
     monkeypatch.setenv("LSSAR_CACHE", str(tmp_path / "cache"))
     with pytest.raises(cpu.Unavailable, match=r"cannot build the kernel: .*error") as raised:
         cpu.load()
@@ -204,11 +206,29 @@ def test_a_failed_build_says_what_the_compiler_said(monkeypatch, tmp_path):
 
 def test_the_build_is_cached_and_half_files_are_never_seen(monkeypatch, tmp_path):
     monkeypatch.setenv("LSSAR_CACHE", str(tmp_path))
-    library = cpu.build("-O0")
+    library = cpu_build.build("-O0")
     assert [library] == list(tmp_path.iterdir())
     ctypes.CDLL(str(library))
     built = library.stat().st_mtime_ns
-    assert cpu.build("-O0") == library and library.stat().st_mtime_ns == built
+    assert cpu_build.build("-O0") == library and library.stat().st_mtime_ns == built
+
+
+def test_an_activation_without_its_case_is_an_error(monkeypatch):
+    """It would otherwise be computed as another one."""
+    monkeypatch.setattr(cpu.fused, "PHI", (*cpu.fused.PHI, "new"))
+    q, k, v = draw(1, 1, 9, 8)
+    settings = cpu.fused.Settings(0, cpu.fused.PHI.index("new"), cpu.fused.L1, 0.0, 0.0, 0.0, 1024)
+    with pytest.raises(NotImplementedError, match="no case for phi = 'new'"):
+        cpu._forward(q, k, v, None, *settings, False)
+
+
+def test_a_library_of_another_layout_is_not_used(monkeypatch):
+    class Longer(ctypes.Structure):
+        _fields_ = (*cpu.KernelCall._fields_, ("more", ctypes.c_int64))
+
+    monkeypatch.setattr(cpu, "KernelCall", Longer)
+    with pytest.raises(cpu.Unavailable, match=r"in cpu_call\.h differ"):
+        cpu.load()
 
 
 def test_importing_builds_nothing(tmp_path):
@@ -251,8 +271,8 @@ def test_a_dispatch_mode_sees_the_operator():
     plain = results(fused, tensors, tensors[0], torch.float32, p=15)
     with Listen():
         heard = results(fused, tensors, tensors[0], torch.float32, p=15)
-    assert torch.ops.lssar.cpu_forward_v3.default in seen
-    assert torch.ops.lssar.cpu_backward_v3.default in seen
+    assert torch.ops.lssar.cpu_forward_v4.default in seen
+    assert torch.ops.lssar.cpu_backward_v4.default in seen
     assert all(map(torch.equal, plain, heard))
 
 

@@ -1,11 +1,13 @@
 """Where floating point breaks the paper's literal x**p, and the safe form does not."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from loops import weights_of_batch
 
+from lssar import cpu
 from lssar.backends import attend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights, sharpen
@@ -214,3 +216,20 @@ def test_exp_overflow_is_reported_and_never_hidden():
     assert attention_weights(q, q, "exp").isinf().all()
     q = torch.full((1, 1, 1, 4), math.sqrt(88.0 / 2))
     assert attention_weights(q, q, "exp").isfinite().all()
+
+
+def test_rows_of_scores_too_small_for_float32_are_the_same_on_every_backend():
+    """Above about -87 a row is that of float64; below it attends to nothing."""
+    torch.manual_seed(0)
+    v = torch.randn(1, 1, 20, 8)
+    backends = ("eager", "rowblock", *(["cpu"] if cpu.unavailable() is None else []))
+    names = ("sigmoid-l1", "softplus-l1", "mish-l1", "sigmoid-logn-l1-reweighted")
+    for name, score in itertools.product(names, (-75, -95, -110, -200, -1000)):
+        q = torch.full((1, 1, 20, 16), -1.0)
+        k = -score / 4 * (1 + 0.02 * torch.rand(1, 1, 20, 16))  # q.k / sqrt(d) is about the score
+        expected = attend(*(x.double() for x in (q, k, v)), name, backend="eager")
+        if score < -87:
+            expected = torch.zeros_like(v).double()
+        for backend in backends:
+            got = attend(q, k, v, name, backend=backend).double()
+            torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)

@@ -6,12 +6,11 @@ import loops
 import pytest
 import torch
 
-from lssar.backends import attend
+from lssar.backends import attend, attend_padded
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 from lssar.spans import (
-    attend_padded,
     document_starts,
     documents,
     padding,

@@ -1,71 +1,94 @@
-"""Light rooms stay light, no file has the name of another, hosted tests are the README's."""
+"""Who may import whom: data flows forward, no two modules import each other."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import yaml
-
 ROOT = Path(__file__).parents[2]
-ROOMS = {p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()}
-ROOMS |= {p.stem for p in ROOT.glob("*.py")}
-TEXT = {"capture_output": True, "text": True, "check": True}
+# Each room with the rooms it may import. Commands at the root may import everything but commands.
+LEANED_ON = ("training", "model", "attention", "data", "lssar", "support")
+MAY_IMPORT = {
+    "lssar": (),
+    "support": ("lssar.errors",),
+    "data": ("lssar", "support"),
+    "attention": ("lssar",),
+    "model": ("attention", "lssar"),
+    "training": ("model", "attention", "data", "lssar", "support"),
+    "evaluating": LEANED_ON,
+    "physics": ("evaluating", *LEANED_ON),
+    "far": ("evaluating", *LEANED_ON),
+    "benchmarks": ("evaluating", *LEANED_ON),
+    "paper": ("physics", "far", "evaluating", *LEANED_ON),
+    "examples": ("lssar",),
+    "scripts": ("lssar", "support"),
+}
+COMMANDS = (
+    "train", "generate", "eval_extrapolation", "passkey", "attention_maps", "downstream",
+    "benchmark", "export_hf", "reproduce",
+)  # fmt: skip
 
 
-def imported(file: Path) -> set[str]:
-    """Every module that the file imports, wherever in it the import stands."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{file}: a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+def tracked_modules() -> dict[str, Path]:
+    """Return every module of the project but the tests by its name."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {}
+    for line in listed.stdout.splitlines():
+        if not line.startswith("tests/"):
+            name = line.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            found[name] = ROOT / line
     return found
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "support").glob("*.py")), ids=lambda f: f.name)
-def test_support_imports_neither_torch_nor_a_heavier_room(file):
-    assert {"lssar", "support", "training", "train"} <= ROOMS
-    for module in imported(file):
-        top = module.partition(".")[0]
-        assert top != "torch", module
-        assert top not in ROOMS - {"support"} or module.startswith("lssar.errors."), module
+def imported(path: Path, known: set[str]) -> set[str]:
+    """Return the modules of the project that a file imports, wherever in it the import stands."""
+    found = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else node.module)
+    return found & known
 
 
-def test_results_are_read_without_torch(tmp_path):
-    """As the page reads them: every number of the repository's own results."""
+def test_rooms_import_only_what_lies_before_them():
+    modules = tracked_modules()
+    for name, path in modules.items():
+        room = name.partition(".")[0]
+        allowed = (room, *MAY_IMPORT.get(room, MAY_IMPORT))
+        for other in imported(path, set(modules)):
+            fits = any(other == a or other.startswith(f"{a}.") for a in allowed)
+            assert fits, f"{name} imports {other}"
+            assert other not in COMMANDS, f"{name} imports the command {other}"
+
+
+def test_no_module_imports_itself_through_others():
+    modules = tracked_modules()
+    edges = {name: imported(path, set(modules)) - {name} for name, path in modules.items()}
+    finished = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in finished:
+            for other in sorted(edges[name]):
+                visit(other, (*trail, name))
+            finished.add(name)
+
+    for name in modules:
+        visit(name, ())
+
+
+def test_support_needs_no_torch():
     program = (
-        "import sys\n"
-        "from evaluating.results import collect\n"
-        "found, _ = collect('results/nano/extrapolation')\n"
-        "assert found and all(m.name and m.seed is not None for m in found)\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'transformers'} & sys.modules.keys()\n"
-        "assert not heavy, heavy"
+        "import pathlib, sys\n"
+        "for path in sorted(pathlib.Path('support').glob('*.py')):\n"
+        "    __import__(f'support.{path.stem}')\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-def test_no_file_name_stands_for_two_things():
-    files = subprocess.run(["git", "ls-files", "*.py", "*.h", "*.cpp"], cwd=ROOT, **TEXT).stdout
-    names = [
-        Path(f).name for f in files.split() if Path(f).name not in ("__init__.py", "conftest.py")
-    ]
-    assert len(names) > 200
-    assert [name for name in names if names.count(name) > 1] == []
-
-
-def test_the_hosted_tests_are_the_two_commands_of_the_readme():
-    found = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
-    (job,) = found["jobs"].values()
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for command in commands:
-        assert re.search(rf"^{re.escape(command)}\b", readme, re.MULTILINE), command
-    assert commands == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
-    matrix = job["strategy"]["matrix"]
-    assert matrix["python"] == ["3.11", "3.12", "3.13"]
-    assert {name.partition("-")[0] for name in matrix["os"]} == {"ubuntu", "macos"}

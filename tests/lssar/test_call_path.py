@@ -1,0 +1,108 @@
+"""How a call reaches its kernel, and how the library's modules lean on each other."""
+
+import ast
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import Attention
+from lssar import cpu, triton_op
+from model import GPT, preset
+
+ROOT = Path(__file__).parents[2]
+MOST_FRAMES = 8
+
+
+def frames_from_the_layer() -> list[str]:
+    """The repository's own frames above the caller, up to and with `Attention.forward`."""
+    frame = sys._getframe(2)
+    found = []
+    while frame.f_code is not Attention.forward.__code__:
+        if Path(frame.f_code.co_filename).is_relative_to(ROOT):
+            found.append(f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}")
+        frame = frame.f_back
+    return [*found, "Attention.forward"]
+
+
+def run_model(backend: str) -> None:
+    """A step with gradients and one without."""
+    torch.manual_seed(0)
+    model = GPT(preset("nano", "lssar")).use_backend(backend)
+    tokens = torch.arange(13)[None]
+    model(tokens[:, :-1], tokens[:, 1:])
+    with torch.no_grad():
+        model(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+def test_a_layer_reaches_the_cpu_kernel_in_few_frames(monkeypatch):
+    kernel = cpu._kernel()
+    seen = []
+
+    class Watched:
+        @staticmethod
+        def lssar_forward(call):
+            seen.append(frames_from_the_layer())
+            return kernel.lssar_forward(call)
+
+    monkeypatch.setattr(cpu, "_kernel", Watched)
+    run_model("cpu")
+    assert seen and max(map(len, seen)) <= MOST_FRAMES, seen
+
+
+def test_a_layer_reaches_the_launch_of_triton_in_few_frames(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seen = []
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(*arguments, **constants):
+                seen.append(frames_from_the_layer())
+
+            return launch
+
+    monkeypatch.setattr(triton_op, "_kernel", lambda *_: (Watched(), {}))
+    run_model("triton")
+    assert seen and max(map(len, seen)) <= MOST_FRAMES, seen
+
+
+def imports(file: Path, known: set[str]) -> set[str]:
+    """The known modules that a file imports, wherever in it the import stands."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
+    ]
+    skipped = {id(n) for found in for_types for n in ast.walk(found)}
+    names = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inside & known or {node.module}
+    return names & known
+
+
+def test_no_module_of_the_library_or_the_benchmarks_is_in_an_import_cycle():
+    files = {"benchmark": ROOT / "benchmark.py"}
+    for room in ("lssar", "benchmarks"):
+        for path in (ROOT / room).glob("*.py"):
+            files[f"{room}.{path.stem}".removesuffix(".__init__")] = path
+    graph = {name: imports(path, set(files)) - {name} for name, path in files.items()}
+    assert "lssar.cpu" in graph["lssar.backends"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_one_function_is_called_attend():
+    found = []
+    for path in sorted((ROOT / "lssar").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+        found += [path.name for node in functions if node.name == "attend"]
+    assert found == ["backends.py"]

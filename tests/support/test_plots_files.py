@@ -1,0 +1,33 @@
+"""Figures are whole or absent, and labels are shown as they are."""
+
+import pytest
+
+from lssar.errors import UserError
+from support import plots
+
+
+def test_a_dollar_in_a_label_is_a_dollar(tmp_path):
+    figure, axes = plots.figure()
+    axes.plot([1, 10], [1, 2], label="run $x^{ $")
+    axes.set(xscale="log", title="$\\nonsense{", xlabel="$")
+    axes.set_yticks([1, 2], ["$a_{", "b$"])
+    plots.legend_below(figure, axes)
+    plots.label_ends(axes, [("$a_{$", 2, plots.INK)])
+    plots.save(figure, tmp_path / "x.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"x.png", "x.pdf"}
+
+
+def test_a_full_disk_leaves_no_half_figure(tmp_path, monkeypatch):
+    figure, _ = plots.figure()
+    write = figure.savefig
+
+    def fail_half_way(file, **options):
+        if options["format"] == "pdf":
+            file.write(b"%PDF half")
+            raise OSError(28, "No space left on device")
+        write(file, **options)
+
+    monkeypatch.setattr(figure, "savefig", fail_half_way)
+    with pytest.raises(UserError, match="No space left"):
+        plots.save(figure, tmp_path / "x.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"x.png"}

@@ -1,0 +1,69 @@
+"""README and docs: every link leads somewhere, every command exists and knows its options."""
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+WITH_SUBCOMMANDS = ("data/prepare.py", "benchmark.py")
+OVERRIDE = re.compile(r"--[a-z]+\.[a-z_0-9]+=")  # a key of a config
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            if not target.startswith(("http:", "https:")):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_bytes()) <= 9000
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Return (page, words) of every command in a bash block; continued lines are joined."""
+    found = []
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                    words.pop(0)
+                if words:
+                    found.append((page.name, words))
+    return found
+
+
+@cache
+def help_of(*command: str) -> str:
+    words = [sys.executable, *command, "--help"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_commands_exist_and_know_their_options():
+    checked = 0
+    for page, words in commands():
+        scripts = [word for word in words if word.endswith((".py", ".sh"))]
+        if words[0] not in ("python", "bash", "torchrun", "sbatch") or not scripts:
+            continue
+        script = scripts[0]
+        line = f"{page}: {' '.join(words)}"
+        assert (ROOT / script).is_file(), line
+        for config in (word for word in words if word.startswith("configs/")):
+            assert (ROOT / config).is_file(), line
+        if script.endswith(".sh"):
+            continue
+        arguments = words[words.index(script) + 1 :]
+        command = [script, *arguments[: script in WITH_SUBCOMMANDS]]
+        for word in arguments:
+            if word.startswith("--") and not OVERRIDE.match(word):
+                option = word.split("=")[0]
+                assert option in help_of(*command), f"{line}: {option} is not in its --help"
+                checked += 1
+    assert checked > 20
