@@ -58,62 +58,85 @@ COSINES = ("cos-softmax-constant", "cos-ssmax", "cos-softmax", "lssa", "lssar-p3
 
 
 def scores(draw: int, keys: int = KEYS, rows: int = 1) -> Tensor:
-    """LSSAR's scores (rows, keys) of random directions."""
+    """Return LSSAR's scores (rows, keys) of queries and keys of random directions."""
     random = torch.Generator().manual_seed(draw)
-    q, k = (torch.randn(n, DIM, generator=random, dtype=torch.float64) for n in (rows, keys))
-    return math.log(DIM) * math.log(keys) * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).T
+    q = torch.randn(rows, DIM, generator=random, dtype=torch.float64)
+    k = torch.randn(keys, DIM, generator=random, dtype=torch.float64)
+    scale = math.log(DIM) * math.log(keys)
+    return scale * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).T
 
 
-def weights(phi, sharpened: bool, x: Tensor) -> Tensor:
-    """Of a row of scores; sharpened up to a factor: relu(N A - 1)^p over its largest value."""
-    a = torch.softmax(x, 0) if phi is torch.exp else F.normalize(phi(x), p=1, dim=0)
+def stage_one_weights(phi, x: Tensor) -> Tensor:
+    """Return l1(phi(x)) of a row of scores."""
+    return torch.softmax(x, 0) if phi is torch.exp else F.normalize(phi(x), p=1, dim=0)
+
+
+def final_weights(phi, sharpened: bool, x: Tensor) -> Tensor:
+    """Return the weights of a row of scores up to a factor: relu(N A - 1)^p over its maximum."""
+    a = stage_one_weights(phi, x)
+    if not sharpened:
+        return a
     y = F.relu(a - 1 / len(a))
-    return (y / y.detach().max()) ** P if sharpened else a
+    return (y / y.detach().max()) ** P
 
 
 def bisect(falls_short, high: float, steps: int) -> tuple[float, float]:
-    """The numbers above 0, next to each other, of which the first falls short and the last not."""
+    """Return two neighbouring numbers in [0, high]: the first falls short, the second does not."""
     low = 0.0
     for _ in range(steps):
         middle = (low + high) / 2
-        low, high = (middle, high) if falls_short(middle) else (low, middle)
+        if falls_short(middle):
+            low = middle
+        else:
+            high = middle
     return low, high
 
 
 def log_gradient(phi, others: Tensor, x: float) -> float:
-    """log dA/dx of the winner's stage-one weight A = phi(x) / (phi(x) + C)."""
+    """Return log dA/dx of the winner's stage-one weight A = phi(x) / (phi(x) + C)."""
+    x = torch.tensor(x, dtype=others.dtype)
     if phi is torch.exp:  # log A (1 - A), which cannot underflow
-        odds = torch.tensor(x, dtype=others.dtype) - others.logsumexp(-1)
+        odds = x - others.logsumexp(-1)
         return (F.logsigmoid(odds) + F.logsigmoid(-odds)).item()
-    total, x = phi(others).sum(), torch.tensor(x, dtype=others.dtype)
+    total = phi(others).sum()
+    # The slope of softplus is the sigmoid.
     return (F.logsigmoid(x) + total.log() - 2 * (phi(x) + total).log()).item()
 
 
 def slope(phi, others: Tensor, x: float, step: float = 1e-3) -> float:
-    """d log g / d log x."""
-    high, low = (log_gradient(phi, others, x * (1 + s)) for s in (step, -step))
+    """Return d log g / d log x by a difference quotient."""
+    high = log_gradient(phi, others, x * (1 + step))
+    low = log_gradient(phi, others, x * (1 - step))
     return (high - low) / (math.log1p(step) - math.log1p(-step))
 
 
-def gradient_at(phi, sharpened: bool, others: Tensor, weight: float = 0.99) -> float | None:
-    """dw/dx over w (1 - w), where the score x makes the winner's final weight w."""
+def gradient_at(phi, sharpened: bool, others: Tensor, weight: float = 0.99) -> float:
+    """Return dw/dx over w (1 - w) at the score x that gives the winner the final weight w."""
 
     def log_odds(x: Tensor) -> Tensor:
-        w = weights(phi, sharpened, torch.cat((x, others)))
+        w = final_weights(phi, sharpened, torch.cat((x, others)))
         return w[0].log() - w[1:].sum().log()
 
     wanted = math.log(weight / (1 - weight))
-    found, _ = bisect(lambda x: log_odds(others.new_tensor([x])) < wanted, high=1e6, steps=200)
+
+    def falls_short(x: float) -> Tensor:
+        return log_odds(others.new_tensor([x])) < wanted
+
+    found, _ = bisect(falls_short, high=1e6, steps=200)
     x = others.new_tensor([found]).requires_grad_()
     return torch.autograd.grad(log_odds(x), x)[0].item()
 
 
 def identity_error(draw: int) -> float:
+    """Return the largest |l1(x^p) - softmax(p log x)| of a row."""
     x = F.relu(KEYS * F.normalize(F.softplus(scores(draw)), p=1, dim=-1) - 1)
-    return (F.normalize(x**P, p=1, dim=-1) - torch.softmax(P * x.log(), -1)).abs().max().item()
+    direct = F.normalize(x**P, p=1, dim=-1)
+    in_logs = torch.softmax(P * x.log(), -1)
+    return (direct - in_logs).abs().max().item()
 
 
 def ties_error(draw: int, p: float = 1e5) -> float:
+    """Return how far the weights of t tied maxima are from 1/t at a large p."""
     errors = []
     for ties in (1, 2, 5):
         x = F.softplus(scores(draw)[0])
@@ -124,29 +147,35 @@ def ties_error(draw: int, p: float = 1e5) -> float:
 
 
 def feedback(draw: int, phi, sharpened: bool) -> float:
-    """Share of the keys of weight zero whose score has a gradient of another key's weight."""
+    """Return the share of keys of weight zero whose score has a gradient of another's weight."""
     x = scores(draw)[0].requires_grad_()
-    w = F.normalize(weights(phi, sharpened, x), p=1, dim=0)
+    w = F.normalize(final_weights(phi, sharpened, x), p=1, dim=0)
     (slopes,) = torch.autograd.grad(w[w.argmax()], x)
     return (slopes[w == 0] != 0).double().mean().item()
 
 
 def dead_rows(draw: int, keys: int, rows: int = 4096) -> float:
+    """Return the share of rows in which one key alone is above the mean."""
     f = F.softplus(scores(draw, keys, rows))
-    return ((f > f.mean(-1, keepdim=True)).sum(-1) == 1).double().mean().item()
+    survivors = (f > f.mean(-1, keepdim=True)).sum(-1)
+    return (survivors == 1).double().mean().item()
 
 
 def overflow(kind: torch.dtype, keys: int) -> float:
-    """The largest weight whose (N A - 1)^p is finite, at most 1."""
+    """Return the largest weight, at most 1, whose (N A - 1)^p is finite."""
 
     def is_finite(weight: float) -> Tensor:
         return (torch.tensor(keys * weight - 1).to(kind) ** P).isfinite()
 
-    return round(bisect(is_finite, high=1.0, steps=60)[1], 6)
+    _, largest = bisect(is_finite, high=1.0, steps=60)
+    return round(largest, 6)
 
 
 def cosine_needed(row: str, dim: int, keys: int, draw: int) -> float | None:
-    """By bisection on the attention itself, among keys of random directions."""
+    """Return the cosine a key needs for half of the weight among keys of random directions.
+
+    Found by bisection on the attention itself; None where a perfect match gets less.
+    """
     random = torch.Generator().manual_seed(draw)
     q, side = torch.linalg.qr(torch.randn(dim, 2, generator=random, dtype=torch.float64))[0].T
     k = torch.randn(keys, dim, generator=random, dtype=torch.float64)
@@ -158,12 +187,16 @@ def cosine_needed(row: str, dim: int, keys: int, draw: int) -> float | None:
         unit = F.normalize(k, dim=-1)[None, None]
         return attention_weights(q[None, None, None], unit, mechanism)[..., 0] < 0.5
 
-    return None if too_little(1.0) else bisect(too_little, high=1.0, steps=14)[1]
+    if too_little(1.0):
+        return None
+    _, enough = bisect(too_little, high=1.0, steps=14)
+    return enough
 
 
 def measure(draw: int) -> dict[tuple[str, str, str], float | None]:
-    """Numbers by row, quantity and what else they depend on."""
-    others, found = scores(draw)[0, 1:], {}
+    """Return the numbers by row, quantity, and the task: the sizes they depend on."""
+    others = scores(draw)[0, 1:]
+    found = {}
     for row, phi in STAGE_ONE.items():
         found[row, "rate", ""] = slope(phi, others, 40.0) / 40
         if phi is not torch.exp:
@@ -201,29 +234,42 @@ def main(argv: list[str]) -> None:
 
 
 def figure():
-    """Gradients of stage one by score, the cosine needed and the largest weight by row length."""
+    """Draw gradients of stage one by score, cosines needed and largest weights by row length."""
     drawn, (left, middle, right) = plots.figure(1, 3, width=plots.PAGE, height=2.7)
-    others, counts = scores(0)[0, 1:], [2**n for n in range(7, 15)]
-    x = torch.logspace(0, 5, 100).tolist()
-    for row, phi in STAGE_ONE.items():
-        gradients = [math.exp(log_gradient(phi, others, one)) for one in x]
-        left.plot(x, gradients, **plots.style(row) | {"marker": ""}, label=row)
-    left.axvline(math.log(DIM) * math.log(KEYS), color=plots.INK, linewidth=0.8, linestyle=":")
-    left.set(xscale="log", yscale="log", ylim=(1e-12, 1), xlabel="score x of the winner")
-    left.set(title="gradient of stage one;\ndotted: LSSAR's largest score")
-    for order, row in enumerate(COSINES):
-        needed = [(n, cosine_needed(row, DIM, n, 0)) for n in counts]
-        if points := [(n, c) for n, c in needed if c is not None]:
-            middle.plot(*zip(*points, strict=True), **plots.style(row, order=order % 2), label=row)
-    middle.set(xscale="log", ylim=(0, 1), xlabel="keys N", title="cosine for half of the weight")
-    for number, (name, kind) in enumerate(TYPES.items()):
-        limits = [overflow(kind, n) for n in counts]
-        right.plot(counts, limits, **plots.line(number), label=name)
-    right.set(xscale="log", yscale="log", xlabel="keys N")
-    right.set(title=f"largest weight without\noverflow of x^{P}")
+    counts = [2**n for n in range(7, 15)]
+    draw_gradients(left)
+    draw_cosines(middle, counts)
+    draw_overflow(right, counts)
     for axes in (left, middle, right):
         axes.legend(fontsize=5)
     return drawn
+
+
+def draw_gradients(axes) -> None:
+    others = scores(0)[0, 1:]
+    x = torch.logspace(0, 5, 100).tolist()
+    for row, phi in STAGE_ONE.items():
+        gradients = [math.exp(log_gradient(phi, others, one)) for one in x]
+        axes.plot(x, gradients, **plots.style(row) | {"marker": ""}, label=row)
+    axes.axvline(math.log(DIM) * math.log(KEYS), color=plots.INK, linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", yscale="log", ylim=(1e-12, 1), xlabel="score x of the winner")
+    axes.set_title("gradient of stage one;\ndotted: LSSAR's largest score")
+
+
+def draw_cosines(axes, counts: list[int]) -> None:
+    for order, row in enumerate(COSINES):
+        needed = [cosine_needed(row, DIM, n, 0) for n in counts]
+        shown = [math.nan if cosine is None else cosine for cosine in needed]
+        axes.plot(counts, shown, **plots.style(row, order=order % 2), label=row)
+    axes.set(xscale="log", ylim=(0, 1), xlabel="keys N", title="cosine for half of the weight")
+
+
+def draw_overflow(axes, counts: list[int]) -> None:
+    for number, (name, kind) in enumerate(TYPES.items()):
+        limits = [overflow(kind, n) for n in counts]
+        axes.plot(counts, limits, **plots.line(number), label=name)
+    axes.set(xscale="log", yscale="log", xlabel="keys N")
+    axes.set_title(f"largest weight without\noverflow of x^{P}")
 
 
 if __name__ == "__main__":
