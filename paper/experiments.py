@@ -5,9 +5,10 @@ length or on a task. Tables share runs by key.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Scale:
     unit: str
     seeds: dict[str, int]  # number of seeds by run, and of those not named: "others"
     corpora: dict[str, dict]  # by directory: arguments of data/prepare.py, number of tokens
+    rates: dict[str, float] = field(default_factory=dict)  # learning rates by run or mechanism
     gpus: int = 0  # that train a run together; 0: a CPU does
     gpu: str = "a100"  # whose hours a plan states
     like: str = ""  # the scale whose fields its tables take where they have none of their own
@@ -51,6 +53,11 @@ class Scale:
 
     def seeds_of(self, run: str) -> Sequence[int]:
         return range(self.seeds.get(run, self.seeds["others"]))
+
+    def rate_of(self, run: str, options: str) -> float | None:
+        """Return the learning rate of a run; None: the config's."""
+        named = re.search(r"--attention\.name=(\S+)", options)
+        return self.rates.get(run, self.rates.get(named[1]) if named else None)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,13 @@ def all_runs(scale: str) -> dict[str, Run]:
         fields = {"config": SCALES[scale].config}
         if "config" not in given:
             fields["options"] = f"--attention.name={key}"
-        runs[key] = Run(key, **fields | given)
+        fields |= given
+        options = fields.get("options", "")
+        rate = SCALES[scale].rate_of(key, options)
+        # A run that goes on from another has the rate of its own config.
+        if rate is not None and "--train.lr=" not in options and "init_from" not in fields:
+            fields["options"] = f"{options} --train.lr={rate:g}".strip()
+        runs[key] = Run(key, **fields)
     return runs
 
 

@@ -322,6 +322,7 @@ def trained_runs(runs: list[tuple[Run, int]], space: Workspace) -> dict[str, dic
         except UserError:
             continue  # it has not been trained here
         about = {"run": run.key, "seed": seed, "config": run.config, "options": run.options}
+        about["lr"] = space.config(run, seed).train.lr
         about["step"] = checkpoint.info.step
         about["train_length"] = checkpoint.info.train_length
         about["trained_at"] = lookup(directory / "run.json", "revision") or ""

@@ -32,6 +32,7 @@ class Cell:
     segments: dict[int | None, list[float]] = field(default_factory=dict)  # by seed, of the text
     paper: float | None = None
     mechanism: str = ""  # decides the colour
+    rate: float | None = None  # the learning rate of its runs
     commits: frozenset[tuple[str, str]] = frozenset()  # of training and of evaluation
 
     @property
@@ -112,7 +113,9 @@ class FilledTable:
 
     def _cell(self, row: Row, column: Column) -> Cell:
         scale = 100 if column.percent else 1
-        values, segments, commits, mechanism = {}, {}, set(), ""
+        values, segments, commits = {}, {}, set()
+        mechanism = ""
+        rate = None
         for run, record in self._records(row, column):
             seed = run.get("seed")
             sound = record.value is not None and abs(record.value) < LARGEST
@@ -120,11 +123,13 @@ class FilledTable:
             segments[seed] = segments_of(record, scale)
             commits.add((str(run.get("trained_at", "")), record.revision))
             mechanism = mechanism or mechanism_of(run)
+            rate = rate or run.get("lr")
         return Cell(
             dict(sorted(values.items(), key=lambda one: one[0] or 0)),
             segments,
             self.printed(row, column),
             mechanism,
+            rate,
             frozenset(commits),
         )
 
@@ -152,6 +157,24 @@ class FilledTable:
 
     def seeds(self, row: Row) -> int:
         return max((self.cell(row, column).n for column in self.columns), default=0)
+
+    def rate(self, row: Row) -> str:
+        """Write the learning rate of a row's runs."""
+        rates = {self.cell(row, column).rate for column in self.columns} - {None}
+        return ", ".join(f"{rate:g}" for rate in sorted(rates))
+
+    def more(self, row: Row) -> list[str]:
+        """Return what stands after the row's numbers: its rate, if rows differ, and its seeds."""
+        seeds = str(self.seeds(row) or "missing")
+        return [self.rate(row), seeds] if self.rates_differ else [seeds]
+
+    @property
+    def rates_differ(self) -> bool:
+        return len({self.rate(row) for row in self.rows} - {""}) > 1
+
+    def header(self) -> list[str]:
+        ends = ["rate", "seeds"] if self.rates_differ else ["seeds"]
+        return ["", *map(self.heading, self.columns), *ends]
 
     def heading(self, column: Column) -> str:
         if column.title:
@@ -208,22 +231,22 @@ class FilledTable:
         for row in self.rows:
             cells = [self.shown(row, column) for column in self.columns]
             mark = " *" if row.control else ""
-            body.append([row.title + mark, *cells, str(self.seeds(row) or "missing")])
+            more = self.more(row)
+            body.append([row.title + mark, *cells, *more])
             printed = [self.printed(row, column) for column in self.columns]
             if any(value is not None for value in printed):
                 shown = ["" if value is None else f"{value:g}" for value in printed]
-                body.append(["  the paper, at its own scale", *shown, ""])
-        header = ["", *map(self.heading, self.columns), "seeds"]
+                body.append(["  the paper, at its own scale", *shown, *[""] * len(more)])
         title = f"\n{self.table.label}: {self.table.title} ({self.caption()}; * not in the paper)"
-        return f"{title}\n{text_table(header, body)}"
+        return f"{title}\n{text_table(self.header(), body)}"
 
     def markdown(self) -> str:
         """Return the table for README and docs."""
-        header = ["", *map(self.heading, self.columns), "seeds"]
+        header = self.header()
         lines = [header, ["---"] * len(header)]
         for row in self.rows:
             cells = [self.shown(row, column) for column in self.columns]
-            lines.append([row.title, *cells, str(self.seeds(row) or "missing")])
+            lines.append([row.title, *cells, *self.more(row)])
         drawn = [f"| {' | '.join(line)} |" for line in lines]
         source = f"`python reproduce.py {self.table.name} --scale {self.scale.name}`"
         return "\n".join([*drawn, "", f"*{self.caption()} ({source}).*"])
