@@ -18,7 +18,7 @@ from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 from lssar.spans import document_starts, shifted_keys
-from training.model_config import Layer
+from modelling.config import Layer
 
 __all__ = [
     "MECHANISMS",

@@ -4,7 +4,7 @@
 
 Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
 is computed on demand, and the row count N of the mechanisms follows the absolute position, with
-and without a KV cache. What layers can differ in is one `Layer` each (training/model_config.py).
+and without a KV cache. What layers can differ in is one `Layer` each (modelling/config.py).
 """
 
 import math
@@ -19,8 +19,8 @@ from torch import Tensor
 from attention import Attention, KVCache, Rope, rope_at
 from lssar.errors import UserError
 from lssar.spans import document_starts, token_positions
-from training.losses import linear_cross_entropy, token_losses
-from training.model_config import PRESETS, WEIGHTS_VERSION, Layer, ModelConfig, preset
+from modelling.config import PRESETS, WEIGHTS_VERSION, Layer, ModelConfig, preset
+from modelling.losses import linear_cross_entropy, token_losses
 
 __all__ = ["GPT", "PRESETS", "WEIGHTS_VERSION", "Block", "Layer", "ModelConfig", "preset", "sample"]
 

@@ -14,10 +14,10 @@ from evaluating.results import AS_TRAINED, Results
 from lssar.errors import UserError
 from lssar.mechanisms import uses_setting
 from model import GPT
+from modelling.config import ModelConfig, check_model
 from support.files import sha256_of
 from training import checkpoint as stored
 from training.checkpoint import WEIGHTS, Build, CheckpointInfo, find, read_description
-from training.model_config import ModelConfig, check_model
 
 
 @dataclass(frozen=True)

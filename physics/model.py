@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lssar.errors import UserError
 from model import initialise, make_blocks
-from training.losses import linear_cross_entropy, token_losses
-from training.model_config import ModelConfig
+from modelling.config import ModelConfig
+from modelling.losses import linear_cross_entropy, token_losses
 
 
 class OrbitModel(nn.Module):

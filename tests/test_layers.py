@@ -180,7 +180,7 @@ def test_alibi_and_fox_have_the_weights_of_the_loop_reference(name, tokens):
             gate = [[dot(w[h], row) + b[h] for row in x[0].tolist()] for h in (0, 1)]
             decay = [[[-math.log1p(math.exp(-z)) for z in head] for head in gate]]
         expected = weights_of_batch(name, q, k, decay=torch.tensor(decay, dtype=torch.float64))
-        got, _ = layer_weights(model, tokens[0], 1)
+        got, _, _ = layer_weights(model, tokens[0], 1)
         torch.testing.assert_close(got, expected[0], rtol=1e-9, atol=1e-12)
 
 
@@ -192,7 +192,7 @@ def test_shifted_keys_have_the_weights_of_the_loop_reference_on_the_keys_before(
     before = k.clone()
     for place in range(1, 45):
         before[:, :, place] = k[:, :, place - 1]
-    got, _ = layer_weights(model, tokens[0], 1)
+    got, _, _ = layer_weights(model, tokens[0], 1)
     expected = weights_of_batch(name, q, before)[0]
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
     assert not torch.allclose(got, weights_of_batch(name, q, k)[0])

@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lssar.errors import UserError
+from modelling.config import WEIGHTS_VERSION, ModelConfig
 from support import files
 from training.config import Config, parse_config
-from training.model_config import WEIGHTS_VERSION, ModelConfig
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 

@@ -19,9 +19,9 @@ from typing import NoReturn
 
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
+from modelling.config import Layer, ModelConfig, preset
 from support.files import read_text
 from training.batch_plan import batch_plan
-from training.model_config import Layer, ModelConfig, preset
 from training.sections import (
     RULES,
     AttentionSection,

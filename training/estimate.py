@@ -14,12 +14,12 @@ from lssar.backends import BACKENDS, Call, choose_backend
 from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
 from lssar.reference import resolve
+from modelling.config import ModelConfig
+from modelling.losses import CHUNK_LOGITS
 from training.batch_plan import batch_plan
 from training.config import Config
 from training.distributed import World, product_type
 from training.gpus import GPUS, UTILISATION, Gpu, gpu_called, gpu_hours
-from training.losses import CHUNK_LOGITS
-from training.model_config import ModelConfig
 
 __all__ = ["UTILISATION", "batch_plan", "estimate", "gpu_hours"]
 

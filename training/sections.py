@@ -28,7 +28,7 @@ class ModelSection:
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
-    channels: int | None = None  # these: see training/model_config.py; None: a text model's
+    channels: int | None = None  # these: see modelling/config.py; None: a text model's
     outputs: int | None = None
     positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
     pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers

@@ -197,7 +197,7 @@ def test_trained_inputs_are_what_the_layer_sees(checkpoint, tmp_path):
     assert q.shape == k.shape == v.shape == (1, 2, 50, 16)
     model = open_checkpoints([checkpoint])[0].load(torch.device("cpu"))
     tokens = torch.tensor(list(text.read_bytes())[:50])
-    seen, _ = attention_maps.layer_weights(model, tokens, 1)
+    seen, _, _ = attention_maps.layer_weights(model, tokens, 1)
     torch.testing.assert_close(attention_weights(q, k, "lssar")[0], seen)
 
 
@@ -286,7 +286,7 @@ def test_a_single_length_is_drawn_as_bars_and_names_leave_out_what_all_share(tmp
         for quantity in reports.GROWING
         for run, backend in (("Softmax", "sdpa"), ("LSSAR", "cpu"))
     ]
-    assert list(reports.curves(records, "forward_ms", "length")) == ["Softmax, sdpa", "LSSAR, cpu"]
+    assert list(reports.curves(records, "forward_ms")) == ["Softmax, sdpa", "LSSAR, cpu"]
     runs = {run: {"attention": {"name": run.lower()}} for run in ("Softmax", "LSSAR")}
     results = Namespace(records=records, runs=runs)
     png, pdf = reports.draw("attention", results, tmp_path / "x.json")

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from largest_tensor import LargestTensor
 
-from training import losses
-from training.losses import IGNORE, linear_cross_entropy, token_losses
+from modelling import losses
+from modelling.losses import IGNORE, linear_cross_entropy, token_losses
 
 CLASSES, ROWS, WIDTH = 37, 41, 12
 

@@ -173,7 +173,7 @@ def test_changed_labels_of_orbits_are_other_data(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--train.batch_tokens=32768"], "558 training sequences.*batch_tokens to 17664 "),
+        (["--train.batch_tokens=32768"], "540 training sequences.*batch_tokens to 17152 "),
         (["--train.batch_tokens=1099511627776", "--train.micro_batch=1"], "set .*batch_tokens to"),
         (
             [f"--{k}=4096" for k in ("train.length", "train.batch_tokens", "eval.tokens")]
@@ -198,15 +198,15 @@ def test_too_few_data_are_refused_before_the_first_step(corpus, tmp_path, more, 
 def test_a_small_validation_set_is_taken_whole_and_a_long_warm_up_is_cut(corpus, tmp_path, capfd):
     given = ("--eval.tokens=32000", "--train.steps=20", "--train.warmup=100", "--dry-run")
     assert train_here(*arguments(corpus, tmp_path, *given)) == 0
-    assert "validation takes the 3,328 tokens there are" in capfd.readouterr().out
+    assert "validation takes the 3,904 tokens there are" in capfd.readouterr().out
     assert train_here(*arguments(corpus, tmp_path, *given[:-1])) == 0
     said = capfd.readouterr().err
-    assert "validation takes the 3,328 tokens there are" in said
+    assert "validation takes the 3,904 tokens there are" in said
     assert "train.warmup = 100 is longer than train.steps = 20; cut to 2" in said
 
 
 def test_the_sizes_that_are_offered_are_possible(corpus, tmp_path):
-    offered = ("--eval.tokens=3328", "--train.batch_tokens=17664", "--train.steps=1")
+    offered = ("--eval.tokens=3904", "--train.batch_tokens=17152", "--train.steps=1")
     assert train_here(*arguments(corpus, tmp_path, *offered, "--train.warmup=1")) == 0
 
 
