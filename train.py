@@ -233,8 +233,7 @@ def warn_of_changes(
 ) -> None:
     """Warn if data or machine are not those of the checkpoint; refuse other data."""
     folder = batches.train_set.directory
-    share = slice(world.rank, None, world.size)
-    changed = resumed(state["data"], data, folder, accept_data, share)
+    changed = resumed(state["data"], data, folder, accept_data)
     for warning in (changed, other_machine(state["machine"], machine(world))):
         if warning:
             log.say(f"warning: {warning}")

@@ -1,8 +1,7 @@
 """Which data a run reads, recorded in its checkpoints so that `--resume` notices other data.
 
-A shard in the manifest is known by its sha256 there, and read again only where its time stamp has
-changed, as in a copied or edited set: bytes changed under an unchanged time stamp are found by
-`data/prepare.py verify` alone. Other files are known by a sample of their bytes.
+A shard in the manifest is known by its sha256 there, which was compared when the set was opened
+(data/checked.py). Other files are known by a sample of their bytes.
 """
 
 import hashlib
@@ -43,14 +42,9 @@ def _hash(path: Path, size: int) -> str:
     return SAMPLED + digest.hexdigest()
 
 
-def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice) -> str | None:
-    """Refuse data other than the saved unless accepted; returns a warning, if there is one."""
+def resumed(saved: dict, now: dict, directory: Path, accept: bool) -> str | None:
+    """Refuse data other than the saved unless accepted; return a warning, if there is one."""
     other = list(_differences(saved, now))
-    touched = {} if other else {n: f for n, f in now["files"].items() if f != saved["files"][n]}
-    sampled = [name for name, file in touched.items() if file["content"].startswith(SAMPLED)]
-    for name in sorted(touched.keys() - sampled)[share]:  # the processes share the reading
-        if sha256_of(directory / name) != touched[name]["content"]:
-            other.append(f"{name}: other contents than {MANIFEST} says")
     if other:
         listed = "; ".join(other if len(other) < 4 else [*other[:3], f"and {len(other) - 3} more"])
         if accept:
@@ -58,6 +52,8 @@ def resumed(saved: dict, now: dict, directory: Path, accept: bool, share: slice)
         remedy = "set data.directory to the original data, or add --accept-data to train on these"
         contradicts = "--resume contradicts the data of the checkpoint (saved -> now)"
         raise UserError(f"{contradicts}: {listed}; {remedy}")
+    touched = [name for name, file in now["files"].items() if file != saved["files"][name]]
+    sampled = [name for name in touched if now["files"][name]["content"].startswith(SAMPLED)]
     if not sampled:
         return None
     written = f"{directory / sampled[0]} was written since the checkpoint"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.checked import refuse_changed
 from data.tokeniser import TOKENISERS, Tokeniser
 from lssar.errors import UserError
 from support.files import digest, json_record, open_regular, reading, sha256_of, unseal
@@ -131,7 +132,10 @@ class TokenSet:
 def open_split(
     directory: str | Path, split: str, *, vocab_size: int | None = None, command: str = PREPARE
 ) -> TokenSet:
-    """The `train` or `val` shards of a folder, checked, for a model with this vocabulary."""
+    """Open the `train` or `val` shards of a folder for a model with this vocabulary.
+
+    Their headers are checked, and their contents where a manifest has checksums.
+    """
     directory = Path(directory)
     if not directory.exists():
         raise UserError(f"{directory} does not exist; make it with: {command}")
@@ -149,6 +153,8 @@ def open_split(
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
+    if manifest:
+        refuse_changed(directory, {shard.name: shard.sha256 for shard in chosen}, MANIFEST)
     return TokenSet(directory, chosen, tokeniser=tokeniser, vocab_size=limit)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from data.prepare import main
 from data.shards import describe_set, header_bytes, open_split, read_manifest, verify
 from lssar.errors import UserError
+from support.files import sha256_of
 
 LINE = "Ünïcode and plain text, line by line.\n"
 STREAM = np.random.default_rng(5).integers(0, 50257, 5000, dtype=np.uint16)
@@ -99,6 +100,53 @@ def test_a_prepared_set_knows_its_tokeniser(prepared):
     found, manifest = verify(prepared), read_manifest(prepared)
     assert found == manifest["tokens"]
     assert sum(found.values()) == len((LINE * 100).encode()) + manifest["documents"]
+
+
+def test_a_shard_is_hashed_when_it_is_first_seen_and_again_when_it_looks_different(
+    prepared, monkeypatch
+):
+    """With flipped tokens, training and evaluation went on and recorded the manifest's hash."""
+    hashed = []
+    monkeypatch.setattr(
+        "data.checked.sha256_of", lambda path: hashed.append(path.name) or sha256_of(path)
+    )
+    monkeypatch.setattr("data.checked.TICK", -(10**9))  # as if the files were older than that
+    names = sorted(path.name for path in prepared.glob("*_train_*.bin"))
+    assert len(names) == 3
+    for expected in (names, []):  # remembered, from one opening to the next
+        hashed.clear()
+        open_split(prepared, "train")
+        assert hashed == expected
+    with (prepared / ".checked.jsonl").open("a") as file:
+        file.write('{"name": "text_tr')  # a kill
+    shard = prepared / names[1]
+    before = shard.stat()
+    sound = shard.read_bytes()
+    for damaged in (sound[:-2] + b"\x07\0", sound):
+        shard.write_bytes(damaged)
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if untouched
+        hashed.clear()
+        if damaged != sound:
+            refuses(
+                prepared, rf"{names[1]} is damaged: its sha256 is \w+\.\.\., manifest\.json says"
+            )
+        else:
+            open_split(prepared, "train")
+        assert hashed == [names[1]]
+    verify(prepared)
+
+
+def test_a_link_in_place_of_what_is_remembered_is_not_followed(prepared, monkeypatch):
+    monkeypatch.setattr("data.checked.TICK", -(10**9))
+    (prepared / ".checked.jsonl").symlink_to(prepared / "elsewhere")  # not written through either
+    open_split(prepared, "train")
+    assert not (prepared / "elsewhere").exists()
+
+
+def test_a_shard_of_this_instant_is_hashed_again(prepared):
+    """It could change once more without another time."""
+    open_split(prepared, "train")
+    assert not (prepared / ".checked.jsonl").exists()
 
 
 def test_thousands_of_shards_need_few_descriptors(tmp_path):

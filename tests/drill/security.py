@@ -130,7 +130,7 @@ def malicious_checkpoint(times: int, folder: Path) -> Told:
         for file in ("trainer.pt", "model.safetensors"):
             path = write_checkpoint(folder / f"{name}-{file}", tiny_model())
             description = json.loads((path / "model.json").read_text())
-            del description["sha256"], description["files"]  # the attacker's, who vouches for it
+            del description["files"]  # the attacker's, who vouches for it
             (path / "model.json").write_text(json.dumps(description))
             (path / file).write_bytes(bomb.getvalue())
             reader = read_trainer if file == "trainer.pt" else load_model

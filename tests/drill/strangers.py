@@ -18,6 +18,7 @@ import eval_extrapolation
 import generate
 import train
 from lssar import cpu
+from data.shards import open_split
 from training.checkpoint import Store
 
 from .attack import Told, attack
@@ -105,21 +106,28 @@ def checkpoints_of(runs: Path) -> dict[str, bytes]:
     }
 
 
-@attack("input", "a validation set too small for `eval.tokens`", full=6, short=2)
+@attack("input", "a validation set too small for `eval.tokens`, or for one window", full=6, short=2)
 def tiny_validation(times: int, folder: Path) -> Told:
     subject, log = a_training(), folder / "log"
-    nearest = 3328  # of 3,343 tokens in windows of 32, the last of which needs a successor
+    tokens = open_split(subject.corpus, "val").total_tokens
+    there = (tokens - 1) // 32 * 32  # the last one of a window needs a successor
     for number in range(times):
+        runs = fresh(folder / "runs")
+        if number % 2:
+            too_long = (f"--train.length={2**13}", f"--train.batch_tokens={2**13}")
+            one = ("--train.micro_batch=1", f"--eval.tokens={2**13}")
+            line = refused(train.main, subject.arguments(runs, *too_long, *one), log)
+            assert str(tokens) in line and str(subject.corpus) in line, line
+            assert not list(folder.rglob("step-*")), log.read_text()
+            continue
         asked = (131_072, 4000, 32 * 10**6)[number // 2 % 3]
-        command = [f"--eval.tokens={asked}", *(["--dry-run"] if number % 2 else [])]
-        line = refused(train.main, subject.arguments(fresh(folder / "runs"), *command), log)
-        assert str(nearest) in line and str(subject.corpus) in line, line
-        shown = log.read_text()
-        assert "step 1/" not in shown and not list(folder.rglob("step-*")), shown
-    finish(train.main, subject.arguments(folder / "runs", f"--eval.tokens={nearest}"), log)
+        few = ("--train.steps=2", "--train.warmup=1")
+        command = subject.arguments(runs, f"--eval.tokens={asked}", *few)
+        shown = finish(train.main, command, log)
+        assert f"validation takes the {there:,} tokens there are" in shown, shown
     return Told(
-        "refused at the start and in a dry run, before any step, with the largest value that fits; "
-        "with that one the run ends",
+        "all there are were taken, with a notice; where there is not one window, the run was "
+        "refused before any step",
         times=times,
     )
 

@@ -20,7 +20,6 @@ from physics.simulate import main as simulate
 from training.checkpoint import TRAINER, find, load_moments, read_trainer
 from training.optimiser import parameter_groups
 
-ALL = slice(None)
 CONSTANT = ("--train.schedule=constant", "--train.warmup=2")
 
 
@@ -81,8 +80,7 @@ def test_a_shard_changed_in_place_is_refused_by_name(corpus, six_steps, tmp_path
     shutil.copytree(corpus, copy)
     (shard,) = copy.glob(f"*_{split}_*.bin")
     overwrite(shard, shard.stat().st_size - 2, b"\x07\x00")
-    touch(shard)  # some file systems have coarse time stamps
-    with pytest.raises(UserError, match=f"{shard.name}: other contents than manifest.json says"):
+    with pytest.raises(UserError, match=f"{shard.name} is damaged: .*manifest.json says"):
         resume(six_steps, copy, tmp_path / "runs")
 
 
@@ -99,7 +97,7 @@ def test_a_copied_corpus_continues_bit_for_bit_without_a_word(corpus, six_steps,
 
 def check(saved: dict, folder: Path, accept: bool = False) -> str | None:
     now = identity(open_split(folder, "train"), open_split(folder, "val"))
-    return resumed(saved, now, folder, accept, ALL)
+    return resumed(saved, now, folder, accept)
 
 
 def test_shards_without_a_manifest_are_known_by_their_sizes_and_samples(tmp_path):
@@ -122,24 +120,6 @@ def test_shards_without_a_manifest_are_known_by_their_sizes_and_samples(tmp_path
     write_set(tmp_path, train=[small, large, small], val=[small[1:]])
     with pytest.raises(UserError, match=r"x_train_000003\.bin: added; x_val_0+\.bin: 11024 -> "):
         check(saved, tmp_path)
-
-
-def test_every_process_reads_its_share_of_the_touched_shards(corpus, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(corpus, copy)
-    sets = open_split(copy, "train"), open_split(copy, "val")
-    saved = identity(*sets)
-    (shard,) = copy.glob("*_train_*.bin")
-    for file in copy.glob("*.bin"):
-        touch(file)
-    overwrite(shard, 2000, b"\x07\x00")
-    found = []
-    for rank in range(3):
-        try:
-            resumed(saved, identity(*sets), copy, False, slice(rank, None, 3))
-        except UserError as error:
-            found.append(str(error))
-    assert len(found) == 1 and shard.name in found[0]
 
 
 def test_changed_labels_of_orbits_are_other_data(tmp_path):
@@ -166,7 +146,7 @@ def test_changed_labels_of_orbits_are_other_data(tmp_path):
     labels = tmp_path / "forces/labels_train.npy"
     overwrite(labels, labels.stat().st_size - 1, b"\x42")
     with pytest.raises(UserError, match=r"labels_train\.npy: other contents"):
-        resumed(saved, now(), tmp_path / "forces", False, ALL)
+        resumed(saved, now(), tmp_path / "forces", False)
 
 
 @pytest.mark.parametrize("dry", [True, False])

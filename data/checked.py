@@ -1,0 +1,82 @@
+"""Which shards were compared with the manifest's sha256, so that each is read for it only once.
+
+`.checked.jsonl` beside the shards has a line per comparison: the name, the sha256, and what the
+file looked like. A file with another size, time or inode is read again; a copied one always is, as
+nobody can set the time of its last change of status. Where the folder cannot be written, nothing
+is remembered.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from lssar.errors import UserError
+from support.files import DAMAGE, read_text, reading, sha256_of
+
+CHECKED = ".checked.jsonl"
+TICK = 2 * 10**9  # nanoseconds in which a file could change without another time
+WORTH_A_WORD = 2**30  # bytes
+
+
+def refuse_changed(directory: Path, shards: dict[str, str], manifest: str) -> None:
+    """Raise for a shard that does not have the sha256 given by its name."""
+    known = _remembered(directory)
+    unknown = []
+    for name, sha256 in shards.items():
+        entry = {"name": name, "sha256": sha256} | _look(directory / name)
+        if entry not in known.get(name, ()):
+            unknown.append(entry)
+    size = sum(entry["bytes"] for entry in unknown)
+    if size > WORTH_A_WORD:
+        what = f"{len(unknown)} shards of {directory}, {size / 1e9:.1f} GB"
+        print(f"comparing {what}, with {manifest}, once", file=sys.stderr)
+    compared = []
+    for entry in unknown:
+        path = directory / entry["name"]
+        found = sha256_of(path)
+        if found != entry["sha256"]:
+            raise UserError(
+                f"{path} is damaged: its sha256 is {found[:12]}..., "
+                f"{manifest} says {entry['sha256'][:12]}...; prepare or download it again"
+            )
+        if entry["ctime_ns"] < time.time_ns() - TICK:
+            compared.append(entry)
+    _remember(directory, compared)
+
+
+def _look(path: Path) -> dict[str, int]:
+    with reading(path):
+        status = path.stat()
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    return {"bytes": status.st_size, "inode": status.st_ino} | times
+
+
+def _remembered(directory: Path) -> dict[str, list[dict]]:
+    """Return the comparisons by the name of the shard."""
+    try:
+        lines = read_text(directory / CHECKED, errors="replace").splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        with contextlib.suppress(*DAMAGE):  # a kill may cut a line short
+            entry = json.loads(line)
+            found.setdefault(entry["name"], []).append(entry)
+    return found
+
+
+def _remember(directory: Path, entries: list[dict]) -> None:
+    """Append in one call: several processes may do so at once."""
+    if not entries:
+        return
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = os.open(directory / CHECKED, flags, 0o666)
+        try:
+            os.write(handle, f"\n{lines}".encode())  # after a torn line
+        finally:
+            os.close(handle)
