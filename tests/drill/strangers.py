@@ -17,8 +17,8 @@ import data.prepare
 import eval_extrapolation
 import generate
 import train
-from lssar import cpu
 from data.shards import open_split
+from lssar import cpu
 from training.checkpoint import Store
 
 from .attack import Told, attack
