@@ -195,6 +195,8 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
         "--log.name=\0",
         "--log.name=\udcff",
         "--log.directory=a\0b",
+        "--log.directory=",
+        "--data.directory=",
         "--data.directory=\udcff",
         "--train.lr=" + "9" * 400,
         "--train.steps=" + "9" * 5000,

@@ -11,11 +11,13 @@ RULES = {
     "must be 0 or more": lambda x: x >= 0,
     "must be in [0, 1)": lambda x: 0 <= x < 1,
     "must not have a zero byte": lambda text: "\0" not in text,
+    "must name a folder; . is the current one": lambda text: text and "\0" not in text,
 }
 Count, CountOrZero = Annotated[int, "must be above 0"], Annotated[int, "must be 0 or more"]
 Positive, NotNegative = Annotated[float, "must be above 0"], Annotated[float, "must be 0 or more"]
 Beta = Annotated[float, "must be in [0, 1)"]
 PathText = Annotated[str, "must not have a zero byte"]
+FolderText = Annotated[str, "must name a folder; . is the current one"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class LocalSection:  # what local layers have in place of [attention] and model.
 
 @dataclass(frozen=True)
 class DataSection:
-    directory: PathText = "corpora/fineweb10B"
+    directory: FolderText = "corpora/fineweb10B"
     prepare: str = "data/prepare.py fineweb"  # what makes it, but for --out
     shuffle: bool = True  # windows in a seeded order, each once per epoch
     document_mask: bool = False  # a token sees its own document only
@@ -117,7 +119,7 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class LogSection:
     name: str = ""  # of the run; empty: the config file's name
-    directory: PathText = "runs"
+    directory: FolderText = "runs"
     interval: Count = 10
     wandb: bool = False
     wandb_project: str = "lssar"

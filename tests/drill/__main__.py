@@ -35,7 +35,7 @@ from support.command import Parser, run
 from support.command import revision as git_revision
 from support.files import write_json
 
-from . import crashes, fuzzing, load, numbers, rot, security, storage, strangers  # noqa: F401
+from . import crashes, events, fuzzing, load, numbers, rot, security, storage, strangers  # noqa: F401
 from .attack import ATTACKS, GROUPS, Attack
 from .children import die_with
 from .subjects import shared, warm
