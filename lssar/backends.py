@@ -158,7 +158,7 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None)
         spans=not span.full,
         grouped=q.shape[1] != k.shape[1],
         decays=decay is not None,
-        transformed=not torch.compiler.is_compiling() and _is_transformed(),
+        transformed=_is_transformed(),
     )
 
 

@@ -165,5 +165,15 @@ def test_forward_mode_derivatives_are_those_of_eager():
         options = {"strategy": "forward-mode", "vectorize": True}
         found = jacobian(partial(attend, k=k, v=v, mechanism=name), q, **options)
         torch.testing.assert_close(found.flatten(4) @ tangent.flatten(), got, rtol=1e-3, atol=1e-4)
+        compiled = torch.compile(partial(attend, mechanism=name), backend="aot_eager")
+        compiled(q, k, v)
+        _, outside = torch.func.jvp(lambda q, f=compiled: f(q, k, v), (q,), (tangent,))
+        torch.testing.assert_close(outside, got, msg=f"{name}, jvp of a compiled function")
+
+        @torch.compile(backend="aot_eager")
+        def derivative(q, name=name):
+            return torch.func.jvp(lambda q: attend(q, k, v, name), (q,), (tangent,))[1]
+
+        torch.testing.assert_close(derivative(q), got, msg=f"{name}, jvp while compiling")
     with forward_ad.dual_level(), pytest.raises(UserError, match="forward-mode AD"):
         attend(forward_ad.make_dual(q, tangent), k, v, "lssar", backend="cpu")
