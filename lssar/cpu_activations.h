@@ -167,8 +167,9 @@ struct Gelu {  // x Phi(x), Phi the normal distribution
   }
 
  private:
-  static vf density(vf x) {  // exp(-x^2 / 2)
-    return Exp::below_one(x * x * all(-0.5f * LOG2_E));
+  static vf density(vf x) {  // exp(-x^2 / 2), zero where Phi, 1 / 32 of it, is no normal number
+    vf t = x * x * all(-0.5f * LOG2_E);
+    return where(t < all(LOWEST + 5.f), all(0.f), Exp::below_one(t));
   }
   static vf distribution(vf x, vf e) {  // erfc(z) exp(z^2) is a polynomial of 1 / (1 + 0.3 z)
     vf z = absolute(x) * all(0.70710678f), t = inverse(all(1.f) + all(0.3f) * z) - all(0.5f);

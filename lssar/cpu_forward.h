@@ -247,15 +247,16 @@ void norms(const Strip& strip, PlainRows& rows) {
 }
 
 // Sums of weights times values are of weights times UNIT where they would overflow: weights add up
-// to less than 2^31, so these are finite, and their mean is if v is.
-constexpr float UNIT = 0x1p-32f;
+// to less than 2^31, so these are finite, and their mean is if v is. They are of weights over UNIT
+// where a row's weights add up to less than FAINT: their products with values would vanish.
+constexpr float UNIT = 0x1p-32f, FAINT = 0x1p-90f;
 
-// to[x] = value(x) / unit; whether all is finite. In another unit than 1 only what was not finite
-// before is replaced.
+// to[x] = value(x) / unit; whether all is finite. In UNIT only what was not finite before is
+// replaced.
 template <class F>
 inline bool write_row(float* to, int64_t d, float unit, F&& value) {
-  if (unit == 1.f)
-    for (int64_t x = 0; x < d; x++) to[x] = value(x);
+  if (unit != UNIT)
+    for (int64_t x = 0; x < d; x++) to[x] = value(x) / unit;
   else
     for (int64_t x = 0; x < d; x++)
       if (!std::isfinite(to[x])) to[x] = value(x) / unit;
@@ -267,16 +268,24 @@ inline const double* sums_before(const Block& block, const ForwardScratch& at, i
   return at.prefix + (key - block.task.from) * block.task.dv;
 }
 
+struct Unfit {  // rows of a block whose sums have to be taken in another unit
+  bool large = false, faint = false;
+};
+
 // With RECENTRE the guide is the output without the mean.
-bool write_plain(const Block& block, const ForwardScratch& at, const PlainRows& rows, float unit) {
+Unfit write_plain(const Block& block, const ForwardScratch& at, const PlainRows& rows, float unit) {
   const Task& task = block.task;
   const Call& c = task.call;
-  bool all_finite = true;
+  Unfit unfit;
   for (int r = 0; r < block.rows; r++) {
+    bool faint = c.has(L1) && rows.total[r] > 0 && rows.total[r] < FAINT;
+    unfit.faint |= faint;
+    if (unit > 1.f && !faint) continue;
     bool recentre = c.has(RECENTRE) && block.lo[r] < block.hi[r];
     float *to = block.of(c.out, r), *sum = at.out + r * task.vcols;
     if (recentre && c.guide.data) to = block.of(c.guide, r);
-    all_finite &= write_row(to, task.dv, unit, [&](int64_t x) { return sum[x] * rows.inverse[r]; });
+    unfit.large |=
+        !write_row(to, task.dv, unit, [&](int64_t x) { return sum[x] * rows.inverse[r]; });
     if (recentre) {
       const float* base = to;
       to = block.of(c.out, r);
@@ -292,11 +301,11 @@ bool write_plain(const Block& block, const ForwardScratch& at, const PlainRows& 
     stat[0] = std::isfinite(rows.top[r]) ? rows.top[r] : 0.f;
     stat[3] = rows.inverse[r], stat[6] = rows.again[r], stat[7] = rows.pull[r];
   }
-  return all_finite;
+  return unfit;
 }
 
 template <class Phi>
-bool plain_block(Block& block, const ForwardScratch& at, float unit) {
+Unfit plain_block(Block& block, const ForwardScratch& at, float unit) {
   const Task& task = block.task;
   PlainRows rows;
   int64_t start = block.lo_all / PANEL * PANEL;

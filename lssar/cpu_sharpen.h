@@ -342,8 +342,10 @@ void forward_block(const Task& task, const ForwardScratch& at, int64_t head, int
   if (task.sharp()) {
     if constexpr (CAN_SHARPEN<Phi>)
       c.guide.data ? sharp_block<Phi, true>(block, at) : sharp_block<Phi, false>(block, at);
-  } else if (!plain_block<Phi>(block, at, 1.f) && c.has(L1)) {
-    plain_block<Phi>(block, at, UNIT);
+  } else {
+    Unfit unfit = plain_block<Phi>(block, at, 1.f);
+    if (unfit.large && c.has(L1)) plain_block<Phi>(block, at, UNIT);
+    if (unfit.faint) plain_block<Phi>(block, at, 1.f / UNIT);
   }
   for (int r = 0; r < block.rows; r++) {
     if (!block.bad[r]) continue;

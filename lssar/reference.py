@@ -22,15 +22,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "relu6": F.relu6,
-    "gelu": F.gelu,
+    "gelu": lambda x: x * torch.erfc(-x / math.sqrt(2)) / 2,  # F.gelu loses all digits below -5
     "sigmoid": torch.sigmoid,
     "softplus": F.softplus,
     "mish": F.mish,
 }
 
-# Activations that are about e^x far below zero. They count as zero where e^x is no normal number,
-# below -87.3 in float32: what would be left of its digits differs from one backend to another.
-VANISHING = ("sigmoid", "softplus", "mish")
+# Activations that are about e^x far below zero; gelu is about x e^(-x^2/2) / 32. They count as zero
+# where that is no normal number, in float32 below -87.3, or -12.9: what would be left of its digits
+# differs from one backend to another.
+VANISHING = ("sigmoid", "softplus", "mish", "gelu")
 
 # Rows 1..3 are not shifted: with so few keys nothing would be left above the mean.
 UNSHIFTED_ROWS = 3
@@ -202,7 +203,10 @@ def _activate(x: Tensor, visible: Tensor, m: Mechanism) -> Tensor:
         return (x - top.masked_fill(top == -torch.inf, 0)).exp()
     a = ACTIVATIONS[m.phi](x)
     if m.norm == "l1" and m.phi in VANISHING and not m.cosine:
-        visible = visible & (x >= math.log(torch.finfo(x.dtype).tiny))
+        lowest = math.log(torch.finfo(x.dtype).tiny)
+        if m.phi == "gelu":
+            lowest = -math.sqrt(-2 * (lowest + math.log(32)))
+        visible = visible & (x >= lowest)
     return a.masked_fill(~visible, 0)
 
 
