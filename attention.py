@@ -110,7 +110,7 @@ class Attention(nn.Module):
         decay = self.decay(k, *gates)
         if m.sinks and self.positions == "rope":
             q, k = self.near_sinks(q, k, rope[2:])
-        options = {"params": self.head_scale, "decay": decay, "backend": self.backend}
+        options = {"head_scale": self.head_scale, "decay": decay, "backend": self.backend}
         if mask is not None:
             out = attend_padded(q, k, v, m, mask, shift=self.shift, **options)
         else:

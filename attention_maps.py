@@ -62,7 +62,7 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tenso
     gates = () if attention.forget is None else (attention.gates(x),)
     decay = attention.decay(k, *gates)
     k = shifted_keys(k, first) if attention.shift else k
-    options = {"first": first, "params": attention.head_scale, "decay": decay}
+    options = {"first": first, "head_scale": attention.head_scale, "decay": decay}
     cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
     weights = attention_weights(q, k, attention.mechanism, **options)
     return weights[0].cpu(), cosines[0].cpu(), attention.mechanism.window

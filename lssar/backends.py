@@ -5,11 +5,14 @@ takes a call only if every part of it is declared; whatever nobody declares is c
 reference, row block by row block or at once, and never by something else.
 """
 
+import contextlib
 import functools
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +26,10 @@ from lssar.reference import (
     check_shapes,
     decay_of,
     grouped_product,
+    head_scale_of,
     no_autocast,
     over_root_d,
-    parameters_of,
+    renamed_head_scale,
     resolve,
     weights_of_span,
 )
@@ -45,14 +49,18 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mechanism: str | Mechanism,
+    mechanism: str | Mechanism = "lssar",
     *,
     first: Tensor | None = None,
-    params: Tensor | None = None,
+    head_scale: Tensor | None = None,
     decay: Tensor | None = None,
     backend: str = "auto",
+    params: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of q (B, H, Lq, d) over k, v (B, G, Lk, d).
+
+        q, k, v = torch.randn(3, 1, 8, 1024, 64).unbind()
+        out = attend(q, k, v)  # LSSAR
 
     The last query stands at the last key. Each of the G heads of k and v serves H / G heads of q in
     turn; v may be of another width than q and k.
@@ -60,26 +68,31 @@ def attend(
     `mechanism` is a name or a `Mechanism`.
     `first` (B, Lq) or (Lq,) is the place of the first key that each row sees; `lssar.spans` makes
     it: windows, packed documents, padding.
-    `params` (H,) holds the learnable scalar of each head, for `ssmax` and `relu-shen`; absent, the
-    paper's initial value.
+    `head_scale` (H,) holds the learnable scalar of each head, for `ssmax` and `relu-shen`; absent,
+    the paper's initial value.
     `decay` (B, H, Lk) or (1, H, Lk) is the log of what each step forward leaves of the keys before
     it: a score gains the decays of the steps from its key to its query. A constant per head is
     ALiBi, a gate made of the hidden state a forgetting transformer.
-    `backend` is "auto" for the fastest that supports the call, or one of `BACKENDS` to insist on.
+    `backend` is one of `BACKENDS` to insist on, or "auto" for what `lssar.backend` or the variable
+    LSSAR_BACKEND names, and else for the fastest that supports the call.
+    `params` is the old name of `head_scale`.
     """
     check_shapes(q, k, v)
     if torch.jit.is_tracing():
         raise UserError(
-            "torch.jit.trace cannot record attention; use torch.export or torch.compile"
+            "torch.jit.trace cannot record attention; use torch.export, torch.compile, or "
+            "torch.onnx.export(..., dynamo=True)"
         )
-    m = resolve(mechanism, keys=k.shape[2])
-    params = parameters_of(m, params, q)
+    if params is not None:
+        head_scale = renamed_head_scale(head_scale, params)
+    m = resolve(mechanism, k.shape[2])
+    head_scale = head_scale_of(m, head_scale, q)
     decay = decay_of(decay, q, k)
     span = span_of(first, m, q, k)
     chosen = _chosen(backend, m, _describe(q, k, v, span, decay))
     if decay is None:
-        return chosen.run(q, k, v, m, params, span)
-    return chosen.run(q, k, v, m, params, span, decay)
+        return chosen.run(q, k, v, m, head_scale, span)
+    return chosen.run(q, k, v, m, head_scale, span, decay)
 
 
 def attend_padded(
@@ -93,6 +106,9 @@ def attend_padded(
     **options: Any,
 ) -> Tensor:
     """Attend to the keys that `mask` (B, n) allows; the queries are the last Lq of these n.
+
+        mask = tokens != PADDING  # (B, n)
+        out = attend_padded(q, k, v, "lssar", mask)
 
     Keys from n on do not exist yet: a cache with room for more may be given whole. Padding may be
     to the left, to the right or, in a cache, between the two; a row gives what its sequence gives
@@ -126,8 +142,7 @@ def attend_padded(
 # --- a call and what a backend offers ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What the choice of a backend depends on, besides the mechanism."""
 
     device: str  # "cpu", "cuda", "mps"
@@ -145,18 +160,23 @@ class Call:
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None) -> Call:
-    alike = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
+    device = q.device.type
+    dtype = q.dtype
+    batch, heads, queries, head_dim = q.shape
+    groups, keys = k.shape[1:3]
+    compiled = torch.compiler.is_compiling()
+    alike = dtype == k.dtype == v.dtype or torch.is_autocast_enabled(device)
     return Call(
-        device=q.device.type,
-        dtype=q.dtype,
-        entries=q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2],
-        head_dim=q.shape[3],
-        compiled=torch.compiler.is_compiling(),
+        device=device,
+        dtype=dtype,
+        entries=batch * heads * queries * keys,
+        head_dim=head_dim,
+        compiled=compiled,
         value_dim=v.shape[3],
         mixed=not alike,
-        keys=k.shape[2],
+        keys=keys,
         spans=not span.full,
-        grouped=q.shape[1] != k.shape[1],
+        grouped=heads != groups,
         decays=decay is not None,
         transformed=_is_transformed(),
     )
@@ -169,7 +189,7 @@ def _is_transformed() -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention: `run(q, k, v, mechanism, params, span)` and what it supports.
+    """A way to compute attention, `run(q, k, v, mechanism, head_scale, span)`, and its limits.
 
     Of a part of mechanisms that is not named in `parts`, the first value of PARTS is supported.
     """
@@ -186,11 +206,12 @@ class Backend:
             return "torch.func and forward-mode AD cannot transform it; use backend='eager'"
         if self.parts is None:
             return None
-        for part, values in PARTS.items():
-            if getattr(m, part) not in self.parts.get(part, values[:1]):
-                return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
         if m.sharpened and self.device is None:
             return f"it does not compute {m.name!r}: p = {m.p!r}"
+        for part, values in PARTS.items():
+            supported = self.parts.get(part) or values[:1]
+            if getattr(m, part) not in supported:
+                return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
         if m.softcap is not None:
             return f"it does not cap scores: softcap = {m.softcap!r}"
         if call.decays:
@@ -251,18 +272,88 @@ def choose_backend(m: Mechanism, call: Call, *, everywhere: bool = False) -> str
     raise AssertionError("eager takes every call")
 
 
-def _chosen(name: str, m: Mechanism, call: Call) -> Backend:
-    """Return the backend that a caller named, or the fastest one for "auto"."""
-    if name == "auto":
-        name = choose_backend(m, call)
-    elif name not in BACKENDS:
+_preferred = "auto"  # by `backend`, in this process
+_FROM_ENVIRONMENT = os.environ.get("LSSAR_BACKEND") or "auto"
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Compute attention by the named backend, in every thread, wherever a call names none.
+
+        with lssar.backend("eager"):
+            model(tokens)
+
+    The name is one of `BACKENDS`, or "auto". A call that the backend cannot take is a `UserError`.
+    The environment variable LSSAR_BACKEND does the same for a whole process.
+    """
+    global _preferred
+    _check_name(name, "")
+    before = _preferred
+    _preferred = name
+    try:
+        yield
+    finally:
+        _preferred = before
+
+
+def _check_name(name: str, source: str) -> None:
+    if name != "auto" and name not in BACKENDS:
+        options = ["auto", *BACKENDS]
         raise UserError(
-            f"unknown attention backend {name!r}; {did_you_mean(name, ['auto', *BACKENDS])}"
+            f"{source}unknown attention backend {name!r}; {did_you_mean(name, options)}"
         )
-    elif reason := BACKENDS[name].refuses(m, call) or BACKENDS[name].missing():
-        raise UserError(f"attention backend {name!r} cannot take this call: {reason}")
+
+
+def _chosen(name: str, m: Mechanism, call: Call) -> Backend:
+    """Return the backend that the call, `backend` or the environment names, or the fastest."""
+    source = ""
+    if name == "auto":
+        name = _preferred
+    if name == "auto":
+        name = _FROM_ENVIRONMENT
+        source = "LSSAR_BACKEND: "
+    if name == "auto":
+        name = _fastest(m, call)
+    else:
+        _check_name(name, source)
+        if reason := BACKENDS[name].refuses(m, call) or BACKENDS[name].missing():
+            raise UserError(f"{source}attention backend {name!r} cannot take this call: {reason}")
     _record(m.name, m.window, name)
     return BACKENDS[name]
+
+
+def _fastest(m: Mechanism, call: Call) -> str:
+    if call.compiled and _exporting_to_onnx():
+        return "eager"  # an operator of ours has no meaning in ONNX
+    name = choose_backend(m, call)
+    kernel = KERNELS.get(call.device)
+    if name == "rowblock" and kernel is not None:
+        reason = BACKENDS[kernel].refuses(m, call)
+        if reason is not None:
+            _say_row_blocks(m.name, kernel, reason)
+    return name
+
+
+@_constant
+def _exporting_to_onnx() -> bool:
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
+KERNELS = {"cpu": "cpu", "cuda": "triton"}  # by device
+
+
+@_constant
+@functools.cache
+def _say_row_blocks(mechanism: str, kernel: str, reason: str) -> None:
+    _warn(
+        f"attention {mechanism!r} is computed row block by row block, several times slower than "
+        f"by the {kernel} kernel: {reason}"
+    )
+
+
+def _warn(text: str) -> None:
+    """Warn without a line of our code below the message."""
+    warnings.warn_explicit(text, UserWarning, "lssar", 0)
 
 
 _used: dict[tuple[str, int | None], str] = {}
@@ -281,21 +372,21 @@ def used_backend(m: Mechanism) -> str | None:
 # --- the backends --------------------------------------------------------------------------------
 
 
-def _eager(q, k, v, m: Mechanism, params, span: Span, decay: Tensor | None = None) -> Tensor:
+def _eager(q, k, v, m: Mechanism, head_scale, span: Span, decay: Tensor | None = None) -> Tensor:
     if span.first is not None and not span.sinks:
         v = zero_unseen_values(v, span.first)
     with no_autocast(q):
-        weights = weights_of_span(q, k, m, params, span, decay)
+        weights = weights_of_span(q, k, m, head_scale, span, decay)
         return grouped_product(weights, v.to(weights.dtype)).to(v.dtype)
 
 
-def _sdpa(q, k, v, m: Mechanism, params, span: Span) -> Tensor:
+def _sdpa(q, k, v, m: Mechanism, head_scale, span: Span) -> Tensor:
     """Compute softmax with PyTorch's flash attention; other scales are factors of q."""
     length, keys = q.shape[-2], k.shape[-2]
     if m.scale != "1/sqrt(d)":
         dtype = k.dtype
         row_count = span.counts(q, k).to(torch.promote_types(q.dtype, torch.float32))
-        q, k = over_root_d(q, k, m, params, row_count)
+        q, k = over_root_d(q, k, m, head_scale, row_count)
         q, k = q.to(dtype), k.to(dtype)
     if length == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -319,8 +410,7 @@ def _triton_missing() -> str | None:
 @functools.cache
 def _with_notice(device: str, reason: str | None) -> str | None:
     if reason:
-        text = f"attention runs without its fused {device} kernel, several times slower: {reason}"
-        warnings.warn_explicit(text, UserWarning, "lssar", 0)  # without a line of our code below it
+        _warn(f"attention runs without its fused {device} kernel, several times slower: {reason}")
     return reason
 
 

@@ -92,8 +92,8 @@ def attention_forward(
             what = "its scores are those of cosines; set attn_logit_softcapping to None"
             _refuse(mechanism, config, f"soft-capped scores (softcap = {softcap}): {what}")
         mechanism = replace(mechanism, softcap=softcap)
-    params = getattr(module, hf_models.HEAD_SCALE, None)
-    out = attend_padded(query, key, value, mechanism, seen, params=params)
+    head_scale = getattr(module, hf_models.HEAD_SCALE, None)
+    out = attend_padded(query, key, value, mechanism, seen, head_scale=head_scale)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -173,10 +173,15 @@ OVERRIDES = ("p", "alpha", "train_length", "length", "numerics", "window", "sink
 
 
 def get_mechanism(name: str, **overrides: Any) -> Mechanism:
-    """The registry's entry `name` with `overrides` (any of `OVERRIDES`; None: the default)."""
+    """Return the registry's entry `name` with `overrides` (of `OVERRIDES`; None: the default).
+
+    gentle = get_mechanism("lssar", p=3, window=256)
+    """
     if name not in MECHANISMS:
         raise UserError(f"unknown attention {name!r}; {did_you_mean(name, MECHANISMS)}")
     mechanism = MECHANISMS[name]
+    if not overrides:
+        return mechanism
     for key, value in overrides.items():
         if key not in OVERRIDES:
             raise UserError(

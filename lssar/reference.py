@@ -4,6 +4,7 @@ weights = attention_weights(q, k, "lssar")  # (B, H, Lq, Lk)
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -45,23 +46,29 @@ FLAT = 2.0
 def attention_weights(
     q: Tensor,
     k: Tensor,
-    mechanism: str | Mechanism,
+    mechanism: str | Mechanism = "lssar",
     *,
     first: Tensor | None = None,
-    params: Tensor | None = None,
+    head_scale: Tensor | None = None,
     decay: Tensor | None = None,
+    params: Tensor | None = None,
 ) -> Tensor:
-    """The attention matrix (B, H, Lq, Lk) of queries (B, H, Lq, d) over keys (B, G, Lk, d).
+    """Return the attention matrix (B, H, Lq, Lk) of queries (B, H, Lq, d) over keys (B, G, Lk, d).
+
+        weights = attention_weights(q, k)  # of LSSAR; (weights @ v) is what `attend` returns
 
     Causal, the last query aligned with the last key: query i of Lq sees Lk - Lq + i + 1 keys, or
-    those from first_i on. Each of the G heads of k serves H / G heads of q in turn. `decay` as in
-    `attend`. float64 in, float64 out; any other type is computed, and returned, in float32.
+    those from first_i on. Each of the G heads of k serves H / G heads of q in turn. The options are
+    those of `attend`. float64 in, float64 out; another type is computed, and returned, in float32.
     """
     check_shapes(q, k)
+    if params is not None:
+        head_scale = renamed_head_scale(head_scale, params)
     m = resolve(mechanism, keys=k.shape[2])
-    params, span = parameters_of(m, params, q), span_of(first, m, q, k)
+    head_scale = head_scale_of(m, head_scale, q)
+    span = span_of(first, m, q, k)
     with no_autocast(q):
-        return weights_of_span(q, k, m, params, span, decay_of(decay, q, k))
+        return weights_of_span(q, k, m, head_scale, span, decay_of(decay, q, k))
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:
@@ -72,7 +79,7 @@ def _working_type(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def weights_of_span(q, k, m: Mechanism, params, span: Span, decay: Tensor | None) -> Tensor:
+def weights_of_span(q, k, m: Mechanism, head_scale, span: Span, decay: Tensor | None) -> Tensor:
     """`attention_weights` of arguments that have been checked; the caller turns autocast off."""
     dtype, queries, keys = _working_type(q), q.shape[-2], k.shape[-2]
     q, k = q.to(dtype), k.to(dtype)
@@ -84,36 +91,36 @@ def weights_of_span(q, k, m: Mechanism, params, span: Span, decay: Tensor | None
         visible = visible & ((key >= first[:, None, :, None]) | (key < span.sinks))
     row_count = span.counts(q, k).to(dtype)
 
-    x = _scores(q, k, m, row_count, params)
+    x = _scores(q, k, m, row_count, head_scale)
     if decay is not None:
         x = x + _log_decay(decay, queries).to(dtype)
     if m.norm == "stick":
         return _broken_stick(x, visible, own=key == position)
-    a = _normalise(_activate(x, visible, m), m, row_count, params)
+    a = _normalise(_activate(x, visible, m), m, row_count, head_scale)
     a = _post_step(a, m, row_count, visible)
     if not m.sharpened:
         return a
-    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count, params))
+    return sharpen(a, m, row_count, _score_bound(q, k, m, row_count, head_scale))
 
 
 @torch.no_grad()
-def _score_bound(q, k, m: Mechanism, row_count: Tensor, params) -> Tensor | float:
+def _score_bound(q, k, m: Mechanism, row_count: Tensor, head_scale) -> Tensor | float:
     """The largest score each row could have; its rounding is a few eps of that."""
     d = q.shape[-1]
     if m.cosine:
-        return _cosine_scale(d, m, row_count, params)
+        return _cosine_scale(d, m, row_count, head_scale)
     longest = _of_the_rows(k.norm(dim=-1).cummax(-1).values, q.shape[-2])
     longest = longest.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return (q.norm(dim=-1) * longest / math.sqrt(d)).unsqueeze(-1)
 
 
-def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:
+def _scores(q, k, m: Mechanism, row_count: Tensor, head_scale: Tensor | None) -> Tensor:
     d = q.shape[-1]
     if m.cosine:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        q = q * _cosine_scale(d, m, row_count, params)
+        q = q * _cosine_scale(d, m, row_count, head_scale)
     elif m.scale == "s log N / sqrt(d)":
-        q = q * (_per_head(params) * row_count.log() / math.sqrt(d))
+        q = q * (_per_head(head_scale) * row_count.log() / math.sqrt(d))
     else:
         q = q / math.sqrt(d)
     x = grouped_product(q, k.mT)
@@ -126,12 +133,12 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Ten
     return x
 
 
-def over_root_d(q, k, m: Mechanism, params, row_count: Tensor | None) -> tuple[Tensor, Tensor]:
+def over_root_d(q, k, m: Mechanism, head_scale, row_count: Tensor | None) -> tuple[Tensor, Tensor]:
     """q and k whose product over sqrt(d) is the score, for kernels that compute no other.
 
     `row_count` broadcasts against q (B, H, Lq, d); a scale without N needs none.
     """
-    d, factor = q.shape[-1], _per_head(params) if m.scale.startswith("s ") else 1.0
+    d, factor = q.shape[-1], _per_head(head_scale) if m.scale.startswith("s ") else 1.0
     if m.cosine:
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1)
@@ -148,12 +155,14 @@ def _constant_scale(d: int, m: Mechanism) -> float | None:
     return constant.get(m.scale)
 
 
-def _cosine_scale(d: int, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor | float:
+def _cosine_scale(
+    d: int, m: Mechanism, row_count: Tensor, head_scale: Tensor | None
+) -> Tensor | float:
     """What cos(q, k) is multiplied by."""
     if (constant := _constant_scale(d, m)) is not None:
         return constant
     scale = math.log(d) * row_count.log()
-    return scale if m.scale == "log d log N" else scale * _per_head(params)
+    return scale if m.scale == "log d log N" else scale * _per_head(head_scale)
 
 
 def _log_decay(decay: Tensor, queries: int) -> Tensor:
@@ -210,13 +219,13 @@ def _activate(x: Tensor, visible: Tensor, m: Mechanism) -> Tensor:
     return a.masked_fill(~visible, 0)
 
 
-def _normalise(a: Tensor, m: Mechanism, row_count: Tensor, params: Tensor | None) -> Tensor:
+def _normalise(a: Tensor, m: Mechanism, row_count: Tensor, head_scale: Tensor | None) -> Tensor:
     if m.norm == "l1":
         return _l1(a, signed=m.phi in SIGNED)
     if m.norm == "L":
         return a / m.train_length
     if m.norm == "gamma sqrt(N/2)":
-        return a / (_per_head(params) * (row_count / 2).sqrt())
+        return a / (_per_head(head_scale) * (row_count / 2).sqrt())
     return a
 
 
@@ -259,37 +268,53 @@ def sharpen(stage_one, m: Mechanism, row_count, score_bound: Tensor | float = 0.
     return torch.where(uniform, stage_one, w)
 
 
-def _per_head(params: Tensor | None) -> Tensor:
-    assert params is not None  # `parameters_of` made them
-    return params.view(-1, 1, 1)  # against (B, H, Lq, Lk)
+def _per_head(head_scale: Tensor | None) -> Tensor:
+    assert head_scale is not None  # `head_scale_of` made them
+    return head_scale.view(-1, 1, 1)  # against (B, H, Lq, Lk)
 
 
 # --- what a call means --------------------------------------------------------------------------
 
 
 def resolve(mechanism: str | Mechanism, keys: int) -> Mechanism:
-    """The mechanism of this call, where L is a number."""
+    """Return the mechanism of this call, where L is a number."""
     m = mechanism if isinstance(mechanism, Mechanism) else get_mechanism(mechanism)
     return replace(m, length="train", train_length=keys) if m.length == "current" else m
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
-    given = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
-    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        rule = "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
-    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        rule = "attention needs heads of q that the heads of k and v divide"
-    elif v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3]):
-        rule = "attention needs one value for each key"
-    elif not 1 <= q.shape[2] <= k.shape[2]:
-        rule = "causal attention needs 1 <= Lq <= Lk"
-    elif not all(t.is_floating_point() for t in given.values()):
-        types = ", ".join(f"{name} {t.dtype}" for name, t in given.items())
-        raise UserError(f"attention takes floating-point tensors; got {types}")
-    else:
+    """Raise a `UserError` for tensors that attention does not take."""
+    rule = _broken_rule(q, k, v)
+    if rule is None:
         return
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
-    raise UserError(f"{rule}; got {shapes}")
+    given = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    if rule == FLOATS:
+        found = ", ".join(f"{name} {t.dtype}" for name, t in given.items())
+    else:
+        found = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+    raise UserError(f"{rule}; got {found}")
+
+
+FLOATS = "attention takes floating-point tensors"
+
+
+def _broken_rule(q: Tensor, k: Tensor, v: Tensor | None) -> str | None:
+    if q.dim() != 4 or k.dim() != 4:
+        return "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
+    batch, heads, queries, width = q.shape
+    key_batch, groups, keys, key_width = k.shape
+    if batch != key_batch or width != key_width:
+        return "attention takes q (B, H, Lq, d) and k, v (B, H, Lk, d)"
+    if groups == 0 or heads % groups:
+        return "attention needs heads of q that the heads of k and v divide"
+    if v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3]):
+        return "attention needs one value for each key"
+    if not 1 <= queries <= keys:
+        return "causal attention needs 1 <= Lq <= Lk"
+    floats = q.is_floating_point() and k.is_floating_point()
+    if not floats or (v is not None and not v.is_floating_point()):
+        return FLOATS
+    return None
 
 
 def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -305,16 +330,25 @@ def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return decay.to(_working_type(q))
 
 
-def parameters_of(m: Mechanism, params: Tensor | None, q: Tensor) -> Tensor | None:
-    """The learnable scalar of each head, (H,), in the type the weights are computed in."""
+def head_scale_of(m: Mechanism, head_scale: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the learnable scalar of each head, (H,), in the type the weights are computed in."""
     if m.parameter_init is None:
-        if params is not None:
-            raise UserError(f"attention {m.name!r} has no learnable parameter; leave params out")
+        if head_scale is not None:
+            raise UserError(f"attention {m.name!r} has no learnable scalar; leave head_scale out")
         return None
     heads = q.shape[1]
-    if params is None:
-        params = torch.full((heads,), m.parameter_init, device=q.device, dtype=_working_type(q))
-    if params.shape != (heads,):
-        shape = tuple(params.shape)
-        raise UserError(f"attention {m.name!r} takes params of shape ({heads},), not {shape}")
-    return params.to(_working_type(q))
+    dtype = _working_type(q)
+    if head_scale is None:
+        return torch.full((heads,), m.parameter_init, device=q.device, dtype=dtype)
+    if head_scale.shape != (heads,):
+        shape = tuple(head_scale.shape)
+        raise UserError(f"attention {m.name!r} takes head_scale of shape ({heads},), not {shape}")
+    return head_scale.to(dtype)
+
+
+def renamed_head_scale(head_scale: Tensor | None, params: Tensor) -> Tensor:
+    """Return what was given by the old name, with a warning."""
+    if head_scale is not None:
+        raise UserError("params is the old name of head_scale; give head_scale alone")
+    warnings.warn("params is now called head_scale", DeprecationWarning, stacklevel=3)
+    return params

@@ -21,34 +21,34 @@ BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
 
 
 def attend_by_row_blocks(
-    attend_eager, q, k, v, mechanism: Mechanism, params, span: Span, decay=None
+    attend_eager, q, k, v, mechanism: Mechanism, head_scale, span: Span, decay=None
 ) -> Tensor:
-    """Compute `attend_eager(q, k, v, mechanism, params, span, decay)` block by block."""
+    """Compute `attend_eager(q, k, v, mechanism, head_scale, span, decay)` block by block."""
     batch, heads = q.shape[:2]
     decay = None if decay is None else decay.expand(batch, -1, -1)
     first = span.firsts(q, k)
     if first is not None and len(first) > 1:  # sequences that differ in what they see
         decays = [None] * batch if decay is None else decay.split(1)
         parts = zip(q.split(1), k.split(1), v.split(1), first.split(1), decays, strict=True)
-        out = [_RowBlocks.apply(attend_eager, mechanism, *part, params) for part in parts]
+        out = [_RowBlocks.apply(attend_eager, mechanism, *part, head_scale) for part in parts]
         return torch.cat(out)
     q, k, v, decay = _each(lambda x: x.reshape(1, -1, *x.shape[2:]), (q, k, v, decay))
-    params = None if params is None else params.repeat(batch)  # one of every head
-    out = _RowBlocks.apply(attend_eager, mechanism, q, k, v, first, decay, params)
+    head_scale = None if head_scale is None else head_scale.repeat(batch)  # one of every head
+    out = _RowBlocks.apply(attend_eager, mechanism, q, k, v, first, decay, head_scale)
     return out.view(batch, heads, *out.shape[2:])
 
 
 class _RowBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, attend_eager, mechanism, q, k, v, first, decay, params):
+    def forward(ctx, attend_eager, mechanism, q, k, v, first, decay, head_scale):
         ctx.attend_eager = attend_eager
         ctx.mechanism = mechanism
         ctx.first = first
-        ctx.save_for_backward(q, k, v, params, decay)
+        ctx.save_for_backward(q, k, v, head_scale, decay)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
         for block in _blocks(q, k, first, mechanism.sinks):
-            *qkv, block_params, block_decay = block.of(q, k, v, params, decay)
-            rows = attend_eager(*qkv, mechanism, block_params, block.span, block_decay)
+            *qkv, block_scale, block_decay = block.of(q, k, v, head_scale, decay)
+            rows = attend_eager(*qkv, mechanism, block_scale, block.span, block_decay)
             out[:, block.heads, block.rows] = rows
         return out
 
@@ -69,12 +69,12 @@ class _RowBlocks(torch.autograd.Function):
         grads = []
         for total, x in zip(totals, inputs, strict=True):
             grads.append(None if total is None else total.to(x.dtype))
-        grad_q, grad_k, grad_v, grad_params, grad_decay = grads
-        return None, None, grad_q, grad_k, grad_v, None, grad_decay, grad_params
+        grad_q, grad_k, grad_v, grad_head_scale, grad_decay = grads
+        return None, None, grad_q, grad_k, grad_v, None, grad_decay, grad_head_scale
 
 
 def _each(function, tensors) -> list:
-    """Apply the function to every tensor; params and decay may be None, and stay so."""
+    """Apply the function to every tensor; head_scale and decay may be None, and stay so."""
     return [None if t is None else function(t) for t in tensors]
 
 
@@ -91,12 +91,12 @@ class _Block:
     keys: slice  # that some of these rows see
     span: Span
 
-    def of(self, q, k, v, params: Tensor | None, decay: Tensor | None) -> list[Tensor | None]:
+    def of(self, q, k, v, head_scale: Tensor | None, decay: Tensor | None) -> list[Tensor | None]:
         """Return views of the block's part of each tensor."""
         return [
             q[:, self.heads, self.rows],
             *(x[:, self.shared, self.keys] for x in (k, v)),
-            params if params is None else params[self.heads],
+            head_scale if head_scale is None else head_scale[self.heads],
             decay if decay is None else decay[:, self.heads, self.keys],
         ]
 

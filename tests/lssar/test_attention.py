@@ -124,7 +124,7 @@ def test_weights_equal_the_loop_reference(name, shape):
     q, k, _ = random_qkv(*shape)
     params = params_of(name)
     expected = weights_of_batch(name, q, k, params)
-    got = attention_weights(q, k, name, params=params)
+    got = attention_weights(q, k, name, head_scale=params)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
@@ -139,14 +139,14 @@ def test_attend_is_the_reference_weights_times_the_values(name, backend, lq):
     v = v[..., :11]  # values may be of another width than keys
     params = params_of(name)
     expected = weights_of_batch(name, q, k, params) @ v
-    got = attend(q, k, v, name, params=params, backend=backend)
+    got = attend(q, k, v, name, head_scale=params, backend=backend)
     assert got.shape == (2, 2, lq, 11)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 def output_and_gradients(tensors, name, params, backend):
     leaves = [t.clone().requires_grad_() for t in tensors]
-    out = attend(*leaves, name, params=params, backend=backend)
+    out = attend(*leaves, name, head_scale=params, backend=backend)
     cotangent = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
     return out.detach(), *torch.autograd.grad(out, leaves, cotangent)
 
@@ -215,7 +215,7 @@ def test_a_missing_triton_is_said_once_where_a_gpu_would_have_used_it(monkeypatc
 
 
 @pytest.mark.parametrize("name", LEARNABLE)
-def test_absent_params_are_the_papers_initial_value(name):
+def test_absent_head_scales_are_the_papers_initial_value(name):
     q, k, v = random_qkv(9, 9, 20)
     initial = {"ssmax": 0.43, "relu-shen": 1.0, "cos-ssmax": 1.0}[name]
     expected = weights_of_batch(name, q, k, torch.full((2,), initial, dtype=torch.float64))
@@ -257,9 +257,9 @@ def test_sliding_window_equals_the_masked_reference(name, window):
     params = params_of(name)
     expected = weights_of_batch(name, q, k, params, window=window)
     m = get_mechanism(name, window=window)
-    got = attention_weights(q, k, m, params=params)
+    got = attention_weights(q, k, m, head_scale=params)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-    got = attend(q, k, v, m, params=params)
+    got = attend(q, k, v, m, head_scale=params)
     torch.testing.assert_close(got, expected @ v, rtol=1e-9, atol=1e-12)
 
 
@@ -269,7 +269,7 @@ def test_decay_and_sinks_equal_the_loop_reference(name, settings):
     q, k, v = random_qkv(19, 23, 20)
     params, decay = params_of(name), -torch.rand(1, 2, 23, dtype=torch.float64)
     expected = weights_of_batch(name, q, k, params, decay, **settings)
-    m, options = get_mechanism(name, **settings), {"params": params, "decay": decay}
+    m, options = get_mechanism(name, **settings), {"head_scale": params, "decay": decay}
     torch.testing.assert_close(attention_weights(q, k, m, **options), expected)
     torch.testing.assert_close(attend(q, k, v, m, **options), expected @ v)
 
@@ -437,7 +437,7 @@ def test_gradients_equal_finite_differences(name, backend):
     leaves = (q, k, v) if params is None else (q, k, v, params.requires_grad_())
 
     def function(q, k, v, params=None):
-        return attend(q, k, v, m, params=params, backend=backend)
+        return attend(q, k, v, m, head_scale=params, backend=backend)
 
     assert torch.autograd.gradcheck(function, leaves, fast_mode=False)
 
@@ -449,7 +449,7 @@ def test_sdpa_gradients_equal_the_eager_ones(name):
     grads = []
     for backend in ("sdpa", "eager"):
         params = leaves[3] if name == "ssmax" else None
-        out = attend(q, k, v, name, params=params, backend=backend)
+        out = attend(q, k, v, name, head_scale=params, backend=backend)
         grads.append(torch.autograd.grad(out.square().sum(), leaves))
     for sdpa, eager in zip(*grads, strict=True):
         torch.testing.assert_close(sdpa, eager, rtol=1e-9, atol=1e-11)
@@ -544,7 +544,7 @@ def test_backend_errors_say_why_and_what_exists():
     q, k, v = random_qkv(4, 4, 8)
     with pytest.raises(UserError, match=r"'sdp'.*did you mean 'sdpa'"):
         attend(q, k, v, "softmax", backend="sdp")
-    with pytest.raises(UserError, match=r"'sdpa'.*'lssar': phi = 'softplus'"):
+    with pytest.raises(UserError, match=r"'sdpa'.*'lssar': p = 15"):
         attend(q, k, v, "lssar", backend="sdpa")
     with pytest.raises(UserError, match=r"'sdpa'.*window"):
         attend(q, k, v, get_mechanism("softmax", window=2), backend="sdpa")
@@ -553,10 +553,10 @@ def test_backend_errors_say_why_and_what_exists():
             attend(q, k, v, name, backend="sdpa")
 
 
-def test_params_are_checked():
+def test_head_scales_are_checked():
     q, k, v = random_qkv(4, 4, 8)
-    with pytest.raises(UserError, match=r"'lssar' has no learnable parameter"):
-        attend(q, k, v, "lssar", params=torch.ones(2))
+    with pytest.raises(UserError, match=r"'lssar' has no learnable scalar"):
+        attend(q, k, v, "lssar", head_scale=torch.ones(2))
     for shape in ((3,), (2, 1), ()):
-        with pytest.raises(UserError, match=r"'ssmax' takes params of shape \(2,\)"):
-            attend(q, k, v, "ssmax", params=torch.ones(shape))
+        with pytest.raises(UserError, match=r"'ssmax' takes head_scale of shape \(2,\)"):
+            attend(q, k, v, "ssmax", head_scale=torch.ones(shape))

@@ -204,7 +204,7 @@ alone = [model(ids[:, :3]).logits, model(ids[:, 3:]).logits]
 assert torch.allclose(model(ids, position_ids=packed).logits, torch.cat(alone, 1), atol=1e-5)
 try:
     lssar.hf.check(own).set_attn_implementation("lssar")
-except lssar.UserError as error:
+except lssar.errors.UserError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -19,6 +19,7 @@ OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
 PROGRAM = """
 import sys, torch
 from lssar import MECHANISMS, attend, attention_weights, get_mechanism
+from lssar.backends import used_backend
 import lssar
 
 assert lssar.__file__.startswith(sys.argv[1]), lssar.__file__
@@ -29,7 +30,7 @@ for name in MECHANISMS:
 assert attend(q, k, v, get_mechanism("lssar", p=3)).shape == v.shape
 files = {name: getattr(m, "__file__", None) or "" for name, m in sys.modules.items()}
 ours = [n for n, f in files.items() if f.startswith(sys.argv[2]) and "site-packages" not in f]
-print(lssar.__version__, lssar.used_backend(MECHANISMS["lssar"]), ours)
+print(lssar.__version__, used_backend(MECHANISMS["lssar"]), ours)
 """
 
 

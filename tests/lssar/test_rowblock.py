@@ -32,7 +32,7 @@ def run(backend, mechanism, shape, dtype=torch.float64, seed=0):
     if mechanism.parameter_init is not None:
         params = (0.5 + torch.rand(heads, generator=generator)).to(torch.float64).requires_grad_()
         leaves.append(params)
-    out = attend(q, k, v, mechanism, params=params, backend=backend)
+    out = attend(q, k, v, mechanism, head_scale=params, backend=backend)
     return out, *torch.autograd.grad(out, leaves, draw(*out.shape))
 
 

@@ -117,7 +117,7 @@ def test_any_span_and_grouped_heads_equal_the_rows_cut_out(name, backend):
     v = torch.randn(2, 2, keys, 5, dtype=torch.float64)
     params = None if m.parameter_init is None else 0.3 + torch.rand(4, dtype=torch.float64)
     first = torch.randint(0, keys, (2, queries))  # in any order, some beyond the row itself
-    got = attend(q, k, v, name, first=first, params=params, backend=backend)
+    got = attend(q, k, v, name, first=first, head_scale=params, backend=backend)
     torch.testing.assert_close(
         got, rows_cut_out(name, q, k, v, first, params), rtol=1e-9, atol=1e-11
     )
