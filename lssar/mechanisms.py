@@ -37,6 +37,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 SIGNED = ("identity", "gelu", "mish")  # activations with negative values
 
+# A row is flat, and has nothing to sharpen, where its largest excess over the mean is within the
+# rounding of its scores: excess <= FLAT (4 + largest possible |score|) eps * maximum. The reference
+# and the fused kernels take the constant from here.
+FLAT = 2.0
+
 
 @dataclass(frozen=True)
 class Mechanism:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.errors import UserError
-from lssar.mechanisms import SIGNED, Mechanism, get_mechanism
+from lssar.mechanisms import FLAT, SIGNED, Mechanism, get_mechanism
 from lssar.spans import Span, span_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,11 +36,6 @@ VANISHING = ("sigmoid", "softplus", "mish", "gelu")
 
 # Rows 1..3 are not shifted: with so few keys nothing would be left above the mean.
 UNSHIFTED_ROWS = 3
-
-# A row is flat, and has nothing to sharpen, where its largest excess over the mean is within the
-# rounding of its scores: excess <= FLAT (4 + largest possible |score|) eps * maximum. The fused
-# kernels take the constant from here.
-FLAT = 2.0
 
 
 def attention_weights(

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import lssar
+from lssar import cpu_build
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-CLONED = ["lssar", "examples", "pyproject.toml", "README.md", "LICENSE", ".gitignore"]
+CLONED = ["lssar", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE", ".gitignore"]
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
 
 PROGRAM = """
@@ -88,6 +89,24 @@ def test_a_folder_a_wheel_and_a_git_address_install_the_same(source, installed, 
         done = use(site, tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{lssar.__version__} cpu []\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="no wheel")
+def test_a_wheel_with_kernels_needs_no_compiler_and_no_cache(source, tmp_path):
+    command = [*PIP, "wheel", *OFFLINE, "-w", str(tmp_path), str(source)]
+    subprocess.run(
+        command, check=True, capture_output=True, env=os.environ | {"LSSAR_KERNELS": "1"}
+    )
+    (wheel,) = tmp_path.glob("lssar-*-py3-none-linux_x86_64.whl")
+    site = tmp_path / "site"
+    install(str(wheel), site)
+    assert {f.name for f in site.glob("lssar/*.so")} == {
+        f"lssar_cpu-{variant}.so" for variant in cpu_build.SHIPPED
+    }
+    cache = tmp_path / "cache"
+    done = use(site, tmp_path, PATH=str(tmp_path), CXX="", LSSAR_CACHE=str(cache))
+    assert (done.stdout, done.stderr) == (f"{lssar.__version__} cpu []\n", "")
+    assert not cache.exists()
 
 
 def test_a_project_with_modules_of_our_names_is_not_disturbed(installed, tmp_path):
