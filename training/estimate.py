@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,7 +228,7 @@ def attention_calls(config: Config, device: str) -> Iterator[tuple[Mechanism, Ca
     for layer in m.all_layers:
         spans = m.documents or (layer.attention.window or length) < length
         decays = layer.positions in ("alibi", "fox")
-        yield resolve(layer.attention, length), replace(call, spans=spans, decays=decays)
+        yield resolve(layer.attention, length), call._replace(spans=spans, decays=decays)
 
 
 def planned_backends(config: Config, device: str, *, everywhere: bool = True) -> list[str]:
