@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The browser that tests/paper/test_report_browser.py drives: `bash scripts/browser.sh`.
+# The browser that tests/paper/test_page_browser.py drives: `bash scripts/browser.sh`.
 # Installs Debian's chromium and chromium-driver where they are missing and this is root. Always
 # succeeds, with one line that says what there is: without a browser those tests are skipped.
 found() { command -v chromium >/dev/null && command -v chromedriver >/dev/null; }
