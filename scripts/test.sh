@@ -4,7 +4,8 @@
 #   --gpu-rehearsal    the GPU code: a stand-in device, Triton's interpreter, compilation for sm_80 and sm_90
 #   --ecosystem        installation, transformers, fine-tuning stacks, lm-eval, the page in a browser
 #   --physics          orbits and force laws
-#   --drill            attacks on files, processes and input: [--jobs 2] [NAME ...]; writes docs/reliability.md
+#   --drill            several processes, killed nodes, long rows; then attacks on files, processes and input, which
+#                      write docs/reliability.md; with [--jobs 2] [NAME ...] these attacks alone
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,6 +26,9 @@ source scripts/env.sh "${needs[@]}"
 # One torch thread per process: two on two cores beat one with two threads.
 export OMP_NUM_THREADS=1
 if [ "$tier" = drill ]; then
+  if [ $# = 0 ]; then
+    python -m pytest -n auto --maxprocesses=8 --tier drill
+  fi
   PYTHONPATH=.:tests exec python -m drill "$@"
 fi
 if [ "$tier" = default ]; then

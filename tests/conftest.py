@@ -39,6 +39,11 @@ TIERS = {
         "paper/test_*browser.py",
     ),
     "physics": ("physics/*.py",),
+    "drill": (
+        "test_drill.py",
+        "training/test_several_processes.py",
+        "evaluating/test_eval_memory.py",
+    ),
 }
 
 

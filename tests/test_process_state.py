@@ -28,10 +28,6 @@ COMMANDS = {
     "attention_maps": (attention_maps.main, "m"),
     "generate": (generate.main, "m", "--tokens", "3"),
     "attention": (benchmark.main, "attention", "--lengths", "8", "--backends", "sdpa", *SHORT),
-    "cost": (
-        *(benchmark.main, "attention", "--table", "cost", "--preset", "nano", "--batch", "1"),
-        *("--length", "8", *SHORT),
-    ),
     "train": (benchmark.main, "train", "--batch", "1", "--length", "8", "--rounds", "1"),
 }
 
@@ -52,10 +48,7 @@ def state() -> dict:
     }
 
 
-SLOW = {"cost": pytest.mark.slow}  # it weighs a dozen processes
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in COMMANDS])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_leaves_its_process_as_it_was(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "m", tiny_model(), tokeniser="bytes")

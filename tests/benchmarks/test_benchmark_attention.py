@@ -143,10 +143,6 @@ def test_measured_again_the_numbers_are_replaced_and_other_settings_are_refused(
     "arguments",
     [
         ["attention", "--lengths", "16", "--mechanisms", "lssar", "--backends", "eager", *SMALL],
-        pytest.param(
-            ["attention", "--table", "cost", *SMALL_MODEL, "--rounds", "1", "--device", "cpu"],
-            marks=pytest.mark.slow,
-        ),
         ["train", "--attention", "lssar", *SMALL_MODEL, "--rounds", "1"],
     ],
     ids=lambda arguments: " ".join(arguments[:3]),

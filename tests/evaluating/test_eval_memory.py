@@ -1,4 +1,4 @@
-"""The memory of GPT-2 124M at 16K tokens: pytest -m slow -s tests/evaluating/test_eval_memory.py
+"""The memory of GPT-2 124M at 16K tokens.
 
 Two of its twelve layers: evaluation keeps nothing of a layer but its output, so that more of them
 take more time and the same memory above the weights.
@@ -24,7 +24,6 @@ print("peak MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["softmax", "lssar"])
 def test_124m_at_16k_takes_less_than_4_gb_above_the_weights(tmp_path, attention):
     data = write_tokens(tmp_path / "data", 16385, vocab_size=50257)

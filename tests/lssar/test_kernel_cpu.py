@@ -235,7 +235,6 @@ def windows(numbers, n):
     return numbers.as_strided((1, 1, n, 256), (0, 0, 1, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_at_the_bound_are_computed(sign):
     """All cosines near +-1, over the most keys that a row can have: 2^-|s| is nearly 2^-126."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_helpers import arguments, losses, run_process, train_here, weights
+from train_helpers import arguments, losses, train_here, weights
 
 import train
 from lssar.errors import UserError
@@ -232,17 +232,6 @@ def test_muon_resumes_bit_for_bit_and_learns(corpus, tmp_path):
     assert train_here(*given, *taking) == 0
     with pytest.raises(UserError, match="is not that of this model's parameters"):
         train_here(*given, *taking, "--train.optimiser=adamw", "--log.name=other")
-
-
-@pytest.mark.slow
-def test_muon_on_two_processes_equals_one(corpus, tmp_path):
-    more = ("--train.micro_batch=4", "--train.steps=6", "--train.optimiser=muon")
-    one, two = (arguments(corpus, tmp_path / n, *more, config="nano-softmax") for n in "12")
-    assert train_here(*one) == 0
-    result = run_process(*two, processes=2)
-    assert result.returncode == 0, result.stderr
-    ends = [losses(tmp_path / n / "nano-softmax")[-1][2] for n in "12"]
-    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
 def test_an_unknown_optimiser_is_refused(corpus, tmp_path):

@@ -6,7 +6,6 @@ import math
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 import torch
@@ -110,18 +109,14 @@ def test_resume_is_bit_exact_after_a_stop_at_any_step(corpus, whole_run, tmp_pat
     assert train_here(*given, "--status") == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_resume_is_bit_exact_after_kill_9(corpus, whole_run, tmp_path, seed):
-    """Killed at a random moment, with a checkpoint at every step so that some die while saving."""
+def test_resume_is_bit_exact_after_kill_9(corpus, whole_run, tmp_path):
+    """With a checkpoint at every step; the drill kills at every change of a file."""
     given = (*arguments(corpus, tmp_path), "--checkpoint.interval=1")
     process = subprocess.Popen(
         command(*given), stderr=subprocess.PIPE, text=True, env=environment()
     )
-    generator = torch.Generator().manual_seed(seed)
-    target = int(torch.randint(2, 20, (1,), generator=generator))
     for line in process.stderr:
-        if line.startswith(f"step {target}/"):
-            time.sleep(float(torch.rand(1, generator=generator)) * 0.05)
+        if line.startswith("step 9/"):
             process.kill()
             break
     process.stderr.read()
@@ -131,23 +126,6 @@ def test_resume_is_bit_exact_after_kill_9(corpus, whole_run, tmp_path, seed):
     assert train_here(*given, "--resume") == 0
     assert_same_run(tmp_path / "nano-lssar", whole_run)
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_sigterm_under_torchrun_saves_too(corpus, tmp_path):
-    given = arguments(corpus, tmp_path, "--train.micro_batch=4", "--train.steps=4000")
-    process = subprocess.Popen(
-        command(*given, processes=2), stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    for line in process.stderr:
-        if line.startswith("step 3/"):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest = process.stderr.read()
-    process.wait()
-    assert "stopped by SIGTERM" in rest
-    step = load_model(tmp_path / "nano-lssar")[1].step
-    assert 3 <= step < 4000
-    assert train_here(*given, "--status") == EXIT_PREEMPTED  # where torchrun's own code is 1
 
 
 def test_status_of_a_run_that_did_not_save_or_was_killed_is_neither_finished_nor_stopped(
@@ -183,44 +161,6 @@ def test_resume_with_another_number_of_processes_sees_the_same_data(corpus, tmp_
     assert load_model(tmp_path / "two")[1].step == 20
     assert train_here(*given, "--log.name=two", "--resume") == 0
     assert_close_run(tmp_path / "two", tmp_path / "nano-softmax", 1e-5)
-
-
-@pytest.mark.slow
-def test_eight_processes_train_the_nano_model_as_one_does(corpus, tmp_path):
-    more = ("--train.micro_batch=1", "--train.steps=6", "--eval.interval=3")
-    assert train_here(*arguments(corpus, tmp_path / "one", *more, config="nano-softmax")) == 0
-    eight = arguments(corpus, tmp_path / "eight", *more, config="nano-softmax")
-    result = run_process(*eight, processes=8)
-    assert result.returncode == 0, result.stderr
-    assert_close_run(tmp_path / "one/nano-softmax", tmp_path / "eight/nano-softmax", 1e-5)
-
-
-def test_torchrun_restarts_after_a_rank_dies_and_goes_on_from_the_checkpoint(corpus, tmp_path):
-    given = arguments(
-        corpus, tmp_path, "--train.micro_batch=4", "--train.steps=200", "--log.interval=5"
-    )
-    process = subprocess.Popen(
-        command(*given, processes=2, torchrun=("--max-restarts=1",)),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if line.startswith("step 20/"):
-            children = subprocess.run(
-                ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-            )
-            subprocess.run(["kill", "-9", children.stdout.split()[-1]], check=True)
-            break
-    rest = process.stderr.read()
-    assert process.wait() == 0, rest
-    assert "finished 200 steps" in rest
-    assert 'train.py", line' not in rest  # the surviving rank says what happened in one line
-    assert "lost contact with another rank" in rest or "stopped by SIGTERM" in rest
-    steps = [m[0] for m in losses(tmp_path / "nano-lssar") if m[1] is not None]
-    assert steps == list(range(5, 201, 5))
 
 
 def test_a_damaged_latest_checkpoint_falls_back_to_the_previous(corpus, whole_run, tmp_path, capfd):
