@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkout import ROOT, tracked
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
 import attention_maps
@@ -20,7 +20,6 @@ from physics.simulate import main as simulate
 from support import command as errors
 from support.command import number, whole
 
-ROOT = Path(__file__).parents[1]
 NONSENSE = ("", " ", "x", "nan", "inf", "-inf", "1e999", "-1", "-2048", ",", "1,,2", "0x10")
 NO_WHOLE_NUMBER = ("1.5", "1e3x", "9" * 30, "9" * 5000, "infB", "nanM", "1e999K", "-1K")
 ZERO_MEANS_SOMETHING = {"--seed", "--seeds", "--workers", "--planets"}
@@ -32,13 +31,12 @@ class Captured(Exception):
 
 def commands() -> list[str]:
     """Every module with a command line, as it is imported."""
-    files = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-    inside = (f for f in files if f.parts[0] != "tests" and not f.parts[0].startswith("."))
-    return [
-        ".".join(file.with_suffix("").parts)
-        for file in sorted(inside)
-        if "def main(argv" in (ROOT / file).read_text() and "Parser(" in (ROOT / file).read_text()
-    ]
+    found = []
+    for file in tracked("*.py", ":!tests"):
+        text = file.read_text(encoding="utf-8")
+        if "def main(argv" in text and "Parser(" in text:
+            found.append(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    return found
 
 
 def parser_of(main, monkeypatch) -> argparse.ArgumentParser:

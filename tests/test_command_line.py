@@ -3,11 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT, tracked
 
-ROOT = Path(__file__).parent.parent
 SLOW = {"torch", "matplotlib", "transformers", "datasets", "wandb", "lm_eval", "triton", "scipy"}
 COMMANDS = {
     "train.py": ["configs/nano-lssar.toml"],
@@ -49,11 +48,10 @@ def answer(*arguments):
 
 
 def test_every_command_is_here():
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
     scripts = {
-        file
-        for file in files.stdout.split()
-        if not file.startswith("tests/") and "run(main)" in (ROOT / file).read_text("utf-8")
+        str(file.relative_to(ROOT))
+        for file in tracked("*.py", ":!tests")
+        if "run(main)" in file.read_text("utf-8")
     }
     names = {command.removeprefix("-m ").split()[0] for command in COMMANDS}
     assert scripts == {n if n.endswith(".py") else f"{n.replace('.', '/')}.py" for n in names}

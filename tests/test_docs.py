@@ -5,10 +5,10 @@ import shlex
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+from checkout import ROOT, tracked
+
+PAGES = tracked("README.md", "CONTRIBUTING.md", "docs/*.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 WITH_SUBCOMMANDS = ("data/prepare.py", "benchmark.py")

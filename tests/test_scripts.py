@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checkout import ROOT, tracked
 from train_helpers import arguments, make_corpus
 
 import reproduce
 from lssar.errors import UserError
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+SCRIPTS = tracked("scripts/*.sh")
 TABLES = [s.stem for s in SCRIPTS if s.stem.startswith(("table_", "figure_", "scaling_", "repro"))]
 STUB = "#!/usr/bin/env bash\n"
 
@@ -206,7 +206,7 @@ def test_a_missing_python_is_named(checkout):
 @pytest.fixture
 def started(checkout):
     """Run a script where python and torchrun only write down what they were asked to start."""
-    for file in ROOT.glob("requirements*.txt"):
+    for file in tracked("requirements*.txt"):
         shutil.copy(file, checkout)
     activate = 'VIRTUAL_ENV="$PWD/.venv"\nPATH="$PWD/.venv/bin:$PATH"\n'
     (checkout / ".venv/bin/activate").write_text(activate)

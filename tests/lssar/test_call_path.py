@@ -1,7 +1,5 @@
-"""How a call reaches its kernel, and how the library's modules lean on each other."""
+"""How many of our frames a call passes on its way to a kernel."""
 
-import ast
-import graphlib
 import sys
 from pathlib import Path
 
@@ -68,41 +66,3 @@ def test_a_layer_reaches_the_launch_of_triton_in_few_frames(monkeypatch):
     monkeypatch.setattr(triton_op, "_kernel", lambda *_: (Watched(), {}))
     run_model("triton")
     assert seen and max(map(len, seen)) <= MOST_FRAMES, seen
-
-
-def imports(file: Path, known: set[str]) -> set[str]:
-    """The known modules that a file imports, wherever in it the import stands."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for_types = [
-        n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
-    ]
-    skipped = {id(n) for found in for_types for n in ast.walk(found)}
-    names = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= inside & known or {node.module}
-    return names & known
-
-
-def test_no_module_of_the_library_or_the_benchmarks_is_in_an_import_cycle():
-    files = {"benchmark": ROOT / "benchmark.py"}
-    for room in ("lssar", "benchmarks"):
-        for path in (ROOT / room).glob("*.py"):
-            files[f"{room}.{path.stem}".removesuffix(".__init__")] = path
-    graph = {name: imports(path, set(files)) - {name} for name, path in files.items()}
-    assert "lssar.cpu" in graph["lssar.backends"]
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
-
-
-def test_one_function_is_called_attend():
-    found = []
-    for path in sorted((ROOT / "lssar").glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-        found += [path.name for node in functions if node.name == "attend"]
-    assert found == ["backends.py"]

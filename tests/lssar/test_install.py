@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+from checkout import ROOT, tracked
 
 import lssar
 from lssar import cpu_build
 
-ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 CLONED = ["lssar", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE", ".gitignore"]
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -39,14 +38,10 @@ print(lssar.__version__, used_backend(MECHANISMS["lssar"]), ours)
 def source(tmp_path_factory):
     """A clean copy of what git tracks, as a repository of its own."""
     folder = tmp_path_factory.mktemp("source") / "a clone"
-    files = subprocess.run(
-        ["git", "ls-files", "-z", *CLONED],
-        cwd=ROOT, capture_output=True, check=True,
-    ).stdout.decode()  # fmt: skip
-    for name in filter(None, files.split("\0")):
-        target = folder / name
+    for path in tracked(*CLONED):
+        target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((ROOT / name).read_bytes())
+        target.write_bytes(path.read_bytes())
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder)]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "-A"], check=True)

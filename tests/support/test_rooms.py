@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from checkout import ROOT, tracked
+
 # Each room with the rooms it may import. Commands at the root may import everything but commands.
 MODEL = ("model", "attention", "modelling", "lssar")
 LEANED_ON = ("training", "data", "support", *MODEL)
@@ -29,14 +30,10 @@ MAY_IMPORT = {
 
 def tracked_modules() -> dict[str, Path]:
     """Return every module of the project but the tests by its name."""
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     found = {}
-    for line in listed.stdout.splitlines():
-        if not line.startswith("tests/"):
-            name = line.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            found[name] = ROOT / line
+    for path in tracked("*.py", ":!tests"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
     return found
 
 

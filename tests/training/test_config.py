@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from checkout import tracked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from physics import simulate
 from training.config import Config, load_config
 from training.estimate import batch_plan
 
-ALL = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+ALL = tracked("configs/*.toml")
 CONFIGS = [p for p in ALL if not p.stem.startswith("physics")]  # those: test_physics_training.py
 SOFTMAX = "gpt2-124m-softmax"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import tracked
 from train_helpers import (
     ROOT,
     arguments,
@@ -99,7 +100,7 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     assert learning_rate(fine_tune, 1999) == 6e-5
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", tracked("configs/*.toml"), ids=lambda p: p.stem)
 def test_every_config_has_a_dry_run(path, capsys):
     alone = "nano" in path.stem or path.stem.endswith(("-magnitude", "-vector"))
     processes = "1" if alone else "8"
