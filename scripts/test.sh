@@ -27,7 +27,7 @@ source scripts/env.sh "${needs[@]}"
 export OMP_NUM_THREADS=1
 if [ "$tier" = drill ]; then
   if [ $# = 0 ]; then
-    python -m pytest -n auto --maxprocesses=8 --tier drill
+    python -m pytest -n auto --maxprocesses=8 --tier=drill
   fi
   PYTHONPATH=.:tests exec python -m drill "$@"
 fi
@@ -41,4 +41,4 @@ if [ "$tier" = ecosystem ]; then
   bash scripts/browser.sh
 fi
 echo "== pytest, tier $tier"
-exec python -m pytest -n auto --maxprocesses=8 --tier "$tier" "$@"
+exec python -m pytest -n auto --maxprocesses=8 --tier="$tier" "$@"
