@@ -1,12 +1,13 @@
 """python attention_maps.py CKPT [CKPT ...] --text "..." --out results/maps.json
 
-Attention weights of every head of one layer (the last, or `--layer`), as one figure per checkpoint
-and as numbers. Without `--text`, the sentence of the paper's figure. Colours end at 0.5.
+Shows the attention weights of every head of one layer (the last, or `--layer`), as one figure per
+checkpoint and as numbers. Without `--text`, it reads the sentence of the paper's figure. Colours
+end at 0.5.
 
-Per head, over rows i > 3 (the first rows have little choice):
+Per head, over rows i > 3, as the first rows see few keys:
 
     sink         mean weight on the first token
-    entropy      mean of -sum w log w in nats, on |w| made to sum to one
+    entropy      mean of -sum w log w in nats, with |w| scaled to sum to one
     zeros        share of the weights in view, within the layer's window, that are exactly zero
     top_weight   mean of the largest weight
     top_cosine   mean cosine between the query and the key that has it
@@ -62,9 +63,10 @@ def layer_weights(model: GPT, tokens: Tensor, layer: int) -> tuple[Tensor, Tenso
     gates = () if attention.forget is None else (attention.gates(x),)
     decay = attention.decay(k, *gates)
     k = shifted_keys(k, first) if attention.shift else k
-    options = {"first": first, "head_scale": attention.head_scale, "decay": decay}
     cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
-    weights = attention_weights(q, k, attention.mechanism, **options)
+    weights = attention_weights(
+        q, k, attention.mechanism, first=first, head_scale=attention.head_scale, decay=decay
+    )
     return weights[0].cpu(), cosines[0].cpu(), attention.mechanism.window
 
 
@@ -83,31 +85,40 @@ def head_statistics(weights: Tensor, cosines: Tensor, visible: Tensor) -> dict[s
     zeros = ((rows == 0) & visible).sum((-1, -2)) / visible.sum()
     top, key = rows.max(-1)  # (heads, L - 3)
     cosine = cosines[:, UNSHIFTED_ROWS:].gather(-1, key.unsqueeze(-1)).squeeze(-1)
-    found = {"sink": rows[:, :, 0].mean(-1), "entropy": entropy, "zeros": zeros}
-    found |= {"top_weight": top.mean(-1), "top_cosine": cosine.mean(-1)}
-    return {name: values.tolist() for name, values in found.items()}
+    return {
+        "sink": rows[:, :, 0].mean(-1).tolist(),
+        "entropy": entropy.tolist(),
+        "zeros": zeros.tolist(),
+        "top_weight": top.mean(-1).tolist(),
+        "top_cosine": cosine.mean(-1).tolist(),
+    }
 
 
 def heads_table(statistics: dict[str, list[float]]) -> str:
-    rows = [*zip(*statistics.values(), strict=True), map(np.mean, statistics.values())]
-    names = [*map(str, range(1, len(rows))), "mean"]
-    body = [[n, *(f"{v:.3f}" for v in row)] for n, row in zip(names, rows, strict=True)]
-    return table(["head", *statistics], body)
+    """Return a table of one row per head and one of their means."""
+    heads = zip(*statistics.values(), strict=True)
+    rows = [[str(n), *(f"{v:.3f}" for v in head)] for n, head in enumerate(heads, start=1)]
+    rows.append(["mean", *(f"{np.mean(values):.3f}" for values in statistics.values())])
+    return table(["head", *statistics], rows)
 
 
 def token_names(tokeniser: Tokeniser, tokens: list[int]) -> list[str]:
-    """Each token as visible text: a space as an open box, a newline as an arrow."""
+    """Return each token as visible text: a space as an open box, a newline as an arrow."""
     shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"})
     texts = [tokeniser.decode([token]).translate(shown) for token in tokens]
     return ["".join(c if c.isprintable() else f"<{ord(c):x}>" for c in text) for text in texts]
 
 
 def draw(weights: Tensor, sinks: list[float], names: list[str], title: str):
+    """Draw one panel per head; weights (heads, L, L), and the tokens' names along the axes."""
     heads = len(weights)
     columns = min(COLUMNS, heads)
     rows = -(-heads // columns)
-    size = {"width": PANEL * columns + 0.9, "height": (PANEL + 0.2) * rows + 0.5}
-    figure, grid = plots.figure(rows, columns, **size, squeeze=False, sharex=True, sharey=True)
+    width = PANEL * columns + 0.9
+    height = (PANEL + 0.2) * rows + 0.5
+    figure, grid = plots.figure(
+        rows, columns, width, height, squeeze=False, sharex=True, sharey=True
+    )
     type_size = min(7.0, 0.8 * PANEL * 72 / len(names))
     panels = zip(grid.flat, weights.numpy(), sinks, strict=False)
     for head, (axes, matrix, sink) in enumerate(panels, start=1):
@@ -139,15 +150,19 @@ def main(argv: list[str]) -> None:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
     names = labels(results.runs)
     for checkpoint, (tokens, layer) in zip(checkpoints, inputs, strict=True):
-        identity, name = checkpoint.identity, names[checkpoint.identity]
+        identity = checkpoint.identity
+        name = names[identity]
         batch = torch.from_numpy(tokens.astype(np.int64)).to(device)
         weights, cosines, window = layer_weights(checkpoint.load(device), batch, layer - 1)
         statistics = head_statistics(weights, cosines, visible_keys(len(tokens), window))
         if results.find(run=identity) is None:
             records = []
             for quantity, heads in statistics.items():
-                more = {"length": len(tokens), "details": {"layer": layer, "heads": heads}}
-                records.append(Record(quantity, identity, float(np.mean(heads)), **more))
+                details = {"layer": layer, "heads": heads}
+                mean = float(np.mean(heads))
+                records.append(
+                    Record(quantity, identity, mean, length=len(tokens), details=details)
+                )
             results.add(*records)
         title = f"{name}, layer {layer}"
         print(f"\n{title}\n{heads_table(statistics)}")
@@ -158,11 +173,14 @@ def main(argv: list[str]) -> None:
 
 
 def tokens_and_layer(checkpoint: Checkpoint, arguments) -> tuple[np.ndarray, int]:
-    """Layers are counted from 1; the last where none was chosen."""
-    tokens, layers = checkpoint.tokeniser().encode(arguments.text), checkpoint.config.layers
+    """Return the tokens of the text and the number of the layer, from 1; by default the last."""
+    tokens = checkpoint.tokeniser().encode(arguments.text)
+    layers = checkpoint.config.layers
     if len(tokens) <= UNSHIFTED_ROWS:
-        few = f"--text {arguments.text!r} has {len(tokens)} tokens for {checkpoint.path}"
-        raise UserError(f"{few}; at least {UNSHIFTED_ROWS + 1} are needed")
+        raise UserError(
+            f"--text {arguments.text!r} has {len(tokens)} tokens for {checkpoint.path}; "
+            f"at least {UNSHIFTED_ROWS + 1} are needed"
+        )
     layer = arguments.layer or layers
     if layer > layers:
         raise UserError(f"--layer {layer}: {checkpoint.path} has layers 1 to {layers}")

@@ -1,15 +1,17 @@
 """python downstream.py CKPT [CKPT ...] --tasks paper --out results/downstream.json
 
-Zero-shot tasks through lm-evaluation-harness: arc_easy, arc_challenge, hellaswag, piqa, mmlu, sciq,
-scrolls_summscreenfd and lambada_openai. Each finished task is kept; the same command continues.
+Evaluates on zero-shot tasks through lm-evaluation-harness: arc_easy, arc_challenge, hellaswag, piqa,
+mmlu, sciq, scrolls_summscreenfd and lambada_openai. Each finished task is kept; the same command
+continues.
 
-    --tasks paper                 or lambada, nano, some of their tasks, the path of a harness YAML
+    --tasks paper                 or lambada, nano, names of their tasks, a YAML file of the harness
     --data-dir DIR                local copies of the data sets: DIR/ai2_arc/ARC-Easy/test*.parquet
     --corpus corpora/stdlib       for the nano tasks, which are made from held-out text
     --max-length 2048             longer inputs lose their beginning; default: 2 x training length
     --limit 100                   only the first documents of each task, to try it out
 
-The harness' own command takes what `export_hf.py` wrote: lm_eval --model hf, lssar/lm_eval.py.
+A model that `export_hf.py` wrote can also be evaluated with the harness' own command,
+`lm_eval --model hf`, or with `lssar-lm-eval`.
 """
 
 import importlib.metadata
@@ -68,10 +70,15 @@ def main(argv: list[str]) -> None:
     # Here, because the harness takes seconds to import and may not be installed.
     from evaluating.tasks import BOOTSTRAP, chosen_tasks
 
-    tasks, checkpoints = chosen_tasks(arguments.tasks), open_checkpoints(arguments.checkpoints)
+    tasks = chosen_tasks(arguments.tasks)
+    checkpoints = open_checkpoints(arguments.checkpoints)
     versions = {p: importlib.metadata.version(p) for p in PACKAGES}
-    settings = {"fewshot": 0, "limit": arguments.limit, "bootstrap": BOOTSTRAP}
-    settings["lm_eval"] = versions["lm_eval"]
+    settings = {
+        "fewshot": 0,
+        "limit": arguments.limit,
+        "bootstrap": BOOTSTRAP,
+        "lm_eval": versions["lm_eval"],
+    }
     about = {"versions": versions, "data": str(arguments.data_dir or "hub")}
     if arguments.corpus:
         about["corpus"] = describe_set(arguments.corpus)
@@ -84,18 +91,21 @@ def main(argv: list[str]) -> None:
 
 
 def refuse_other_corpus(out: Path, corpus: dict) -> None:
-    """Models that were asked about different documents would stand side by side in a file."""
+    """Raise if the results in `out` are about other documents: they could not be compared."""
     before = lookup(out, "about", "corpus", "tokens_sha256")
     if before and before != corpus["tokens_sha256"]:
-        made = f"{out} was made from another corpus than {corpus['data']}"
-        raise UserError(f"{made}: not comparable; give another --out or delete it")
+        raise UserError(
+            f"{out} was made from another corpus than {corpus['data']}: not comparable; "
+            "give another --out or delete it"
+        )
 
 
 def fill(results: Results, pairs: list[tuple[Checkpoint, str]], arguments, device) -> None:
+    """Measure the pairs of checkpoint and task that the results lack."""
     from evaluating.lm_eval_model import CheckpointLM
     from evaluating.tasks import load_task, measure
 
-    missing = []  # (checkpoint, task, what its records share)
+    missing = []  # (checkpoint, task, the fields that its records share)
     for checkpoint, task in pairs:
         key = {"run": checkpoint.identity, "task": Path(task).name.removesuffix(".yaml")}
         # As in the paper: 2,048 if trained at 1,024.
@@ -103,7 +113,8 @@ def fill(results: Results, pairs: list[tuple[Checkpoint, str]], arguments, devic
         if not results.find(**key):
             missing.append((checkpoint, task, key))
     with tempfile.TemporaryDirectory() as scratch:
-        places, lm = (Path(scratch), arguments.data_dir, arguments.corpus), None
+        places = (Path(scratch), arguments.data_dir, arguments.corpus)
+        lm = None
         for task in dict.fromkeys(task for _, task, _ in missing):
             load_task(task, *places)  # read every document before computing anything
         for checkpoint, task, key in missing:
@@ -117,41 +128,54 @@ def fill(results: Results, pairs: list[tuple[Checkpoint, str]], arguments, devic
 
 
 def tables(results: Results) -> str:
-    """The layouts of tasks.toml, then the metrics that are in none of them."""
+    """Return the tables that tasks.toml lays out, then those of the remaining metrics."""
     measured = {(r.task, r.quantity) for r in results.records}
     rest = sorted(measured - {column[:2] for column in COLUMNS})
-    parts, layouts, runs = [], list(LAYOUTS), labels(results.runs).items()
+    layouts = list(LAYOUTS)
     for start in range(0, len(rest), 5):
         title = "" if start else "the other metrics of the same tasks"
         layouts.append((title, [(*c, " ".join(c)) for c in rest[start : start + 5]]))
-    for title, columns in layouts:
-        if columns := [c for c in columns if c[:2] in measured]:
-            rows = [[name, *(cell(*score(results, run, c)) for c in columns)] for run, name in runs]
-            heading = f"\n{title}\n" if title else "\n"
-            parts.append(heading + table(["", *(c[2] for c in columns)], rows))
+    runs = labels(results.runs)
+    parts = []
+    for title, listed in layouts:
+        columns = [c for c in listed if c[:2] in measured]
+        if not columns:
+            continue
+        rows = []
+        for run, name in runs.items():
+            rows.append([name, *(cell(*score(results, run, c)) for c in columns)])
+        heading = f"\n{title}\n" if title else "\n"
+        parts.append(heading + table(["", *(c[2] for c in columns)], rows))
     lengths = ", ".join(str(n) for n in sorted({r.length for r in results.records}))
-    note = f"inputs longer than max_length = {lengths} tokens lose their beginning"
-    return "\n".join([*parts, "", f"± standard error; {note}"])
+    note = (
+        f"± standard error; inputs longer than max_length = {lengths} tokens lose their beginning"
+    )
+    return "\n".join([*parts, "", note])
 
 
 def score(results: Results, identity: str, column: Column) -> tuple[float | None, float | None]:
-    """Value and error in the unit of the tables, at the longest max_length where there are two."""
+    """Return value and error in the unit of the tables, at the longest max_length measured."""
     task, metric, _ = column
     found = results.select(run=identity, task=task, quantity=metric)
-    longest = max(found, key=lambda r: r.length, default=None)
-    numbers = (longest.value, longest.error) if longest else (None, None)
-    return tuple(n and n * (100 if metric in PER_CENT else 1) for n in numbers)
+    if not found:
+        return None, None
+    longest = max(found, key=lambda record: record.length)
+    unit = 100 if metric in PER_CENT else 1
+    value = None if longest.value is None else longest.value * unit
+    error = None if longest.error is None else longest.error * unit
+    return value, error
 
 
 def cell(value: float | None, error: float | None) -> str:
+    """Write a cell of a table; an empty one without a value."""
     if value is None:
         return ""
     return f"{value:.2f}" + ("" if error is None else f" ±{error:.2f}")
 
 
 def bars(results: Results):
-    """Scores to the left, where more is better; perplexities to the right, where less is."""
-    # Of each task the columns of the tables, or else its first metric.
+    """Draw scores to the left, where more is better, and perplexities to the right."""
+    # A task has the columns that the tables have, or else its first metric.
     first = {r.task: r.quantity for r in reversed(results.records)}
     columns = [c for c in COLUMNS if c[0] in first]
     listed = {task for task, _, _ in columns}
@@ -170,7 +194,9 @@ def bars(results: Results):
 
 
 def draw(axes, results: Results, columns: list[Column]) -> None:
-    names, order = labels(results.runs), Counter()
+    """Draw a group of bars per column, one bar per run."""
+    names = labels(results.runs)
+    order = Counter()  # of the runs of each mechanism
     width = 0.8 / len(names)
     for index, (identity, name) in enumerate(names.items()):
         mechanism = results.runs[identity]["model"]["attention"]["name"]
@@ -179,9 +205,17 @@ def draw(axes, results: Results, columns: list[Column]) -> None:
         x = np.arange(len(columns)) + (index - (len(names) - 1) / 2) * width
         hatch = HATCHES[order[mechanism] % len(HATCHES)]
         order[mechanism] += 1
-        look = {"color": plots.style(mechanism)["color"], "edgecolor": "white", "hatch": hatch}
-        spread = {"yerr": np.nan_to_num(errors), "error_kw": {"elinewidth": 0.8}}
-        axes.bar(x, values, width * 0.92, label=name, **look, **spread)
+        axes.bar(
+            x,
+            values,
+            width * 0.92,
+            label=name,
+            color=plots.style(mechanism)["color"],
+            edgecolor="white",
+            hatch=hatch,
+            yerr=np.nan_to_num(errors),
+            error_kw={"elinewidth": 0.8},
+        )
     axes.set_xticks(range(len(columns)), [c[2].replace(" ", "\n") for c in columns])
     axes.grid(False, axis="x")
     axes.set_axisbelow(True)

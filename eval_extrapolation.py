@@ -1,15 +1,19 @@
 """python eval_extrapolation.py CKPT [CKPT ...] --data DIR --out results/x.json
 
-Validation loss at and beyond the training length (`--lengths 1024,2048,4096,8192,16384`).
-`torchrun --nproc_per_node=N` shares the work and gives the same numbers.
+Measures the validation loss at and beyond the training length (`--lengths
+1024,2048,4096,8192,16384`). `torchrun --nproc_per_node=N` shares the work and gives the same
+numbers.
 
-The targets are the first 10,485,760 tokens of the validation set (or `--tokens`), or as many spread
-evenly over it (`--spread`, for sets whose beginning is not a fair sample), in segments of the
-longest length (or of `--segment`, to predict the same tokens as an evaluation at longer lengths).
+The targets are the first 10,485,760 tokens of the validation set (or `--tokens`). With `--spread`
+they are spread evenly over the set, whose beginning may not be a fair sample. They are predicted in
+segments of the longest length, or of `--segment`, to predict the same tokens as an evaluation at
+longer lengths. Each length cuts a segment into windows that do not overlap, so every length, model
+and variant predicts the same tokens.
+
 With `--within-documents`, a segment never crosses an end-of-text token: where most documents are
 shorter than a segment, its far context is other documents, which cannot help.
-Each length cuts a segment into windows that do not overlap, so every length, model and variant
-predicts the same tokens. Reported per length:
+
+Reported per length:
 
     loss            mean over tokens; its standard error is over segments
     bits per byte   the same over the bytes of the tokens' text (0 for an end of text, whose loss
@@ -17,13 +21,13 @@ predicts the same tokens. Reported per length:
     by position     mean over tokens at a range of positions in their window
     far-context     loss on the last half training length of every window when the model sees only
       benefit       the last training length of the window, minus the loss on the same tokens with
-                    all of it in view; positive, the far context helps
+                    all of the window in view; it is positive where far context helps
     paired          loss minus that of the first checkpoint, by segment, with its error
 
 `--p`, `--alpha`, `--window`, `--position-interpolation`, `--ntk` and `--yarn` add variants of each
 checkpoint. A window of the training length is the control that any claim of extrapolation has to
-beat; `--sinks 4` adds it with the first 4 tokens in view (StreamingLLM). Of a model with layers of
-two kinds, a window narrows the global ones.
+beat; `--sinks 4` adds one with the first 4 tokens in view (StreamingLLM). In a model with local and
+global layers, a window narrows the global ones.
 """
 
 import math
@@ -67,19 +71,20 @@ Spans = list[tuple[int, int]]  # ranges of positions in a window, first included
 
 
 def position_buckets(length: int) -> Spans:
-    """1..16, then four equal parts of each octave: 16-20-24-28-32-40-..., up to the length."""
+    """Return the ranges 0-16-20-24-28-32-40-..., up to the length: four parts of each octave."""
     quarters = (2**octave * quarter for octave in count(2) for quarter in (4, 5, 6, 7))
     return list(pairwise([0, *takewhile(lambda edge: edge < length, quarters), length]))
 
 
 def segment_sums(model: GPT, case: Case, keep: int, spans: Spans, targets: Targets, world: World):
-    """Summed losses (segments, spans) of the last `keep` tokens of every window of a length.
+    """Return the summed losses (segments, spans) of the last `keep` tokens of every window.
 
     Batches have the same shape on any process, and each fills its own rows of a matrix that is zero
     elsewhere: the sum over processes is exact, so their number changes nothing.
     """
     sums = torch.zeros(targets.count, len(spans), dtype=torch.float64)
-    length, near = case.length, ", near context" if keep < case.length else ""
+    length = case.length
+    near = ", near context" if keep < length else ""
     with progress(targets.tokens, f"{case.label} at {length}{near}", "tok", world.is_main) as bar:
         for number, (first, *pair) in enumerate(targets.batches()):
             if number % world.size == world.rank:
@@ -94,11 +99,13 @@ def segment_sums(model: GPT, case: Case, keep: int, spans: Spans, targets: Targe
 
 
 def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Record]:
-    """Measure the loss, beyond the training length the far-context benefit, and bits per byte."""
+    """Measure the loss, bits per byte and, beyond the training length, the far-context benefit."""
     begun = time.monotonic()
-    length, train_length = case.length, case.checkpoint.info.train_length
-    windows, buckets = targets.tokens // length, position_buckets(length)
-    tail = train_length // 2 if length > train_length else 0
+    length = case.length
+    train_length = case.checkpoint.info.train_length
+    windows = targets.tokens // length
+    buckets = position_buckets(length)
+    tail = train_length // 2 if length > train_length else 0  # tokens that the benefit is about
     spans = buckets + ([(length - tail, length)] if tail else [])
     sums = segment_sums(model, case, length, spans, targets, world)
     by_bucket = sums[:, : len(buckets)]
@@ -108,33 +115,49 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True):
         by_position.append({"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))})
     details = {"by_position": by_position, "by_segment": segment_losses.tolist()}
-    size = {"tokens": targets.tokens, "details": details}
-    found = [Record("loss", value=loss, error=error, **size, **case.key)]
+    found = [
+        Record("loss", value=loss, error=error, tokens=targets.tokens, details=details, **case.key)
+    ]
     if tail:
         replace(case, length=train_length).configure(model)
         span = [(train_length - tail, train_length)]
-        near = segment_sums(model, case, train_length, span, targets, world)
+        near_sums = segment_sums(model, case, train_length, span, targets, world)
         scored = tail * targets.segment // length  # tokens per segment
-        full, near = sums[:, -1] / scored, near[:, 0] / scored
+        full = sums[:, -1] / scored
+        near = near_sums[:, 0] / scored
         benefit, error = report.mean_and_error(near - full)
-        about = {"full_context": float(full.mean()), "near_context": float(near.mean())}
-        about |= {"tokens_per_window": tail, "by_segment": (near - full).tolist()}
-        size = {"tokens": tail * windows, "details": about}
-        found.append(Record("far_context_benefit", value=benefit, error=error, **size, **case.key))
+        about = {
+            "full_context": float(full.mean()),
+            "near_context": float(near.mean()),
+            "tokens_per_window": tail,
+            "by_segment": (near - full).tolist(),
+        }
+        found.append(
+            Record(
+                "far_context_benefit",
+                value=benefit,
+                error=error,
+                tokens=tail * windows,
+                details=about,
+                **case.key,
+            )
+        )
     details["seconds"] = round(time.monotonic() - begun, 2)
-    return found + in_bits(found[:1], targets)
-
-
-def in_bits(losses: list[Record], targets: Targets) -> list[Record]:
-    """Losses as bits per byte, where the bytes are known."""
-    found = []
-    for loss in losses if targets.bytes else ():
-        scale = targets.tokens / targets.bytes / math.log(2)
-        value, error = (x if x is None else x * scale for x in (loss.value, loss.error))
-        numbers = {"value": value, "error": error, "details": {"bytes": targets.bytes}}
-        new = {"quantity": "bits_per_byte", "command": "", "revision": ""}
-        found.append(replace(loss, **numbers, **new))
+    if targets.bytes:
+        found.append(in_bits(found[0], targets))
     return found
+
+
+def in_bits(loss: Record, targets: Targets) -> Record:
+    """Return a loss in nats per token as bits per byte of the tokens' text."""
+    scale = targets.tokens / targets.bytes / math.log(2)
+    return replace(
+        loss,
+        quantity="bits_per_byte",
+        value=loss.value * scale,
+        error=None if loss.error is None else loss.error * scale,
+        details={"bytes": targets.bytes},
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -142,9 +165,10 @@ def main(argv: list[str]) -> None:
     with opened(arguments) as (world, checkpoints, chosen):
         targets = Targets(open_data(arguments.data, checkpoints), arguments)
         if world.is_main and targets.tokens != arguments.tokens:
-            asked = f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}"
-            most = f"the largest multiple of {targets.segment} within --tokens"
-            print(f"{asked}: {most} and the size of {arguments.data}")
+            print(
+                f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}: the largest "
+                f"multiple of {targets.segment} within --tokens and the size of {arguments.data}"
+            )
         if world.is_main:
             print(targets.coverage(), end="")
         about = describe_set(arguments.data) | targets.documents

@@ -1,11 +1,11 @@
 """python generate.py CKPT --prompt "Once upon a time"
 
-Text from any checkpoint, printed as it is made.
+Prints text that a checkpoint generates, as it is made.
 
     --tokens 200                            new tokens at most; it stops at the end of a document
     --temperature 0.8 --top-k 50 --top-p 0.95
     --greedy                                always the most likely token
-    --seed 0                                the same seed, the same text
+    --seed 0                                the same seed gives the same text
 """
 
 import codecs
@@ -41,7 +41,7 @@ from training import distributed
 
 
 def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of a stream of tokens in pieces, never cut inside a character."""
+    """Yield the text of a stream of tokens in pieces, never cut inside a character."""
     return codecs.iterdecode(map(tokeniser.spell, tokens), "utf-8", errors="replace")
 
 
@@ -53,11 +53,15 @@ def main(argv: list[str]) -> None:
     prompt = np.append(np.uint16(tokeniser.eot), tokeniser.encode(arguments.prompt))
     device = distributed.start(arguments.device).device
     batch = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device)
-    sampling = {"temperature": 0.0 if arguments.greedy else arguments.temperature}
-    sampling |= {"top_k": arguments.top_k, "top_p": arguments.top_p}
-    sampling["generator"] = torch.Generator(device).manual_seed(arguments.seed)
-    model = checkpoint.load(device)
-    stream = model.stream(batch, arguments.tokens, stop=(tokeniser.eot,), **sampling)
+    stream = checkpoint.load(device).stream(
+        batch,
+        arguments.tokens,
+        stop=(tokeniser.eot,),
+        temperature=0.0 if arguments.greedy else arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        generator=torch.Generator(device).manual_seed(arguments.seed),
+    )
     tokens = takewhile(lambda token: token != tokeniser.eot, map(int, stream))
     print(arguments.prompt, end="")
     for piece in text_pieces(tokeniser, tokens):

@@ -1,23 +1,26 @@
 """python passkey.py CKPT [CKPT ...] --lengths 1024,1536,2048,4096,8192 --out results/passkey.json
 
-Passkey retrieval (Mohtashami and Jaggi, 2023): a number is hidden in filler text and asked for at
-the end. `--trials 100` prompts per length, `--seed 0`. `torchrun --nproc_per_node=N` shares the
-work and gives the same numbers.
+Measures passkey retrieval (Mohtashami and Jaggi, 2023): a number is hidden in filler text and asked
+for at the end, in `--trials 100` prompts per length. `torchrun --nproc_per_node=N` shares the work
+and gives the same numbers.
 
 A prompt is five parts joined by newlines: the task, filler, the line with the key, filler, the
-question. It is cut to exactly `length - 10` tokens, so that prompt and answer fill the length. Key
-and depth are uniform, drawn from (seed, length, trial): every model of one tokeniser gets the same
-prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
-`--form short`, for byte-level models, has no task and fewer words, and its key is one letter of 22,
-so that guessing is right 4.5 times in a hundred. Reported per length:
+question. It has exactly `length - 10` tokens, so that prompt and answer fill the length. Key and
+depth are uniform, drawn from (`--seed 0`, length, trial): every model of one tokeniser gets the
+same prompts. The answer is 10 tokens, greedy; it is right if its first run of digits is the key.
+
+`--form short`, for byte-level models, has no task and fewer words. Its key is one letter of 22, so
+that guessing is right 4.5 times in a hundred.
+
+Reported per length:
 
     accuracy        with its 95 % Wilson interval, and by depth and distance of the key
     reach           share of the keys at most a training length before the answer: a model that
                     sees no further can be right on these alone
-    far accuracy    on the other keys
+    far accuracy    accuracy on the other keys
 
-Beside the results are the figures and NAME-answers.jsonl with every answer. The variants are those
-of eval_extrapolation.py.
+Beside the results are the figures and NAME-answers.jsonl with every answer. The options for
+variants are the same as in eval_extrapolation.py.
 """
 
 import json
@@ -65,12 +68,13 @@ DISTANCES = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16]  # in training le
 
 
 def is_right(answer: str, key: str) -> bool:
+    """Return whether the first number, or capital letter, of an answer is the key."""
     found = re.search(r"[0-9]+" if key.isdigit() else r"[A-Z]", answer)
     return found is not None and found.group() == key
 
 
 def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion, valid at 0 and 100 % too."""
+    """Return the 95 % interval of a proportion, valid at 0 and 100 % too."""
     share = correct / trials
     centre = share + z**2 / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
@@ -78,37 +82,43 @@ def wilson(correct: int, trials: int, z: float = 1.959964) -> tuple[float, float
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def score(found: list[dict]) -> dict:
-    counts = {"trials": len(found), "correct": sum(a["right"] for a in found)}
-    low, high = wilson(counts["correct"], counts["trials"])
-    return counts | {"wilson_low": low, "wilson_high": high}
+def score(answers: list[dict]) -> dict:
+    """Count the answers and the right ones, with the interval of their share."""
+    trials = len(answers)
+    correct = sum(answer["right"] for answer in answers)
+    low, high = wilson(correct, trials)
+    return {"trials": trials, "correct": correct, "wilson_low": low, "wilson_high": high}
 
 
-def by_part(found: list[tuple[float, bool]], edges: list[float]) -> list[dict]:
-    """Right answers by depth or distance: above the first edge of a part, up to the second."""
+def by_part(places: list[tuple[float, bool]], edges: list[float]) -> list[dict]:
+    """Count right answers by depth or distance; a part is above its lower edge, up to its upper."""
     parts = []
     for low, high in pairwise(edges):
-        here = [right for place, right in found if low < min(place, edges[-1]) <= high]
+        here = [right for place, right in places if low < min(place, edges[-1]) <= high]
         parts.append({"from": low, "to": high, "trials": len(here), "correct": sum(here)})
     return parts
 
 
-def measure(found: list[dict], train_length: int) -> list[Record]:
-    """The records of the answers of one case, still without the case."""
-    back = [(a["distance"] / train_length, a["right"]) for a in found]
-    by_depth = by_part([(a["depth"], a["right"]) for a in found], DEPTHS)
-    parts = {"by_depth": by_depth, "by_distance": by_part(back, DISTANCES)}
-    far = [a for a in found if a["distance"] > train_length]
-    scores = {"accuracy": score(found) | parts} | ({"far_accuracy": score(far)} if far else {})
-    scores["reach"] = {"trials": len(found), "correct": len(found) - len(far)}
+def measure(answers: list[dict], train_length: int) -> list[Record]:
+    """Return the records of the answers of one case; the caller adds run, variant and length."""
+    depths = [(a["depth"], a["right"]) for a in answers]
+    distances = [(a["distance"] / train_length, a["right"]) for a in answers]
+    far = [a for a in answers if a["distance"] > train_length]
+    accuracy = score(answers)
+    accuracy["by_depth"] = by_part(depths, DEPTHS)
+    accuracy["by_distance"] = by_part(distances, DISTANCES)
+    scores = {"accuracy": accuracy}
+    if far:
+        scores["far_accuracy"] = score(far)
+    scores["reach"] = {"trials": len(answers), "correct": len(answers) - len(far)}
     return [Record(k, "", s["correct"] / s["trials"], details=s) for k, s in scores.items()]
 
 
 class Answers:
-    """NAME-answers.jsonl: one line per trial, appended batch by batch.
+    """Keep the answers of NAME-answers.jsonl: one line per trial, appended batch by batch.
 
-    A kill may cut the last line short: it is ignored. Before the next line is appended, the whole
-    lines replace the file atomically, so that a kill at any moment keeps them.
+    A kill may cut the last line short, which is then ignored. Before the next line is appended, the
+    whole lines replace the file atomically, so that a kill at any moment keeps them.
     """
 
     def __init__(self, path: Path):
@@ -123,8 +133,9 @@ class Answers:
         try:
             self._remember([json.loads(line) for line in whole_lines.decode().split("\n")[:-1]])
         except (ValueError, KeyError, TypeError, RecursionError):
-            remedy = "delete it and the results beside it, or give another --out"
-            raise UserError(f"{path} is damaged; {remedy}") from None
+            raise UserError(
+                f"{path} is damaged; delete it and the results beside it, or give another --out"
+            ) from None
         if whole_lines != found:
             self.whole_lines = whole_lines
 
@@ -132,6 +143,7 @@ class Answers:
         self.known |= {(a["run"], a["variant"], a["length"], a["trial"]): a for a in answers}
 
     def append(self, answers: list[dict], save: bool) -> None:
+        """Add answers; only the process with `save` writes them to the file."""
         self._remember(answers)
         if not save:
             return
@@ -145,16 +157,21 @@ class Answers:
 
 
 def answer_batch(model: GPT, prompts: list[Prompt], device) -> torch.Tensor:
-    """Greedy continuations (B, 10), all at once: prompts of one length need no padding."""
+    """Return greedy continuations (B, 10), all at once: prompts of one length need no padding."""
     batch = torch.from_numpy(np.stack([p.tokens for p in prompts]).astype(np.int64)).to(device)
     steps = list(model.stream(batch, ANSWER_TOKENS, temperature=0))
     return torch.stack(steps, dim=1).cpu()
 
 
 def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> list[dict]:
-    """The answers of one case, asking only for what is not on disk; processes take turns."""
-    tokeniser, length, trials = case.checkpoint.tokeniser(), case.length, arguments.trials
-    made = arguments.seed, FORMS[arguments.form]
+    """Return the answers of one case; only those that are not on disk are asked for.
+
+    The missing batches are shared out among the processes, one to each per turn.
+    """
+    tokeniser = case.checkpoint.tokeniser()
+    length = case.length
+    trials = arguments.trials
+    form = FORMS[arguments.form]
     keys = [(*case.key.values(), trial) for trial in range(trials)]
     size = max(1, BATCH_TOKENS // length)  # always the same batches, to round alike
     batches = [range(trials)[first : first + size] for first in range(0, trials, size)]
@@ -163,17 +180,29 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> li
         bar.update(trials - sum(map(len, missing)))
         for turn in range(0, len(missing), world.size):
             shared = missing[turn : turn + world.size]
-            prompts = {t: make_prompt(tokeniser, length, t, *made) for b in shared for t in b}
+            prompts = {
+                trial: make_prompt(tokeniser, length, trial, arguments.seed, form)
+                for batch in shared
+                for trial in batch
+            }
             tokens = torch.zeros(trials, ANSWER_TOKENS, dtype=torch.int64)
             for mine in shared[world.rank : world.rank + 1]:
                 own = [prompts[trial] for trial in mine]
                 tokens[mine.start : mine.stop] = answer_batch(model, own, world.device)
-            tokens, new = world.sum(tokens), []  # every row is zero but on one process
-            for t, p in prompts.items():
-                text = tokeniser.decode(tokens[t].tolist())
-                asked = {"label": case.label, "trial": t, "key": p.key, "depth": round(p.depth, 6)}
-                given = {"distance": p.distance, "answer": text, "right": is_right(text, p.key)}
-                new.append(case.key | asked | given)
+            tokens = world.sum(tokens)  # a row is zero on all processes but the one that made it
+            new = []
+            for trial, prompt in prompts.items():
+                text = tokeniser.decode(tokens[trial].tolist())
+                answer = {
+                    "label": case.label,
+                    "trial": trial,
+                    "key": prompt.key,
+                    "depth": round(prompt.depth, 6),
+                    "distance": prompt.distance,
+                    "answer": text,
+                    "right": is_right(text, prompt.key),
+                }
+                new.append(case.key | answer)
             answers.append(new, save=world.is_main)
             bar.update(len(new))
     return [answers.known[key] for key in keys]
@@ -184,9 +213,11 @@ def main(argv: list[str]) -> None:
     settings = {key: getattr(arguments, key) for key in ("trials", "seed", "form")}
     settings["answer_tokens"] = ANSWER_TOKENS
     with opened(arguments) as (world, checkpoints, chosen):
-        trials, made = range(arguments.trials), (arguments.seed, FORMS[arguments.form])
+        # Every prompt once before the first model runs: one that is too short is an error.
+        form = FORMS[arguments.form]
+        trials = range(arguments.trials)
         for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
-            make_prompt(checkpoint.tokeniser(), length, trial, *made)  # fails if too short
+            make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed, form)
         with measuring(arguments, "passkey", settings, {}, world) as results:
             answers = open_answers(results, world)
             for case, model in unmeasured(results, checkpoints, chosen, arguments.lengths, world):
@@ -203,10 +234,13 @@ def main(argv: list[str]) -> None:
 
 
 def open_answers(results: Results, world: World) -> Answers:
+    """Open the answers beside a results file, which holds their settings."""
     path = results.sibling("-answers.jsonl")
     if path.exists() and not results.path.exists():
-        gone = f"answers of unknown settings, as {results.path} is gone"
-        raise UserError(f"{path} has {gone}; delete it or give another --out")
+        raise UserError(
+            f"{path} has answers of unknown settings, as {results.path} is gone; "
+            "delete it or give another --out"
+        )
     if world.is_main:
         results.save()  # the settings, before the first answer
     world.barrier()
@@ -214,29 +248,34 @@ def open_answers(results: Results, world: World) -> Answers:
 
 
 def show(results: Results) -> None:
+    """Print the tables and draw the figures."""
+
     def share(record: Record) -> str:
-        low, high = (round(100 * record.details[k]) for k in ("wilson_low", "wilson_high"))
+        low = round(100 * record.details["wilson_low"])
+        high = round(100 * record.details["wilson_high"])
         return f"{100 * record.value:.0f} % [{low}, {high}]"
 
     titles = {"accuracy": "passkey accuracy", "far_accuracy": "keys beyond a training length back"}
     for quantity, title in titles.items():
         title += f", {results.settings['trials']} trials, 95 % Wilson interval"
         print(report.table_by_length(results, title, quantity, share))
-    words = ("passkey accuracy (%)", "prompt length (tokens)")
-    figure, axes = report.figure_by_length(results, "accuracy", *words, with_interval)
+    figure, axes = report.figure_by_length(
+        results, "accuracy", "passkey accuracy (%)", "prompt length (tokens)", with_interval
+    )
     axes.set_ylim(0, 100)
     plots.publish(figure, results.sibling(".png"))
     plots.publish(accuracy_by_distance(results), results.sibling("-distance.png"))
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:
-    low, high = record.details["wilson_low"], record.details["wilson_high"]
-    below, above = max(0, record.value - low), max(0, high - record.value)
+    """Return the accuracy in per cent and how far its interval goes below and above it."""
+    below = max(0, record.value - record.details["wilson_low"])
+    above = max(0, record.details["wilson_high"] - record.value)
     return 100 * record.value, 100 * below, 100 * above
 
 
 def accuracy_by_distance(results: Results):
-    """One panel per series: length across, distance of the key down, accuracy as colour."""
+    """Draw a panel per series: length across, distance of the key down, accuracy as colour."""
     series = list(report.styled_series(results, "accuracy"))
     columns = 2 if len(series) == 4 else min(3, len(series))
     rows = math.ceil(len(series) / columns)

@@ -34,13 +34,15 @@ class Checkpoint:
         return stored.load_model(self.path, build, device)[0].eval()
 
     def tokeniser(self) -> Tokeniser:
-        """Return the one it was trained with; without a record of it, the one that fits."""
+        """Return the tokeniser it was trained with; if none is recorded, the one that fits."""
         fitting = [n for n, t in TOKENISERS.items() if t.vocab_size == self.config.vocab_size]
         name = self.info.tokeniser or next(iter(fitting), None)
         if name not in fitting:
             known = ", ".join(f"{n} {t.vocab_size}" for n, t in TOKENISERS.items())
-            has = f"a vocabulary of {self.config.vocab_size} and the tokeniser {name!r}"
-            raise UserError(f"{self.path} has {has}; text needs one of: {known}")
+            raise UserError(
+                f"{self.path} has a vocabulary of {self.config.vocab_size} and the tokeniser "
+                f"{name!r}; text needs one of: {known}"
+            )
         return get_tokeniser(name)
 
     def describe(self) -> dict:
@@ -79,7 +81,7 @@ def layer_inputs(model: GPT, tokens: Tensor, layer: int) -> tuple:
 
 
 def labels(runs: dict[str, dict]) -> dict[str, str]:
-    """Name each of the `runs` of a results file, as shortly as tells all apart."""
+    """Name each of the `runs` of a results file, by the shortest form that tells them apart."""
     models = {i: model_label(ModelConfig.from_dict(run["model"])) for i, run in runs.items()}
     for form in ("{mechanism}", "{run}", "{run} @ {step}", "{path}", "{identity}"):
         names = {i: form.format(**run, mechanism=models[i], identity=i) for i, run in runs.items()}
@@ -89,16 +91,21 @@ def labels(runs: dict[str, dict]) -> dict[str, str]:
 
 
 def model_label(config: ModelConfig) -> str:
-    """Name the mechanism, and what else tells its layers from those of the paper."""
-    place = {"none": ", NoPE", "alibi": ", ALiBi", "fox": ", FoX"}.get(config.positions, "")
-    place += ", shifted" if config.shift else ""
-    windows = ", ".join(entry for entry in dict.fromkeys(config.pattern) if entry != "global")
-    own = config.local is not None and config.local.attention != config.attention
-    local = f" {config.local.attention.title}" if own else ""
-    return config.attention.title + place + (windows and f" + {windows}{local}")
+    """Name the mechanism, and every setting in which the layers differ from the paper's."""
+    label = config.attention.title
+    label += {"none": ", NoPE", "alibi": ", ALiBi", "fox": ", FoX"}.get(config.positions, "")
+    if config.shift:
+        label += ", shifted"
+    windows = [entry for entry in dict.fromkeys(config.pattern) if entry != "global"]
+    if windows:
+        label += f" + {', '.join(windows)}"
+        if config.local is not None and config.local.attention != config.attention:
+            label += f" {config.local.attention.title}"
+    return label
 
 
 def series_label(run: str, variant: str) -> str:
+    """Name a run under a variant."""
     return run if variant == AS_TRAINED else f"{run}, {variant}"
 
 
@@ -107,10 +114,10 @@ STRETCHES = {"pi": "PI", "ntk": "NTK", "yarn": "YaRN"}  # of RoPE, to the evalua
 
 @dataclass(frozen=True)
 class Variant:
-    """A trained model under another setting, without retraining; each changes one thing.
+    """Changes one setting of a trained model, without retraining.
 
-    Of layers of two kinds, p and alpha are of all that re-weight; a window narrows the global ones
-    (and what is wider of the local ones); RoPE is stretched wherever it is.
+    In a model with local and global layers, p and alpha change in every layer that re-weights, a
+    window narrows every layer that sees farther, and RoPE is stretched in every layer that has it.
     """
 
     name: str = AS_TRAINED
@@ -119,7 +126,7 @@ class Variant:
     sinks: int = 0  # beside a window
 
     def needs(self, config: ModelConfig) -> str | None:
-        """Return what a model lacks for this variant to mean anything; None: nothing."""
+        """Return the property that this variant needs and the model lacks; None if it fits."""
         layers = config.all_layers
         wide = [layer for layer in layers if not layer.attention.window]
         rotary = [layer for layer in wide if layer.positions == "rope"]
@@ -134,25 +141,32 @@ class Variant:
         if self.key == "yarn" and any(layer.attention.cosine for layer in rotary):
             return "has scores of q.k: YaRN scales q and k, and cosine attention ignores scale"
         if self.sinks and config.shift:
-            return "has keys that are not shifted: a sink's is that of another token"
+            return "has keys that are not shifted: the key of a sink is another token's"
         if self.sinks and config.documents:
-            return "sees more than one document: the first tokens are those of another"
+            return "sees more than one document: the first tokens belong to another document"
         if self.sinks and config.attention.cosine and config.positions == "rope":
-            return "has scores of q.k or no RoPE: a sink's cosine is not that of a turned query"
+            return "has scores of q.k or no RoPE: RoPE's turn changes the cosine with a far sink"
         return None
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:
         """Return the model's config at this length; `trained` itself where nothing changes."""
         attention = trained.attention
         local = trained.local
-        acts_beyond = {"p": 0, "window": self.value} | dict.fromkeys(STRETCHES, train_length)
-        acts_beyond |= dict.fromkeys(("alpha", "length"), attention.train_length)
+        acts_beyond = {
+            "p": 0,
+            "window": self.value,
+            "alpha": attention.train_length,
+            "length": attention.train_length,
+            **dict.fromkeys(STRETCHES, train_length),
+        }
         if length <= acts_beyond.get(self.key, length):
             return trained
         if self.key in STRETCHES:
             stretch = trained.interpolation * length / train_length
             return replace(trained, interpolation=stretch, scaling=self.key)
-        changes = {self.key: self.value} | ({"sinks": self.sinks} if self.key == "window" else {})
+        changes = {self.key: self.value}
+        if self.key == "window":
+            changes["sinks"] = self.sinks
         sharpens = self.key in ("p", "alpha")
         if sharpens and local is not None and local.attention.sharpened:
             local = replace(local, attention=replace(local.attention, **changes))
@@ -164,7 +178,7 @@ class Variant:
 
 
 def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
-    """List what to evaluate: as trained, then what the command line adds, checked on the models."""
+    """List the variants: as trained, then those of the command line, checked on the models."""
     chosen = [Variant()]
     sinks = arguments.sinks
     for key in ("p", "alpha", "window"):
@@ -174,19 +188,21 @@ def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
     for window in arguments.window if sinks else ():
         chosen.append(Variant(f"window={window}, sinks={sinks}", "window", window, sinks))
     chosen += [Variant(STRETCHES[key], key) for key in STRETCHES if getattr(arguments, key)]
-    chosen += [Variant("L=current", "length", "current")] if arguments.current_length else []
+    if arguments.current_length:
+        chosen.append(Variant("L=current", "length", "current"))
     for variant in chosen:
-        suited = [c for c in checkpoints if not (needs := variant.needs(c.config))]
-        if not suited:
-            raise UserError(f"{variant.name}: no checkpoint given {needs}; leave it out")
-        for c in suited:  # raises for an impossible value
-            variant.config(c.config, c.info.train_length, length=2**40)
+        lacking = [variant.needs(checkpoint.config) for checkpoint in checkpoints]
+        if all(lacking):
+            raise UserError(f"{variant.name}: no checkpoint given {lacking[-1]}; leave it out")
+        for checkpoint, needs in zip(checkpoints, lacking, strict=True):
+            if not needs:  # raises for an impossible value
+                variant.config(checkpoint.config, checkpoint.info.train_length, length=2**40)
     return chosen
 
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint under one variant at one length: what is measured at a time."""
+    """Holds one checkpoint under one variant at one length, which are measured at a time."""
 
     checkpoint: Checkpoint
     variant: Variant
@@ -195,24 +211,30 @@ class Case:
     @property
     def key(self) -> dict:
         """Return the fields that its records share."""
-        run, variant = self.checkpoint.identity, self.variant.name
-        return {"run": run, "variant": variant, "length": self.length}
+        return {
+            "run": self.checkpoint.identity,
+            "variant": self.variant.name,
+            "length": self.length,
+        }
 
     @property
     def label(self) -> str:
+        """Name the run and the variant."""
         return series_label(self.checkpoint.info.run, self.variant.name)
 
     @property
     def config(self) -> ModelConfig:
-        c = self.checkpoint
-        return self.variant.config(c.config, c.info.train_length, self.length)
+        """Return the config of the model under the variant at this length."""
+        trained = self.checkpoint.config
+        return self.variant.config(trained, self.checkpoint.info.train_length, self.length)
 
     def configure(self, model: GPT) -> None:
+        """Set the model to this case."""
         model.configure(**vars(self.config))
 
 
 def unmeasured(results: Results, checkpoints, variants, lengths, world) -> Iterator[tuple]:
-    """Yield (case, its configured model) for what the results lack; shorter lengths first."""
+    """Yield (case, its configured model) for the cases that the results lack, the short first."""
     for checkpoint in checkpoints:
         results.runs.setdefault(checkpoint.identity, checkpoint.describe())
         suited = [v for v in variants if not v.needs(checkpoint.config)]

@@ -17,13 +17,15 @@ Key = tuple[str, str, int]  # run, variant, length
 
 
 def by_key(results: Results, quantity: str) -> dict[Key, Record]:
+    """Return the records of a quantity by run, variant and length."""
     return {(r.run, r.variant, r.length): r for r in results.select(quantity=quantity)}
 
 
 def table_by_length(results: Results, title: str, quantity: str, show: Callable) -> str:
-    """`show(record)` makes a cell. One row per series that has any; no table without rows."""
-    names, rows = labels(results.runs), []
+    """Return a table of one row per series, with `show(record)` in its cells; "" without rows."""
+    names = labels(results.runs)
     lengths = sorted({r.length for r in results.records})
+    rows = []
     for identity, variant, found in results.series(quantity):
         cells = {r.length: show(r) for r in found}
         if any(cells.values()):
@@ -33,19 +35,20 @@ def table_by_length(results: Results, title: str, quantity: str, show: Callable)
 
 
 def number(value: float | None, form: str, error: float | None = None) -> str:
+    """Write a number with its error, or the word "overflow" where it is not finite."""
     shown = "overflow" if value is None or math.isnan(value) else format(value, form)
     return shown if error is None else f"{shown} ±{error:.4f}"
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """Mean over segments and its standard error, None for a single segment."""
+    """Return the mean over segments and its standard error, None for a single segment."""
     count = len(values)
     error = float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else None
     return float(values.mean()), error
 
 
 def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
-    """Every loss minus that of the reference run as trained at that length, by segment."""
+    """Return every loss minus the reference run's at the same length, paired by segment."""
     losses = {k: r.details["by_segment"] for k, r in by_key(results, "loss").items()}
     differences = {}
     for key, values in losses.items():
@@ -57,33 +60,50 @@ def paired_differences(results: Results, reference: str) -> dict[Key, tuple]:
 
 def tables(results: Results, reference: str) -> str:
     """Return loss, bits per byte, perplexity, far-context benefit and paired differences."""
-    paired = paired_differences(results, reference).items()
-    differences = {key: number(value, "+.4f", error) for key, (value, error) in paired}
-    title = f"validation loss over {results.settings['tokens']:,} tokens, ± standard error"
-    helps = "far-context benefit: near minus full context on the same tokens (> 0: it helps)"
-    against = f"loss minus that of {labels(results.runs)[reference]}, paired by segment"
-    parts = (
-        (title, "loss", lambda r: number(r.value, ".4f", r.error)),
-        ("bits per byte", "bits_per_byte", lambda r: number(r.value, ".4f", r.error)),
-        ("perplexity", "loss", lambda r: number(perplexity(r.value), ".2f")),
-        (helps, "far_context_benefit", lambda r: number(r.value, "+.4f", r.error)),
-        (against, "loss", lambda r: differences.get((r.run, r.variant, r.length), "")),
-    )
-    return "\n".join(filter(None, (table_by_length(results, *part) for part in parts)))
+    differences = paired_differences(results, reference)
 
+    def loss(record: Record) -> str:
+        return number(record.value, ".4f", record.error)
 
-def perplexity(loss: float | None) -> float | None:
-    return None if loss is None or loss >= 700 else math.exp(loss)  # that of 710 overflows
+    def signed(record: Record) -> str:
+        return number(record.value, "+.4f", record.error)
+
+    def perplexity(record: Record) -> str:
+        too_large = record.value is None or record.value >= 700  # exp(710) overflows
+        return number(None if too_large else math.exp(record.value), ".2f")
+
+    def difference(record: Record) -> str:
+        found = differences.get((record.run, record.variant, record.length))
+        return number(found[0], "+.4f", found[1]) if found else ""
+
+    tokens = f"{results.settings['tokens']:,}"
+    name = labels(results.runs)[reference]
+    parts = [
+        (f"validation loss over {tokens} tokens, ± standard error", "loss", loss),
+        ("bits per byte", "bits_per_byte", loss),
+        ("perplexity", "loss", perplexity),
+        (
+            "far-context benefit: near minus full context on the same tokens (> 0: it helps)",
+            "far_context_benefit",
+            signed,
+        ),
+        (f"loss minus that of {name}, paired by segment", "loss", difference),
+    ]
+    shown = [table_by_length(results, *part) for part in parts]
+    return "\n".join(part for part in shown if part)
 
 
 def short_table(results: Results) -> str:
     """Return loss by length, its rise, and the far-context benefit at the longest length."""
-    names, lengths, rows = labels(results.runs), sorted({r.length for r in results.records}), []
+    names = labels(results.runs)
+    lengths = sorted({r.length for r in results.records})
+    rows = []
     benefits = by_key(results, "far_context_benefit")
     bits = by_key(results, "bits_per_byte")
     for identity, variant, found in results.series("loss"):
         losses = {r.length: number(r.value, ".3f") for r in found}
-        first, last = found[0].value, found[-1].value
+        first = found[0].value
+        last = found[-1].value
         rise = None if None in (first, last) else last - first
         benefit = benefits.get((identity, variant, found[-1].length))
         ends = [number(rise, "+.3f"), number(benefit.value, "+.3f") if benefit else ""]
@@ -97,11 +117,17 @@ def short_table(results: Results) -> str:
 
 
 def styled_series(results: Results, quantity: str, lines: bool = True) -> list[tuple]:
-    """(label, style, records): one colour per mechanism, one dash per run or variant of it; of
-    many lines, the first four have colours."""
-    names, runs, order = labels(results.runs), list(results.runs), Counter()
+    """Return (label, style, records) of each series, runs in order, each first as trained.
+
+    A mechanism has one colour, and each of its runs and variants a dash. In a chart of many lines,
+    only the first four have colours.
+    """
+    names = labels(results.runs)
+    runs = list(results.runs)
+    order = Counter()  # of the series of each mechanism
     series = sorted(results.series(quantity), key=lambda s: (runs.index(s[0]), s[1] != AS_TRAINED))
-    styles, shown = [], []
+    styles = []
+    shown = []
     for identity, variant, _ in series:
         mechanism = results.runs[identity]["model"]["attention"]["name"]
         kind = "window" if variant.startswith("window") else mechanism  # windows are all black
@@ -113,11 +139,12 @@ def styled_series(results: Results, quantity: str, lines: bool = True) -> list[t
 
 
 def with_error(record: Record) -> tuple[float, float, float]:
+    """Return the value with its error below and above it."""
     return record.value, record.error or 0, record.error or 0
 
 
 def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH, point=with_error):
-    """Lines, or bars if there is one length; `point` gives a record's value and its two errors."""
+    """Draw lines, or bars if there is one length; `point` gives a value and its two errors."""
     lengths = sorted({r.length for r in results.select(quantity=quantity)})
     series = styled_series(results, quantity, lines=len(lengths) > 1)
     figure, axes = figure_of(series)
@@ -127,8 +154,9 @@ def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH
             continue
         x, y, *spread = zip(*points, strict=True)
         if len(lengths) == 1:
-            bar = {"color": style["color"], "error_kw": {"elinewidth": 0.8}}
-            axes.bar([place], y, 0.8, yerr=spread, **bar)
+            axes.bar(
+                [place], y, 0.8, yerr=spread, color=style["color"], error_kw={"elinewidth": 0.8}
+            )
         else:
             axes.errorbar(x, y, spread, elinewidth=0.7, label=label, clip_on=False, **style)
     if len(lengths) > 1:
@@ -143,13 +171,14 @@ def figure_by_length(results: Results, quantity: str, ylabel: str, xlabel=LENGTH
 
 
 def figure_of(series: list[tuple]):
+    """Make a figure that has room for the names of the series."""
     if plots.is_busy(style for _, style, _ in series):
         return plots.figure(width=plots.PAGE, height=max(2.5, 0.8 + 0.14 * len(series)))
     return plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
 
 
 def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: str) -> None:
-    """Lengths across, with a mark at the training length if all runs share it; names of lines."""
+    """Write the lengths, a mark at the training length if all runs share it, and the names."""
     trained = {run["train_length"] for run in results.runs.values()}
     plots.length_axis(axes, ticks, trained.pop() if len(trained) == 1 else None)
     axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -157,6 +186,7 @@ def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: s
 
 
 def loss_by_position(results: Results):
+    """Draw the loss by position in a window of the longest length."""
     longest = max(r.length for r in results.records)
     series = styled_series(results, "loss")
     figure, axes = figure_of(series)
