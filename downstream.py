@@ -1,6 +1,6 @@
 """python downstream.py CKPT [CKPT ...] --tasks paper --out results/downstream.json
 
-Evaluates on zero-shot tasks through lm-evaluation-harness: arc_easy, arc_challenge, hellaswag, piqa,
+Measures zero-shot tasks through lm-evaluation-harness: arc_easy, arc_challenge, hellaswag, piqa,
 mmlu, sciq, scrolls_summscreenfd and lambada_openai. Each finished task is kept; the same command
 continues.
 
@@ -135,15 +135,15 @@ def tables(results: Results) -> str:
     for start in range(0, len(rest), 5):
         title = "" if start else "the other metrics of the same tasks"
         layouts.append((title, [(*c, " ".join(c)) for c in rest[start : start + 5]]))
-    runs = labels(results.runs)
+    names = labels(results.runs)
     parts = []
     for title, listed in layouts:
         columns = [c for c in listed if c[:2] in measured]
         if not columns:
             continue
         rows = []
-        for run, name in runs.items():
-            rows.append([name, *(cell(*score(results, run, c)) for c in columns)])
+        for identity, name in names.items():
+            rows.append([name, *(cell(*score(results, identity, c)) for c in columns)])
         heading = f"\n{title}\n" if title else "\n"
         parts.append(heading + table(["", *(c[2] for c in columns)], rows))
     lengths = ", ".join(str(n) for n in sorted({r.length for r in results.records}))

@@ -1,4 +1,4 @@
-"""A checkpoint's model as transformers knows models; `export_hf.py` copies this file."""
+"""Wraps a checkpoint's model as a model of transformers; `export_hf.py` copies this file."""
 
 import sys
 from dataclasses import replace
@@ -33,20 +33,20 @@ class LssarConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **options):
-        """Refuse weights that mean something else than this code computes."""
+        """Refuse weights of another version than this code computes."""
         if (found := config_dict.get("meaning")) != WEIGHTS_VERSION:
-            meaning = (
-                f"the weights have meaning {found!r:.20}, this code computes {WEIGHTS_VERSION}"
+            raise ValueError(
+                f"the weights have meaning {found!r:.20}, this code computes {WEIGHTS_VERSION} "
+                "(model.WEIGHTS_VERSION): export the checkpoint again"
             )
-            raise ValueError(f"{meaning} (model.WEIGHTS_VERSION): export the checkpoint again")
         return super().from_dict(config_dict, **options)
 
 
 class Seen:
-    """The cache that GPT's layers expect, around one of transformers or none.
+    """Gives GPT's layers the cache that they expect, around one of transformers or none.
 
-    `place` is where each token stands in its own sequence, and `mask` what it sees of the keys:
-    itself and the tokens before it back to place 0, none of them padding.
+    `place` is the position of each token in its own sequence. `mask` is the set of keys that it
+    sees: itself and the tokens before it back to place 0, none of them padding.
     """
 
     def __init__(self, cache, x: Tensor, mask: Tensor | None, place: Tensor | None):
@@ -65,8 +65,9 @@ class Seen:
         if mask is None:
             mask = x.new_ones(batch, keys)
         if mask.dim() != 2 or mask.shape[1] < (0 if fixed else keys):
-            shape, wanted = tuple(mask.shape), f"(batch, {keys}), 0 for padding"
-            raise ValueError(f"attention_mask of shape {shape}: give {wanted}")
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)}: give (batch, {keys}), 0 for padding"
+            )
         tokens = nn.functional.pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])))
         if fixed:
             tokens = tokens & (torch.arange(keys, device=x.device) <= rows[-1])
@@ -78,9 +79,10 @@ class Seen:
         self.mask = arrange(tokens, length, rows, count)
 
     def extend(self, layer: int, k: Tensor, v: Tensor, *gates: Tensor, **_) -> tuple[Tensor, ...]:
+        """Append keys, values and gates of a layer, and return all that the cache holds of it."""
         if self.cache is None:
             return k, v, *gates
-        # A gate is one dimension more of its key: these caches hold keys and values.
+        # These caches hold keys and values only, so a gate is stored as one more dimension of k.
         k, v = self.cache.update(torch.cat((k, *(gate.to(k) for gate in gates)), -1), v, layer)
         return (k[..., :-1], v, k[..., -1:]) if gates else (k, v)
 
@@ -92,13 +94,13 @@ class LssarPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 - transformers reads them from the class
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT initialises itself; this is for rows that are added later."""
+        """Initialise rows that are added later; GPT initialises itself."""
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
 
 
 class LssarModel(LssarPreTrainedModel):
-    """Token ids or their embeddings in, hidden states out."""
+    """Maps token ids or their embeddings to hidden states."""
 
     def __init__(self, config: LssarConfig):
         super().__init__(config)
@@ -126,8 +128,11 @@ class LssarModel(LssarPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **_,
     ) -> BaseModelOutputWithPast:
-        """`attention_mask` (B, keys): 0 for padding, left or right. `position_ids` (B, L): from 0
-        in each sequence; where they start again, the next one begins."""
+        """Return the hidden states.
+
+        `attention_mask` (B, keys) is 0 for padding, left or right. `position_ids` (B, L) count from
+        0 in each sequence; a sequence begins where they start again.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds")
         if output_attentions:
@@ -140,7 +145,8 @@ class LssarModel(LssarPreTrainedModel):
         if past_key_values is None and use_cache and not recomputing:
             past_key_values = DynamicCache()
         seen = Seen(past_key_values, x, attention_mask, position_ids)
-        rope, states = self.gpt.rope(seen.place), ()
+        rope = self.gpt.rope(seen.place)
+        states = ()
         for block in self.gpt.blocks:
             states += (x,)
             if recomputing:
@@ -163,11 +169,12 @@ class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
         self.model = LssarModel(config)
         self.lm_head = nn.Linear(config.width, config.vocab_rows, bias=False)
         self.post_init()
-        if "peft" in sys.modules:  # whose table of default targets knows no other people's models
+        if "peft" in sys.modules:  # its table of default targets lacks models outside transformers
             known = sys.modules["peft"].utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
             known.setdefault(config.model_type, ["qkv"])
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **options):
+        """Resize the tied embedding and head, and note the new size in both configs."""
         embedding = super().resize_token_embeddings(new_num_tokens, *args, **options)
         rows = embedding.num_embeddings
         vocabulary = self.model.gpt.config.vocab_size if new_num_tokens is None else new_num_tokens
@@ -178,7 +185,7 @@ class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_) -> Tensor | None:
-        """The padding mask is all that is needed, with a static cache too."""
+        """Return the padding mask, which is all that is needed, with a static cache too."""
         return attention_mask
 
     @can_return_tuple
@@ -194,10 +201,20 @@ class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **options,
     ) -> CausalLMOutputWithPast:
-        """As `LssarModel`. Label -100 is ignored; with `num_items_in_batch` the loss is the sum
-        divided by it, as in every model of transformers."""
-        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
-        outputs = self.model(*given, use_cache, **options)
+        """Return the logits and, with labels, the loss; the other arguments are `LssarModel`'s.
+
+        Label -100 is ignored. With `num_items_in_batch` the loss is the sum divided by it, as in
+        every model of transformers.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            **options,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         logits = logits[..., : self.config.vocab_size].float().contiguous()

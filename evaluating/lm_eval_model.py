@@ -1,9 +1,9 @@
-"""A checkpoint as a model of lm-evaluation-harness: loglikelihood, rolling, generate_until.
+"""Wraps a checkpoint for lm-evaluation-harness: loglikelihood, rolling, generate_until.
 
 Requests are sorted by length and batched with padding to the right, which no row ever sees: N
-counts a sequence's own tokens only. What is longer than `max_length` loses its beginning. Contexts
-are given as they are, without an end-of-text token before them, as the harness does by default; an
-empty one becomes that token.
+counts a sequence's own tokens only. Longer inputs than `max_length` lose their beginning. Contexts
+are given as they are, without an end-of-text token before them, as the harness does by default. An
+empty context becomes that token.
 """
 
 import math
@@ -33,43 +33,52 @@ Sequence = tuple[int, ...]  # tokens
 class CheckpointLM(TemplateLM):
     def __init__(self, checkpoint: Checkpoint, device, max_length: int, batch_size=16):
         super().__init__()
-        self.checkpoint, self._device, self.batch_size = checkpoint, device, batch_size
-        self._tokeniser, self._model = checkpoint.tokeniser(), checkpoint.load(device)
-        self.max_length, self.max_gen_toks = max_length, min(NEW_TOKENS, max_length // 2)
+        self.checkpoint = checkpoint
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.max_gen_toks = min(NEW_TOKENS, max_length // 2)
+        self._device = device
+        self._tokeniser = checkpoint.tokeniser()
+        self._model = checkpoint.load(device)
 
     @property
     def eot_token_id(self) -> int:
+        """Return the id of the end-of-text token, by which the harness asks for it."""
         return self._tokeniser.eot
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        """Return the tokens of a text."""
         return self._tokeniser.encode(string).tolist()
 
     def _batches(self, sequences: Iterable[Sequence]) -> Iterator[dict[Sequence, list[int]]]:
-        """Distinct sequences with the places where each occurs, the longest first."""
+        """Yield batches of distinct sequences, the longest first, with the places of each."""
         places = defaultdict(list)
         for place, sequence in enumerate(sequences):
             places[sequence].append(place)
         ordered = sorted(places, key=lambda s: (-len(s), s))
+        groups = [ordered]
         layers = self._model.config.all_layers
-        alike = any(
-            layer.attention.length == "current" for layer in layers
-        )  # then L is the width of the batch
-        for _, group in groupby(ordered, key=len if alike else lambda s: None):
-            group = list(group)
+        if any(layer.attention.length == "current" for layer in layers):
+            # L is the width of the batch, so sequences of different lengths cannot share one.
+            groups = [list(group) for _, group in groupby(ordered, key=len)]
+        for group in groups:
             for first in range(0, len(group), self.batch_size):
                 yield {s: places[s] for s in group[first : first + self.batch_size]}
 
     def _padded(self, sequences: Iterable[Sequence]) -> Tensor:
+        """Return sequences as rows (B, longest), padded on the right."""
         rows = [torch.tensor(sequence) for sequence in sequences]
         return pad_sequence(rows, batch_first=True).to(self._device)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests: list[tuple], **_) -> list[tuple[float, bool]]:
-        """Of (texts, context, continuation), the latter two as tokens."""
+        """Score requests of (texts, context, continuation), the latter two as tokens."""
         for _, _, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
-                what = f"a continuation of {len(continuation)} tokens cannot be scored"
-                raise UserError(f"{what}; give 1 to max_length = {self.max_length}")
+                raise UserError(
+                    f"a continuation of {len(continuation)} tokens cannot be scored; "
+                    f"give 1 to max_length = {self.max_length}"
+                )
         texts = ((context or [self.prefix_token_id]) + new for _, context, new in requests)
         inputs = [tuple(tokens[-self.max_length - 1 : -1]) for tokens in texts]
         answers: list = [None] * len(requests)
@@ -83,6 +92,7 @@ class CheckpointLM(TemplateLM):
         return answers
 
     def _score(self, hidden: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """Return the log-likelihood of a continuation, and whether it is the greedy one."""
         logits = self._model.logits(hidden[-len(continuation) :])
         target = torch.tensor(continuation, device=self._device)
         likely = logits.log_softmax(-1).gather(1, target.unsqueeze(1)).sum().item()
@@ -91,9 +101,12 @@ class CheckpointLM(TemplateLM):
         return likely, bool((logits.argmax(-1) == target).all())
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        windows, owners = [], []
+        """Return the log-likelihood of whole texts, in windows of max_length."""
+        windows = []
+        owners = []
         for index, request in enumerate(requests):
-            tokens, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
+            tokens = self.tok_encode(request.args[0])
+            prefix = self.prefix_token_id
             for window in get_rolling_token_windows(tokens, prefix, self.max_length, 1):
                 windows.append((request.args, *make_disjoint_window(window)))
                 owners.append(index)
@@ -103,6 +116,7 @@ class CheckpointLM(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Return the generated text of each request; those with equal settings share batches."""
         groups = defaultdict(list)
         for index, request in enumerate(requests):
             groups[repr(sorted(request.args[1].items()))].append(index)
@@ -122,27 +136,33 @@ class CheckpointLM(TemplateLM):
         return answers
 
     def _settings(self, given: dict) -> dict:
+        """Return the generation settings of a request, or raise for one that is not supported."""
         settings = normalize_gen_kwargs(given, self.max_gen_toks)
         if unknown := set(settings) - GENERATION_SETTINGS:
             known = ", ".join(sorted(GENERATION_SETTINGS))
             raise UserError(f"setting {min(unknown)!r} is not supported; a task may set {known}")
         if settings["max_gen_toks"] >= self.max_length:
-            new, limit = settings["max_gen_toks"], self.max_length
-            raise UserError(f"max_gen_toks {new} leaves no room for a prompt in max_length {limit}")
+            raise UserError(
+                f"max_gen_toks {settings['max_gen_toks']} leaves no room for a prompt in "
+                f"max_length {self.max_length}"
+            )
         return settings
 
     @torch.inference_mode()
     def _continue(self, prompts: list[Sequence], settings: dict) -> list[str]:
-        """The text after each prompt, up to the first stop string or the end of the document."""
+        """Generate after each prompt, up to the first stop string or the end of the document."""
         until = [text for text in settings["until"] if text]
         temperature = settings["temperature"] if settings["do_sample"] else 0
-        tokens, count = self._padded(prompts), settings["max_gen_toks"]
+        count = settings["max_gen_toks"]
+        tokens = self._padded(prompts)
         rows = torch.arange(len(prompts), device=self._device)
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
         mask = torch.arange(tokens.shape[1], device=self._device) < lengths.unsqueeze(1)
-        cache, last = KVCache(tokens.shape[1] + count - 1), lengths - 1
+        cache = KVCache(tokens.shape[1] + count - 1)
+        last = lengths - 1
         new: list[list[int]] = [[] for _ in prompts]
-        texts, unfinished = [""] * len(prompts), set(range(len(prompts)))
+        texts = [""] * len(prompts)
+        unfinished = set(range(len(prompts)))
         for _ in range(count):
             cache.mask = mask
             logits = self._model.logits(self._model.hidden(tokens, cache)[rows, last])
@@ -154,8 +174,14 @@ class CheckpointLM(TemplateLM):
                     unfinished.discard(row)
             if not unfinished:
                 break
-            # What follows the end of a text is not used; its document must not end again.
+            # Tokens after the end of a text are not used, but its document must not end again.
             tokens = chosen.masked_fill(chosen == self.eot_token_id, 0).unsqueeze(1)
             last = torch.zeros_like(last)
             mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
-        return [t[: min((t.find(s) for s in until if s in t), default=None)] for t in texts]
+        return [before_stop(text, until) for text in texts]
+
+
+def before_stop(text: str, until: list[str]) -> str:
+    """Return the text before the first of the stop strings in it."""
+    ends = [text.find(stop) for stop in until if stop in text]
+    return text[: min(ends)] if ends else text

@@ -1,4 +1,4 @@
-"""What the evaluation commands share: processes, precision, progress, opening the results."""
+"""Shared by the evaluation commands: processes, precision, progress, opening the results."""
 
 import sys
 from collections.abc import Iterator
@@ -19,15 +19,21 @@ BATCH_TOKENS = 16384
 
 
 def progress(total: int, label: str, unit: str, enabled: bool = True):
-    """A bar on a terminal, nothing in a log file, where finished numbers are printed anyway."""
-    shown = enabled and sys.stderr.isatty()
-    large = {"unit_scale": total > 10_000, "leave": False, "dynamic_ncols": True}
-    return tqdm(total=total, desc=label, unit=unit, disable=not shown, **large)
+    """Return a bar that shows on a terminal; a log file has the finished numbers anyway."""
+    return tqdm(
+        total=total,
+        desc=label,
+        unit=unit,
+        disable=not (enabled and sys.stderr.isatty()),
+        unit_scale=total > 10_000,
+        leave=False,
+        dynamic_ncols=True,
+    )
 
 
 @contextmanager
 def arithmetic(precision: str, device) -> Iterator[str]:
-    """Products in bf16 under autocast, or in full fp32 (no TF32); gives the name of the choice."""
+    """Compute in bf16 under autocast or in full fp32 (no TF32), and yield which of them."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -48,7 +54,7 @@ def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool =
 
 @contextmanager
 def opened(arguments) -> Iterator[tuple]:
-    """(world, checkpoints, variants) of a command that torchrun may have started several times."""
+    """Yield (world, checkpoints, variants) of a command, in each process that torchrun started."""
     world = distributed.start(arguments.device)
     try:
         checkpoints = open_checkpoints(arguments.checkpoints)
@@ -65,13 +71,16 @@ def say_left_out(checkpoints: list[Checkpoint], chosen: list[Variant]) -> None:
     for checkpoint in checkpoints:
         for variant in chosen:
             if needs := variant.needs(checkpoint.config):
-                skipped = f"{variant.name} is left out for {checkpoint.info.run}"
-                print(f"{skipped}: it is for a model that {needs}", file=sys.stderr)
+                print(
+                    f"{variant.name} is left out for {checkpoint.info.run}: "
+                    f"it is for a model that {needs}",
+                    file=sys.stderr,
+                )
 
 
 @contextmanager
 def measuring(arguments, kind: str, settings: dict, about: dict, world: World) -> Iterator[Results]:
-    """The results file of a command, to be filled in the precision that it was asked for."""
+    """Open the results file of a command, to be filled in the precision of its arguments."""
     with arithmetic(arguments.precision, world.device) as precision:
         settings = settings | {"precision": precision}
         results = open_results(arguments.out, kind, settings, about, world.is_main)

@@ -1,10 +1,10 @@
-"""Measured numbers: the one schema that evaluations write and that tables, figures, page read.
+"""Holds measured numbers: evaluations write this schema; tables, figures and page read it.
 
     {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
 
-A record is one measured number; `details` has what it was made of, `runs` what each ID is: name,
-seed, training length, all settings of the model. A file is replaced atomically with every new
-measurement, and none is computed again. Records of one file are comparable: to add to it,
+A record is one measured number, with its parts in `details`. `runs` describes each ID: name, seed,
+training length, all settings of the model. A file is replaced atomically with every new
+measurement, and no measurement is repeated. Records of one file are comparable: to add to it,
 `settings` must be equal; `about` is for the reader. Numbers that are not finite become null.
 """
 
@@ -18,7 +18,7 @@ from support import files
 from support.command import command_line, revision
 
 AS_TRAINED = "as trained"
-HEAD = {"kind": str, "settings": dict, "about": dict, "runs": dict}  # of a file
+HEAD = {"kind": str, "settings": dict, "about": dict, "runs": dict}  # all of a file but its records
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Record:
     run: str  # a key of the file's runs
     value: float | int | None  # None: it overflowed
     variant: str = AS_TRAINED
-    task: str = ""  # of downstream tasks
+    task: str = ""  # downstream.py and far/audit.py only
     length: int | None = None
-    tokens: int | None = None  # that the value is a mean over
+    tokens: int | None = None  # number of tokens that the value is a mean over
     error: float | int | None = None  # standard error of the value
     command: str = ""
     revision: str = ""  # of the code; ends in + where the checkout had uncommitted changes
@@ -40,12 +40,12 @@ class Record:
         return self.quantity, self.run, self.variant, self.task, self.length
 
     def to_json(self) -> dict:
-        """Without the fields that have their default."""
+        """Return the fields that differ from their default, and the value."""
         defaults = {f.name: f.default for f in fields(self)} | {"details": {}}
         return {k: v for k, v in asdict(self).items() if k == "value" or v != defaults[k]}
 
     def check(self, runs: dict) -> None:
-        """Raise for what only a damaged file can hold."""
+        """Raise if the record can only come from a damaged file."""
         if self.run not in runs:
             raise ValueError(f"a record of the unknown run {self.run!r}")
         if not isinstance(runs[self.run], dict) or not isinstance(runs[self.run].get("run"), str):
@@ -60,12 +60,14 @@ class Results:
     ):
         """Begin or continue a file; `made_with` goes into the details of every record added.
 
-        With `replace_all`, what the file has is not read, and the next `save` replaces it.
+        With `replace_all`, an existing file is not read, and the next `save` replaces it.
         """
         self.path = Path(path)
         if self.path.suffix != ".json":
             raise UserError(f"--out {self.path}: give a name that ends in .json")
-        self.kind, self.settings, self.about = kind, files.finite(settings), files.finite(about)
+        self.kind = kind
+        self.settings = files.finite(settings)
+        self.about = files.finite(about)
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
         self._made_with = made_with or {}
@@ -77,23 +79,31 @@ class Results:
             return
         found = read_results(self.path)
         if found.kind != kind:
-            held = f"{self.path} holds results of {found.kind!r}, not of {kind!r}"
-            raise UserError(f"{held}; give another --out")
+            raise UserError(
+                f"{self.path} holds results of {found.kind!r}, not of {kind!r}; give another --out"
+            )
         for key in self.settings | found.settings:
-            old, new = found.settings.get(key), self.settings.get(key)
+            old = found.settings.get(key)
+            new = self.settings.get(key)
             if old != new:
-                made = f"{self.path} was made with {key} = {old}, this is {new}"
-                raise UserError(f"{made}: not comparable; give another --out or delete it")
-        self.runs, self.records = found.runs, found.records
+                raise UserError(
+                    f"{self.path} was made with {key} = {old}, this is {new}: not comparable; "
+                    "give another --out or delete it"
+                )
+        self.runs = found.runs
+        self.records = found.records
 
     def _version(self) -> tuple | None:
+        """Return what changes when another process writes the file; None if there is none."""
         found = self.path.stat() if self.path.exists() else None
         return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def select(self, **fields) -> list[Record]:
+        """Return the records whose fields have these values."""
         return [r for r in self.records if all(getattr(r, k) == v for k, v in fields.items())]
 
     def find(self, **fields) -> Record | None:
+        """Return the first record whose fields have these values."""
         return next(iter(self.select(**fields)), None)
 
     def add(self, *records: Record, save: bool = True) -> None:
@@ -108,30 +118,33 @@ class Results:
             self.save()
 
     def save(self) -> None:
+        """Replace the file; from the first call on, no other process may write it."""
         if self._claim is None:  # many processes may read, only one writes
             self._claim = files.Claim(self.path)
             if self._version() != self._opened_as:
-                added = f"another process has added to {self.path} since it was read"
-                raise UserError(f"{added}; nothing is lost: run the same command again")
+                raise UserError(
+                    f"another process has added to {self.path} since it was read; "
+                    "nothing is lost: run the same command again"
+                )
         head = {key: getattr(self, key) for key in HEAD}
         records = ",\n".join(json.dumps(record.to_json()) for record in self.records)
         text = json.dumps(head, indent=1).removesuffix("\n}")
         files.write_text(self.path, f'{text},\n "records": [\n{records}\n]}}\n')
 
     def series(self, quantity: str) -> Iterator[tuple[str, str, list[Record]]]:
-        """(run, variant, records by length), in the order in which they were first measured."""
+        """Yield (run, variant, records by length), in the order of their first measurement."""
         records = self.select(quantity=quantity)
         for run, variant in dict.fromkeys((r.run, r.variant) for r in records):
             found = self.select(quantity=quantity, run=run, variant=variant)
             yield run, variant, sorted(found, key=lambda r: r.length or 0)
 
     def sibling(self, suffix: str) -> Path:
-        """A file beside the results: `x.json` and "-depth.png" make `x-depth.png`."""
+        """Return a path beside the results: `x.json` and "-depth.png" make `x-depth.png`."""
         return self.path.with_name(self.path.stem + suffix)
 
 
 def read_results(path: str | Path) -> Results:
-    """A results file to read, its structure checked."""
+    """Read a results file and check its structure."""
     path = Path(path)
     what = "is damaged or is not a results file of these scripts"
     with files.json_record(path, "; give another --out", what) as record:

@@ -25,7 +25,7 @@ def _probability_within(t: float, freedom: int) -> float:
 
 @cache
 def t_quantile(freedom: int) -> float:
-    """Return what Student's T exceeds with the probability TAIL, by bisection."""
+    """Return the value that Student's T exceeds with the probability TAIL, by bisection."""
     low, high = 0.0, 1e3
     for _ in range(60):
         middle = (low + high) / 2
@@ -37,7 +37,7 @@ def t_quantile(freedom: int) -> float:
 
 
 class Interval(NamedTuple):
-    """A mean over seeds, with half of its 95 % interval."""
+    """Holds a mean over seeds, with half of its 95 % interval."""
 
     mean: float
     half_width: float | None  # None below two seeds
@@ -52,6 +52,7 @@ class Interval(NamedTuple):
         return math.inf if self.half_width is None else self.mean + self.half_width
 
     def text(self, decimals: int = 3) -> str:
+        """Write the mean and its interval."""
         if self.half_width is None:
             return f"{signed(self.mean, decimals)} (one seed)"
         low, high = signed(self.low, decimals), signed(self.high, decimals)
