@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lssar.errors import UserError, did_you_mean
 from support.command import Parser, lengths, number, positive, process_count, run
-from support.files import Claim, writing
+from support.files import Claim, make_folder
 
 TABLE = tomllib.loads((Path(__file__).parent / "benchmarks/benchmarks.toml").read_text("utf-8"))
 OPTIONS = TABLE["options"]
@@ -33,9 +33,11 @@ TYPES = {
 
 
 def make_parser(name: str) -> Parser:
+    """Return the parser of a benchmark's options, as benchmarks.toml describes them."""
     chosen = BENCHMARKS[name]
     parser = Parser(chosen["about"].strip(), prog=f"benchmark.py {name}")
-    for option, default in (chosen["defaults"] | dict.fromkeys(chosen.get("unset", ()))).items():
+    defaults = chosen["defaults"] | dict.fromkeys(chosen.get("unset", ()))  # unset: None
+    for option, default in defaults.items():
         about = {k: TYPES[v] if k == "type" else v for k, v in OPTIONS[option].items()}
         parser.add_argument(f"--{option}", **about, default=default)
     parser.set_defaults(benchmark=name, **chosen.get("fixed", {}))
@@ -57,10 +59,9 @@ def main(argv: list[str]) -> int | None:
             name = "cost"
             rest = others
     options = make_parser(name).parse_args(rest)
-    if out := vars(options).get("out"):  # numbers that cannot be written are measured for nothing
-        with writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
-        Claim(out)  # and dropped at once
+    if out := vars(options).get("out"):  # refuse a file that cannot be written before measuring
+        make_folder(out.parent)
+        Claim(out)  # dropped at once: the study claims it again
     import torch  # here, as it takes seconds
 
     if not vars(options).get("device"):

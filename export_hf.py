@@ -1,6 +1,6 @@
 """python export_hf.py CKPT OUT
 
-A folder that Hugging Face transformers loads, with the tokeniser, on a machine without this code:
+Makes a folder that Hugging Face transformers loads on a machine without this code:
 
     model = AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(OUT, trust_remote_code=True)
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which gets the name `out` in the end: that one is whole or absent.
+    """Yield a folder to fill, which is renamed `out` in the end, so that `out` is whole or absent.
 
     The temporary folder has a name of its own, so that exports at the same time do not meet.
     """
@@ -142,7 +142,7 @@ def write_model(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def write_tokeniser(tokeniser: Tokeniser, out: Path) -> None:
-    """The same ids for the same text: byte-level BPE, with no merges for a byte tokeniser."""
+    """Write a tokeniser with the same ids: byte-level BPE, without merges for bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -168,7 +168,7 @@ def _spelling(token: bytes) -> str:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair merged into each longer token: what is left of it after all earlier merges."""
+    """Return the pair that each longer token is merged from, in the order of the merges."""
     merges = []
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.get):
         parts = [token[i : i + 1] for i in range(len(token))]
@@ -219,7 +219,7 @@ Packed sequences are told apart by `position_ids` that start again at 0. LoRA's 
 
 
 def write_card(checkpoint: Checkpoint, out: Path) -> None:
-    """README.md, which the hub shows: what the model is, its numbers, the command of its run."""
+    """Write README.md, which the hub shows: the model, its numbers, the command of its run."""
     info, config = checkpoint.info, checkpoint.config
     file = checkpoint.path.resolve().parents[1] / RUN  # of RUN/checkpoints/step-N
     script, *arguments = lookup(file, "command") or [""]
@@ -241,7 +241,7 @@ def write_card(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def write_code(out: Path) -> None:
-    """Copies of what the model needs of this repository, as flat modules that import each other."""
+    """Copy the modules that the model needs, flat, so that they import each other."""
     needed = modules_of(MODEL)
     for module in needed:
         text = exported(_file(module).read_text(encoding="utf-8"), needed)
@@ -256,7 +256,7 @@ def write_code(out: Path) -> None:
 
 
 def modules_of(module: str) -> list[str]:
-    """The module and every module of this repository that it imports, directly or not."""
+    """List the module and every module of this repository that it imports, directly or not."""
     found = [module]
     for name in found:  # which grows
         for _, package, names in IMPORT.findall(_file(name).read_text(encoding="utf-8")):
@@ -274,7 +274,7 @@ def _flat(module: str) -> str:
 
 
 def exported(text: str, modules: list[str]) -> str:
-    """A module's source that imports `modules` from its own folder and needs no Triton."""
+    """Return a module's source that imports `modules` from its own folder and needs no Triton."""
 
     def relative(match: re.Match) -> str:
         indent, package, names = match.groups()
@@ -283,7 +283,7 @@ def exported(text: str, modules: list[str]) -> str:
         inside = [f"{package}.{name.strip()}" for name in names.split(",")]
         if not set(inside) <= set(modules):
             return match.group()
-        # `from lssar import cpu`; transformers looks for `from .x import` to find files.
+        # This is `from lssar import cpu`. transformers finds files by their `from .x import`.
         lines = ("from .{0} import __name__ as _", "from . import {0} as {1}")
         names = [(_flat(m), m.rpartition(".")[2]) for m in inside]
         return "\n".join(indent + line.format(*name) for name in names for line in lines)

@@ -1,16 +1,16 @@
 """python physics/discover.py RUN [RUN ...] --forces DIR --planets DIR --out results/physics.json
 
-Which law do the predicted forces follow? RUNs are pre-trained runs whose fine-tuned models
-(physics/force.py) have made their predictions. For each of them, and for the oracle (the mean of
-the two nearest labelled states, by the true state):
+Finds the law that predicted forces follow. RUNs are pre-trained runs whose fine-tuned models
+(physics/force.py) have made their predictions. Each of them is measured, and so is the oracle,
+which predicts the mean force of the two labelled states nearest to the true state:
 
   equations   five symbolic regressions on r, m1, m2, each over 1,000 of the 5,000 states of the
               probed sequences that lie nearest to a labelled state
   exponents   of r, m1, m2 by a log-log fit to all those predictions: -2, 1, 1 for Newton's law
   R^2         against the true force, and the mean cosine and R^2 of the vectors for each planet
 
-Beside them R^2 of the best k m2 / r^2: of a model that sees everything but the planet's mass, which
-moves the star by less than a bin wherever the force is large.
+Beside them is R^2 of the best k m2 / r^2, the force of a model that sees everything but the
+planet's mass: that mass moves the star by less than a bin wherever the force is large.
 
 Finished regressions are kept in --out and not repeated unless their run was trained again. Beside
 it are the figures: the force vectors of the eight planets and the predictions against the truth.
@@ -22,7 +22,6 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from physics import TASKS
 from support.command import Parser, answer_early, positive, run, whole
 
 EFFORT = {"iterations": 100, "population": 1000, "evaluations": 500_000}  # PySR's; Operon's two
@@ -67,21 +66,28 @@ ORACLE, TRUTH, BLIND = "oracle", "truth", "blind"
 COLOURS = {ORACLE: plots.GREY, TRUTH: plots.INK}
 ORDER = (TRUTH, "lssar", "softmax")  # the paper's panels, from left to right
 SAMPLES = 40  # arrows per panel
-SUBSAMPLES, SUBSAMPLE = 5, 1000
+SUBSAMPLES = 5  # regressions per model
+SUBSAMPLE = 1000  # states of each
 EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 
 
 def main(argv: list[str]) -> None:
     options = make_parser().parse_args(argv)
     effort = {name: vars(options)[name] for name in EFFORT}
-    magnitudes, vectors = Magnitudes(options.forces, options.states), Vectors(options.planets)
+    magnitudes = Magnitudes(options.forces, options.states)
+    vectors = Vectors(options.planets)
     engine = regression.available(options.engine)
-    settings = {"engine": engine, "effort": effort, "states": len(magnitudes.chosen)}
-    settings |= {k: describe(vars(options)[k])["settings"] for k in ("forces", "planets")}
+    settings = {
+        "engine": engine,
+        "effort": effort,
+        "states": len(magnitudes.chosen),
+        "forces": describe(options.forces)["settings"],
+        "planets": describe(options.planets)["settings"],
+    }
     results = open_results(options.out, "physics", settings, about={})
-    forces = {ORACLE: (magnitudes.oracle(), None), TRUTH: (magnitudes.truth, vectors.truth)}
-    models = [Model(name, name, name, {}, {"magnitude": name}, *forces[name]) for name in forces]
-    models += fine_tuned(options.runs, magnitudes)
+    oracle = Model(ORACLE, ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle())
+    truth = Model(TRUTH, TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth)
+    models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
     judges = {"magnitude": magnitudes, "vector": vectors}
     with kept_on_interrupt(options.out):
         for seed in range(SUBSAMPLES):
@@ -104,13 +110,13 @@ def main(argv: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """A pre-trained run with its two fine-tuned models; the oracle or the truth in its place."""
+    """Holds the forces of a pre-trained run's two fine-tuned models, of the oracle or the truth."""
 
-    name: str  # of mechanism and seed
+    name: str  # mechanism, settings and seed
     label: str  # in figures
     mechanism: str
-    described: dict  # the pre-trained checkpoint
-    identities: dict[str, str]  # task -> of the model that made these forces
+    described: dict  # what a results file says of the pre-trained checkpoint
+    identities: dict[str, str]  # task -> identity of the model that made these forces
     magnitudes: np.ndarray  # (states,)
     vectors: np.ndarray | None = None  # (planets, times, 2)
 
@@ -120,55 +126,73 @@ class Model:
 
 
 def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
-    checkpoints, models = open_checkpoints(runs), []
+    """Load the forces that each run's two fine-tuned models predicted."""
+    checkpoints = open_checkpoints(runs)
+    models = []
     names = [name_of(checkpoint) for checkpoint in checkpoints]
     labels = [checkpoint.config.attention.title for checkpoint in checkpoints]
     for path, checkpoint, name, label in zip(runs, checkpoints, names, labels, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{path}: another run is of {name!r} too; give one of them")
-        label = label if labels.count(label) == 1 else name
-        (forces, first), (vectors, second) = (load(path, task, checkpoint) for task in TASKS)
-        about = checkpoint.config.attention.name, checkpoint.describe()
-        made_by = {"magnitude": first, "vector": second}
-        models.append(Model(name, label, *about, made_by, magnitudes.of(forces), vectors))
+        magnitude_forces, magnitude_identity = load(path, "magnitude", checkpoint)
+        vector_forces, vector_identity = load(path, "vector", checkpoint)
+        models.append(
+            Model(
+                name,
+                label if labels.count(label) == 1 else name,
+                checkpoint.config.attention.name,
+                checkpoint.describe(),
+                {"magnitude": magnitude_identity, "vector": vector_identity},
+                magnitudes.of(magnitude_forces),
+                vector_forces,
+            )
+        )
     return models
 
 
 def name_of(checkpoint: Checkpoint) -> str:
-    """As tables call it: the mechanism, its settings and, where it is known, the seed."""
+    """Name it for tables: the mechanism, its settings and, where it is known, the seed."""
     settings, seed = checkpoint.config.to_dict()["attention"], checkpoint.info.seed
     changed = [f"{k}{v}" for k, v in settings.items() if k not in ("name", "train_length")]
     return "-".join([settings["name"], *changed, *([] if seed is None else [f"s{seed}"])])
 
 
 def load(run: str, task: str, pretrained: Checkpoint) -> tuple[np.ndarray, str]:
-    """The predictions of the model fine-tuned from a run, and that model's identity."""
+    """Load the predictions of the model fine-tuned from a run, and that model's identity."""
     folder = Path(f"{Path(run)}-{task}")
-    path, found = folder / FORCES, origin(folder)
+    path = folder / FORCES
+    found = origin(folder)
     if not path.exists() or found["checkpoint"] is None:
         raise UserError(f"{path} is missing; make it with: python physics/force.py --help")
     if found["pretrained"] != pretrained.identity:
-        other = f"{path} is of a model fine-tuned from other weights than {run} has now"
-        raise UserError(f"{other}; delete {folder} and rerun physics/force.py {task} {run}")
+        raise UserError(
+            f"{path} is of a model fine-tuned from other weights than {run} has now; "
+            f"delete {folder} and rerun physics/force.py {task} {run}"
+        )
     forces = read_array(path)
     refuse_non_finite(forces, path)
     return forces, found["checkpoint"]
 
 
 def read_array(path: Path) -> np.ndarray:
+    """Read an array, or raise in one line."""
     with reading(path):
         return np.load(path, allow_pickle=False)
 
 
 class Magnitudes:
-    """The states that predictions are taken at, and what is true there."""
+    """Holds the states where predictions are compared with the truth, and the true forces."""
 
     def __init__(self, directory: Path, count: int):
-        settings, states = describe(directory)["settings"], read_array(directory / STATES)
-        first, last = settings["labelled"], settings["labelled"] + settings["probed"]
-        self.probed, self.times = slice(first, last), states.shape[1]
+        settings = describe(directory)["settings"]
+        states = read_array(directory / STATES)
+        first = settings["labelled"]
+        last = first + settings["probed"]
+        self.probed = slice(first, last)
+        self.times = states.shape[1]
         shown = np.isfinite(read_array(directory / "labels_train.npy")[:last, 1::2, 0])
-        known, probed = states[:first].reshape(-1, 6), states[self.probed].reshape(-1, 6)
+        known = states[:first].reshape(-1, 6)
+        probed = states[self.probed].reshape(-1, 6)
         self.labelled = np.concatenate((known, states[self.probed][shown[self.probed]]))
         distance, _ = cKDTree(known).query(probed)
         self.chosen = np.argsort(distance, kind="stable")[:count]
@@ -177,44 +201,49 @@ class Magnitudes:
         self.inputs = np.column_stack((np.hypot(*self.states.T[:2]), self.states[:, 4:]))
 
     def of(self, forces: np.ndarray) -> np.ndarray:
-        """A model's predictions at the chosen states, from those for every sequence."""
+        """Return a model's predictions at the chosen states, from those for every sequence."""
         return forces[self.probed, : self.times, 0].reshape(-1)[self.chosen].astype(float)
 
     def oracle(self) -> np.ndarray:
-        """Mean force of the two nearest labelled states, every coordinate standardised."""
-        mean, spread = self.labelled.mean(axis=0), self.labelled.std(axis=0)
+        """Return the mean force of the two nearest labelled states, coordinates standardised."""
+        mean = self.labelled.mean(axis=0)
+        spread = self.labelled.std(axis=0)
         spread[spread == 0] = 1  # stars of heavy planets all have one mass
         _, near = cKDTree((self.labelled - mean) / spread).query((self.states - mean) / spread, k=2)
         return magnitude(self.labelled)[near].mean(axis=1)
 
     def blind(self, rows: np.ndarray) -> float:
-        """R^2 of the best force that does not depend on the planet's mass, given all else."""
-        (r, _, star), truth = self.inputs[rows].T, self.truth[rows]
+        """Return R^2 of the best force that does not depend on the planet's mass."""
+        r, _, star = self.inputs[rows].T
+        truth = self.truth[rows]
         shape = star / r**2
         return r_squared(shape * (truth @ shape) / (shape @ shape), truth)
 
     def records(self, model: Model, identity: str) -> list[Record]:
+        """Compare a model's magnitudes with the truth."""
         predicted = model.magnitudes
-        found = {"R2": r_squared(predicted, self.truth)}
-        found["rank"] = rank_correlation(predicted, self.truth)
-        found |= fitted_exponents(self.inputs, predicted)
+        found = {
+            "R2": r_squared(predicted, self.truth),
+            "rank": rank_correlation(predicted, self.truth),
+            **fitted_exponents(self.inputs, predicted),
+        }
         details = {"positive": float((predicted > 0).mean())}
         return [Record(k, identity, v, details=details) for k, v in found.items()]
 
 
 def r_squared(predicted: np.ndarray, truth: np.ndarray) -> float:
-    """1 - squared error / variance: 0 for the constant mean, below it for anything worse."""
+    """Return 1 - squared error / variance: 0 for the constant mean, below 0 for worse."""
     return float(1 - np.sum((predicted - truth) ** 2) / np.sum((truth - truth.mean(axis=0)) ** 2))
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's, which the few largest forces cannot decide alone."""
+    """Return Spearman's correlation, which the few largest forces cannot decide alone."""
     ranks = [np.argsort(np.argsort(v, kind="stable"), kind="stable") for v in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def fitted_exponents(inputs: np.ndarray, predicted: np.ndarray) -> dict[str, float | None]:
-    """Least squares of log F = c + sum e_i log x_i over the forces that have a logarithm.
+    """Fit log F = c + sum e_i log x_i by least squares, over the forces that have a logarithm.
 
     An input that does not vary has no exponent; with fewer than ten such forces all are None.
     """
@@ -228,10 +257,11 @@ def fitted_exponents(inputs: np.ndarray, predicted: np.ndarray) -> dict[str, flo
 
 
 class Vectors:
-    """The eight planets' forces, and which of their points nothing was fitted or selected on."""
+    """Holds the eight planets' forces, and the points that no fit or selection has used."""
 
     def __init__(self, directory: Path):
-        self.unit, states = np.array(describe(directory)["unit"]), read_array(directory / STATES)
+        self.unit = np.array(describe(directory)["unit"])
+        states = read_array(directory / STATES)
         self.position = states[..., :2]
         towards = -self.position / np.linalg.norm(self.position, axis=-1, keepdims=True)
         self.truth = magnitude(states)[..., None] * towards
@@ -241,9 +271,11 @@ class Vectors:
         self.unseen = ~(trained if selected.all() else trained | selected)
 
     def records(self, model: Model, identity: str) -> list[Record]:
+        """Compare the directions of a model's forces with the truth."""
         planets = {}
         for i, (name, keep) in enumerate(zip(PLANETS, self.unseen, strict=True)):
-            mine, true = model.vectors[i][keep], self.truth[i][keep]
+            mine = model.vectors[i][keep]
+            true = self.truth[i][keep]
             cosine = float(cosines(mine, true).mean())
             planets[name] = {"cosine": cosine, "R2": r_squared(mine, true)}
         cosine = float(np.mean([planet["cosine"] for planet in planets.values()]))
@@ -251,18 +283,20 @@ class Vectors:
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """0 where one of the two is zero, which has no direction."""
+    """Return the cosines of pairs of vectors; 0 where one is zero and has no direction."""
     size = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return (a * b).sum(-1) / np.where(size > 0, size, 1)
 
 
 def subsample(seed: int, count: int) -> np.ndarray:
+    """Draw the states of one regression."""
     return np.random.default_rng(seed).choice(count, min(SUBSAMPLE, count), replace=False)
 
 
 def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, effort: dict) -> None:
     """Run the regressions that one model still lacks; together they give one constant."""
-    identity, values = model.identities["magnitude"], model.magnitudes
+    identity = model.identities["magnitude"]
+    values = model.magnitudes
     known = results.find(quantity="constant", run=identity)
     equations = list(known.details["equations"]) if known else []
     for seed in range(len(equations), SUBSAMPLES):
@@ -276,6 +310,7 @@ def discover(results: Results, model: Model, inputs: np.ndarray, engine: str, ef
 
 
 def summary(results: Results, models: list[Model]) -> str:
+    """Return the table of all models."""
     rows = []
     for model in models:
         mine = [r for r in results.records if r.run in model.identities.values()]
@@ -288,7 +323,7 @@ def summary(results: Results, models: list[Model]) -> str:
 
 
 def draw(results: Results, models: list[Model], magnitudes: Magnitudes, vectors: Vectors):
-    """Draw all figures beside the results; the PNG files."""
+    """Draw all figures beside the results, and return the PNG files."""
     with_vectors = [model for model in models if model.vectors is not None]
     shown = sorted(with_vectors, key=lambda m: (*ORDER, m.mechanism).index(m.mechanism))
     figures = {
@@ -300,9 +335,10 @@ def draw(results: Results, models: list[Model], magnitudes: Magnitudes, vectors:
 
 
 def vector_figure(vectors: Vectors, models: list[Model], planets: list[str]):
-    """One panel per model and planet; with few models, two planets stand in a row."""
-    wide = 2 if len(planets) > 1 and len(models) <= len(ORDER) else 1
-    rows, columns = -(-len(planets) // wide), wide * len(models)
+    """Draw one panel per model and planet; with few models, two planets stand in a row."""
+    planets_per_row = 2 if len(planets) > 1 and len(models) <= len(ORDER) else 1
+    rows = -(-len(planets) // planets_per_row)
+    columns = planets_per_row * len(models)
     height = rows * plots.PAGE / columns + 0.4
     figure, axes = plots.figure(rows, columns, width=plots.PAGE, height=height, squeeze=False)
     pairs = itertools.product(planets, models)
@@ -312,11 +348,18 @@ def vector_figure(vectors: Vectors, models: list[Model], planets: list[str]):
         picked = farthest_points(position, SAMPLES)
         reach = 1.45 * np.abs(position).max()
         arrows = model.vectors[i][picked] / vectors.unit[i]
-        # The largest true force is 42 % of the panel's half-width.
-        shape = {"angles": "xy", "scale_units": "xy", "scale": 2.4 / reach, "headwidth": 4}
         panel.plot(0, 0, marker="o", color="#E69F00", markersize=4, linestyle="none")
         panel.plot(*position.T, ".", color="#bbbbbb", markersize=1.5)
-        panel.quiver(*position[picked].T, *arrows.T, **shape, width=0.006, color=model.colour)
+        panel.quiver(
+            *position[picked].T,
+            *arrows.T,
+            angles="xy",
+            scale_units="xy",
+            scale=2.4 / reach,  # the largest true force is 42 % of the panel's half-width
+            headwidth=4,
+            width=0.006,
+            color=model.colour,
+        )
         panel.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
         panel.set_axis_off()
         panel.set_title(f"{planet}: {model.label}", fontsize=6)
@@ -324,8 +367,9 @@ def vector_figure(vectors: Vectors, models: list[Model], planets: list[str]):
 
 
 def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
-    """Indices of up to `count` points, each the farthest from those before it, from the first."""
-    chosen, distance = [0], np.linalg.norm(points - points[0], axis=1)
+    """Pick up to `count` points, each the farthest from the earlier ones; return their indices."""
+    chosen = [0]
+    distance = np.linalg.norm(points - points[0], axis=1)
     while len(chosen) < min(count, len(points)):
         chosen.append(int(distance.argmax()))
         distance = np.minimum(distance, np.linalg.norm(points - points[chosen[-1]], axis=1))
@@ -333,19 +377,26 @@ def farthest_points(points: np.ndarray, count: int) -> np.ndarray:
 
 
 def magnitude_figure(truth: np.ndarray, models: list[Model]):
-    """Predicted against true |F| on logarithmic axes; predictions below zero cannot be drawn."""
+    """Draw predicted against true |F| on logarithmic axes, without predictions below zero."""
     shown = [model for model in models if model.name != TRUTH]
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
-    shape = {"width": plots.PAGE, "height": 0.6 + 2 * rows, "squeeze": False}
-    figure, axes = plots.figure(rows, columns, sharex=True, sharey=True, **shape)
+    figure, axes = plots.figure(
+        rows,
+        columns,
+        width=plots.PAGE,
+        height=0.6 + 2 * rows,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
     limits = truth.min() / 2, truth.max() * 2
     for panel in axes.flat[len(shown) :]:
         panel.set_axis_off()
     for panel, model in zip(axes.flat, shown, strict=False):
         positive = model.magnitudes > 0
-        drawn = truth[positive], model.magnitudes[positive]
-        panel.loglog(*drawn, ".", color=model.colour, markersize=1.5, alpha=0.4)
+        predicted = model.magnitudes[positive]
+        panel.loglog(truth[positive], predicted, ".", color=model.colour, markersize=1.5, alpha=0.4)
         panel.plot(limits, limits, color="#777777", linewidth=0.8, linestyle=":")
         below = "" if positive.all() else f", {1 - positive.mean():.1%} below zero"
         panel.set_title(f"{model.label}{below}", fontsize=7)

@@ -6,11 +6,12 @@ new linear head, all weights trained, the mean squared error over the labelled p
   magnitude   |F| in random systems of one planet      corpora/.../forces
   vector      (Fx, Fy) over the largest, eight planets  corpora/.../planets
 
-Training is train.py's with `--config` (default: configs/physics-109m-TASK.toml) and the attention
-of RUN, in runs/NAME-TASK. The predictions of the checkpoint with the lowest loss on the set's
-validation labels go into runs/NAME-TASK/forces.npy: (sequences, times, outputs), in the physical
-unit, at the planet's points 1, 3, 5, ...; forces.json says which weights they came from. Rerun the
-same command to continue; finished, it does nothing. After RUN was trained again, delete
+It trains as train.py does, with `--config` (default: configs/physics-109m-TASK.toml) and the
+attention of RUN, in runs/NAME-TASK. The checkpoint with the lowest loss on the set's validation
+labels then predicts runs/NAME-TASK/forces.npy: (sequences, times, outputs), in the physical unit,
+at the planet's points 1, 3, 5, ...; forces.json says which weights they came from.
+
+Rerun the same command to continue; a finished one does nothing. After RUN was trained again, delete
 runs/NAME-TASK.
 """
 
@@ -67,12 +68,15 @@ def main(argv: list[str]) -> int:
     overrides = [*given, f"--train.init_from={options.run}", f"--log.name={name}", *overrides]
     config = load_config(options.config, overrides)
     if config.model_config().outputs != TASKS.index(options.task) + 1:
-        wrong = f"{options.config} has no outputs of the task {options.task!r}"
-        raise UserError(f"{wrong}; see --config")
+        raise UserError(
+            f"{options.config} has no outputs of the task {options.task!r}; see --config"
+        )
     folder = config.run_directory
     if Store(folder).candidates() and origin(folder)["pretrained"] != pretrained.identity:
-        other = f"{folder} was fine-tuned from other weights than {options.run} has now"
-        raise UserError(f"{other}; delete it and rerun, or choose another --log.name")
+        raise UserError(
+            f"{folder} was fine-tuned from other weights than {options.run} has now; "
+            "delete it and rerun, or choose another --log.name"
+        )
     make_folder(folder)
     write_origin(folder, pretrained.identity)
     code = train.main([options.config, *overrides, "--resume", "--device", options.device])
@@ -88,21 +92,22 @@ def origin(folder: Path) -> dict[str, str | None]:
 
 
 def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -> None:
-    """Without a checkpoint, the predictions that may be there do not count."""
+    """Name the weights in forces.json; without a checkpoint, predictions there do not count."""
     write_json(folder / ORIGIN, {"pretrained": pretrained, "checkpoint": checkpoint})
 
 
 @torch.inference_mode()
 def predict(config: Config, device: torch.device) -> str:
-    """Write the selected checkpoint's forces of every training sequence; returns its identity."""
+    """Write the best checkpoint's forces of every training sequence, and return its identity."""
     out = config.run_directory / FORCES
     (best,) = open_checkpoints([str(Store(config.run_directory).best())])
     model = best.load(device, build=OrbitModel)
     records = open_data(config.data.directory, "train", **config.data_requirements())
-    size = {"length": records.shape[0] - 1, "total_tokens": records.total_tokens, "batch": BATCH}
-    inputs = (x.to(device) for x, _ in validation_windows(records, **size))
-    parts = [model(x)[:, 1::2].float().cpu().numpy() for x in inputs]
-    # A label of one means this much: of the whole set, or of each sequence.
+    windows = validation_windows(
+        records, length=records.shape[0] - 1, total_tokens=records.total_tokens, batch=BATCH
+    )
+    parts = [model(x.to(device))[:, 1::2].float().cpu().numpy() for x, _ in windows]
+    # The force that a label of one stands for, in the whole set or in each sequence.
     unit = np.reshape(describe(records.directory)["unit"], (-1, 1, 1)).astype(np.float32)
     forces = np.concatenate(parts) * unit
     refuse_non_finite(forces, best.path)
@@ -112,6 +117,7 @@ def predict(config: Config, device: torch.device) -> str:
 
 
 def refuse_non_finite(forces: np.ndarray, source: Path) -> None:
+    """Raise if a predicted force is NaN or infinite."""
     if not np.isfinite(forces).all():
         raise UserError(f"{source} predicts forces that are not finite; fine-tune it again")
 

@@ -1,13 +1,13 @@
-"""Symbolic regression of y on r, m1, m2: PySR where it runs, Operon otherwise, one way to choose.
+"""Finds an equation for y in r, m1, m2 by symbolic regression: with PySR, or else with Operon.
 
 Both give a Pareto front: the best equation of every complexity. As with PySR's model_selection
-"score", the one chosen is where the logarithm of the loss falls most per node,
+"score", the chosen equation is the one at which the logarithm of the loss falls most per node,
 
     score_i = log(loss_{i-1} / loss_i) / (complexity_i - complexity_{i-1}),
 
 among those better than every simpler one. (Operon's own choice, minimum description length, fits
-long equations to noise.) The loss is the paper's, mean(max(1e-8, |e|) - 1e-8). Of the restarts
-with seeds 0, 1, 2 the best score is kept.
+long equations to noise.) The loss is the paper's, mean(max(1e-8, |e|) - 1e-8). The search is run
+with the seeds 0, 1, 2, and the best score is kept.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from lssar.errors import UserError
 
 NAMES = ("r", "m1", "m2")
 SEEDS = (0, 1, 2)
-LEAST_LOSS = 1e-15  # below it rounding is all that is compared
+LEAST_LOSS = 1e-15  # smaller losses are rounding noise
 SETTINGS = tomllib.loads(Path(__file__).with_name("engines.toml").read_text(encoding="utf-8"))
 
 
@@ -40,18 +40,25 @@ Engine = Callable[[np.ndarray, np.ndarray, int, dict[str, int]], list[Candidate]
 
 
 def discover(engine: Engine, x: np.ndarray, y: np.ndarray, effort: dict[str, int]) -> dict:
-    """The best-scored equation over the seeds; x (samples, 3) as NAMES say, y (samples,)."""
+    """Return the best-scored equation over the seeds; x (samples, 3) is NAMES, y (samples,)."""
     constant = Candidate(repr(float(np.median(y))), 1, loss_of(np.median(y), y))
     found = {seed: choose([constant, *engine(x, y, seed, effort)]) for seed in SEEDS}
-    seed = max(SEEDS, key=lambda seed: found[seed][1])  # the first of equal ones
+    scores = {seed: score for seed, (_, score) in found.items()}
+    seed = max(SEEDS, key=scores.get)  # the first of equal ones
     chosen, score = found[seed]
     equation = readable(chosen.equation)
-    more = {"score": score, "seed": seed, "exponents": exponents(equation, x)}
-    return chosen._asdict() | {"equation": equation} | more
+    return {
+        "equation": equation,
+        "complexity": chosen.complexity,
+        "loss": chosen.loss,
+        "score": score,
+        "seed": seed,
+        "exponents": exponents(equation, x),
+    }
 
 
 def choose(candidates: list[Candidate]) -> tuple[Candidate, float]:
-    """The candidate with the highest score, and its score; the simplest one scores 0."""
+    """Return the candidate with the highest score, and its score; the simplest one scores 0."""
     finite = [c for c in candidates if np.isfinite(c.loss)]
     if not finite:
         raise UserError("symbolic regression found no equation with a finite loss")
@@ -66,22 +73,24 @@ def choose(candidates: list[Candidate]) -> tuple[Candidate, float]:
 
 
 def loss_of(predicted: np.ndarray, y: np.ndarray) -> float:
+    """Return the paper's loss: the mean absolute error, without errors below 1e-8."""
     return float(np.mean(np.maximum(1e-8, np.abs(predicted - y)) - 1e-8))
 
 
 def parse(equation: str) -> sympy.Expr:
+    """Parse an equation in NAMES."""
     return sympy.sympify(equation, {name: sympy.Symbol(name) for name in NAMES})
 
 
 def evaluate(equation: str, x: np.ndarray) -> np.ndarray:
-    """The equation's value at x (samples, 3); NaN where it has none."""
+    """Evaluate the equation at x (samples, 3); NaN where it has no value."""
     function = sympy.lambdify(sympy.symbols(NAMES), parse(equation))
     with np.errstate(all="ignore"):
         return np.broadcast_to(np.asarray(function(*x.T), dtype=float), len(x))
 
 
 def readable(equation: str) -> str:
-    """The equation with its constants multiplied out and rounded to six digits."""
+    """Multiply out the constants of the equation and round them to six digits."""
     expression = parse(equation)
     with contextlib.suppress(ArithmeticError, ValueError, TypeError):
         expression = sympy.powsimp(sympy.expand_mul(expression))
@@ -90,13 +99,15 @@ def readable(equation: str) -> str:
 
 
 def form(equation: str) -> str:
-    """The equation without its added constant; Operon fits one to every equation."""
+    """Drop the equation's added constant; Operon fits one to every equation."""
     return str(parse(equation).as_independent(*sympy.symbols(NAMES), as_Add=True)[1])
 
 
 def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
-    """The median of d log|form| / d log x_i over the data: -2, 1, 1 for Newton's law."""
-    text, step, found = form(equation), 1 + 1e-4, {}
+    """Return the median of d log|form| / d log x_i over the data: -2, 1, 1 for Newton's law."""
+    text = form(equation)
+    step = 1 + 1e-4
+    found = {}
     for i, name in enumerate(NAMES):
         factors = (np.where(np.arange(3) == i, step**sign, 1) for sign in (1, -1))
         above, below = (evaluate(text, x * factor) for factor in factors)
@@ -108,25 +119,31 @@ def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
 
 
 def newtonian(equation: dict) -> bool:
-    """Whether it goes as m1 / r^2 (within 0.1), whatever it makes of m2 or adds."""
+    """Say whether it goes as m1 / r^2 (within 0.1), whatever its m2 and its added constant."""
     r, m1 = (equation["exponents"][name] for name in ("r", "m1"))
     return None not in (r, m1) and abs(r + 2) < 0.1 and abs(m1 - 1) < 0.1
 
 
 def constant(equations: list[dict]) -> float | None:
-    """k = F r^2 / m1 at the masses of Earth and Sun, the median over Newtonian equations."""
+    """Return k = F r^2 / m1 for Earth and Sun, the median over the Newtonian equations."""
     forms = (form(equation["equation"]) for equation in equations if newtonian(equation))
     found = [float(evaluate(text, np.array([[1.0, 3e-6, 1.0]]))[0]) / 3e-6 for text in forms]
     return median(found) if found else None
 
 
 def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: dict[str, int]) -> list[Candidate]:
+    """Return Operon's Pareto front."""
     from pyoperon.sklearn import SymbolicRegressor
 
     # Masses of 1e-9 and forces of 1e-5 are brought to the order of one, and back in the equation.
-    size, unit = np.median(np.abs(x), axis=0), float(np.std(y)) or 1.0
-    limits = {"population_size": effort["population"], "max_evaluations": effort["evaluations"]}
-    search = SymbolicRegressor(**SETTINGS["operon"], **limits, random_state=seed)
+    size = np.median(np.abs(x), axis=0)
+    unit = float(np.std(y)) or 1.0
+    search = SymbolicRegressor(
+        **SETTINGS["operon"],
+        population_size=effort["population"],
+        max_evaluations=effort["evaluations"],
+        random_state=seed,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about constant models, which are candidates too
         search.fit(x / size, y / unit)
@@ -141,11 +158,15 @@ def operon(x: np.ndarray, y: np.ndarray, seed: int, effort: dict[str, int]) -> l
 
 
 def pysr(x: np.ndarray, y: np.ndarray, seed: int, effort: dict[str, int]) -> list[Candidate]:
+    """Return PySR's Pareto front."""
     from pysr import PySRRegressor
 
-    more = {"niterations": effort["iterations"], "random_state": seed}
-    more["extra_sympy_mappings"] = {"inv": lambda value: 1 / value}
-    search = PySRRegressor(**SETTINGS["pysr"], **more)
+    search = PySRRegressor(
+        **SETTINGS["pysr"],
+        niterations=effort["iterations"],
+        random_state=seed,
+        extra_sympy_mappings={"inv": lambda value: 1 / value},
+    )
     search.fit(x, y, variable_names=list(NAMES))
     rows = search.equations_.itertuples()
     return [Candidate(str(r.sympy_format), int(r.complexity), float(r.loss)) for r in rows]
@@ -155,7 +176,7 @@ ENGINES: dict[str, Engine] = {"pysr": pysr, "operon": operon}
 
 
 def available(name: str = "auto") -> str:
-    """The engine to use: the named one, or PySR when it can be imported, or Operon."""
+    """Name the engine to use: the given one, or PySR when it can be imported, or Operon."""
     for engine in ENGINES if name == "auto" else [name]:
         try:
             importlib.import_module("pyoperon" if engine == "operon" else engine)
