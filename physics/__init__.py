@@ -1,3 +1,3 @@
-"""Does a model of orbits find Newton's law? Simulation, force prediction, symbolic regression."""
+"""Finds out whether a model of orbits knows Newton's law: simulation, forces, equations."""
 
-TASKS = ("magnitude", "vector")  # what physics/force.py fine-tunes for
+TASKS = ("magnitude", "vector")  # of physics/force.py; a task's place + 1 is its number of outputs

@@ -1,8 +1,8 @@
-"""A model of orbits: GPT-2's blocks between other ends.
+"""Defines a model of orbits: GPT-2's blocks with another embedding and another head.
 
-Each position has `channels` tokens (x and y), each channel a table of its own, joined by a linear
-layer. Positions are learned. The head is not tied: it predicts the next token of every channel, or
-`outputs` numbers per position by regression.
+Each position has `channels` tokens (x and y). Each channel has a table of its own, and a linear
+layer joins them. Positions are learned. The head is not tied: it predicts the next token of every
+channel, or `outputs` numbers per position by regression.
 """
 
 import torch

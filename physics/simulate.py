@@ -1,11 +1,13 @@
-"""python physics/simulate.py orbits|forces|planets --out DIR: orbits as records for training.
+"""python physics/simulate.py orbits|forces|planets --out DIR
+
+Simulates orbits and writes them as tokens, and forces as labels:
 
   orbits    random systems of 1 to 10 planets, for pre-training (10,000,000 sequences, 40 GB)
   forces    systems of one planet with the magnitude of the force on it as labels
   planets   the eight planets, each alone with the Sun, with the force's direction and relative size
 
-Defaults are the paper's scale. `--selection source` validates force predictions as Vafa et al.
-do, on the very labels that are hidden from training; the default is labels that nothing else sees.
+Defaults are the paper's scale. Force predictions are validated on labels that nothing else uses;
+`--selection source` validates them as Vafa et al. do, on the labels that are hidden from training.
 
 An interrupted simulation continues when the same command is run again, and ends with the same
 bytes, for any number of --workers.
@@ -46,15 +48,21 @@ def make_parser() -> Parser:
     parser.add_argument("--points", type=whole(24, 100_000), default=1000, help="of a sequence")
     parser.add_argument("--bins", type=whole(2, 65533), default=7000, help="of a coordinate")
     parser.add_argument("--seed", type=seed_number, default=0)
-    meaning = "planets of 0.1 to 0.6 solar masses, which move their star visibly"
-    parser.add_argument("--heavy", action="store_true", help=meaning)
+    parser.add_argument(
+        "--heavy",
+        action="store_true",
+        help="planets of 0.1 to 0.6 solar masses, which move their star visibly",
+    )
     group = parser.add_argument_group("orbits")
     group.add_argument("--sequences", type=positive, default=10_000_000)
     group.add_argument("--val-sequences", type=positive, default=3_000)
     group.add_argument("--shard-sequences", type=positive, default=50_000)
-    some, workers = whole(0, 10), whole(0, MOST_PROCESSES)
-    group.add_argument("--planets", type=some, default=0, help="of a system; 0: 1 to 10 at random")
-    group.add_argument("--workers", type=workers, default=os.cpu_count() or 1, help="processes")
+    group.add_argument(
+        "--planets", type=whole(0, 10), default=0, help="of a system; 0: 1 to 10 at random"
+    )
+    group.add_argument(
+        "--workers", type=whole(0, MOST_PROCESSES), default=os.cpu_count() or 1, help="processes"
+    )
     group = parser.add_argument_group("forces and planets")
     group.add_argument("--labelled", type=positive, default=9_000, help="sequences with all labels")
     group.add_argument("--probed", type=positive, default=1_000, help="sequences with two labels")
@@ -69,37 +77,49 @@ def main(argv: list[str]) -> None:
     check(options)
     make, keys = SETS[options.set]
     settings = {key: getattr(options, key) for key in ("set", "points", "bins", "seed", *keys)}
-    settings |= {"heavy": True} if options.heavy else {}
+    if options.heavy:
+        settings["heavy"] = True
     with locked(options.out):
         if is_complete(options.out, settings):
             print(f"{options.out} is complete")
             return
         write_json(options.out / shards.PROGRESS, settings)
         summary, outputs, more = make(options)
-        sizes = {"points": options.points, "channels": CHANNELS, "outputs": outputs}
-        write_json(options.out / shards.DESCRIPTION, {**sizes, "settings": settings, **more})
+        description = {
+            "points": options.points,
+            "channels": CHANNELS,
+            "outputs": outputs,
+            "settings": settings,
+            **more,
+        }
+        write_json(options.out / shards.DESCRIPTION, description)
         forget_progress(options.out)
     print(f"{options.out}: {summary}")
 
 
 def check(options: Namespace) -> None:
-    """Whether the set's shards can be written: their number has six digits, their size 31 bits."""
+    """Raise if the shards are too many for six digits, or too large for a size of 31 bits."""
     largest = options.labelled + options.probed + options.held_out
     if options.set == "orbits":
         sizes = (options.sequences, options.val_sequences)
         largest = min(options.shard_sequences, max(sizes))
         if sum(-(-size // options.shard_sequences) for size in sizes) > MAX_SHARDS:
-            given = f"--sequences {options.sequences} in shards of {options.shard_sequences}"
-            raise UserError(f"{given}: more than {MAX_SHARDS} files; raise --shard-sequences")
+            raise UserError(
+                f"--sequences {options.sequences} in shards of {options.shard_sequences}: "
+                f"more than {MAX_SHARDS} files; raise --shard-sequences"
+            )
     if options.set != "planets" and largest * options.points * CHANNELS > shards.MAX_SHARD_TOKENS:
         most = shards.MAX_SHARD_TOKENS // (options.points * CHANNELS)
-        given = f"{largest} sequences of --points {options.points}"
-        raise UserError(f"{given} do not fit in one shard; give at most {most}")
+        raise UserError(
+            f"{largest} sequences of --points {options.points} do not fit in one shard; "
+            f"give at most {most}"
+        )
 
 
 def is_complete(out: Path, settings: dict) -> bool:
-    """Whether `out` has the set with these settings; refuses a folder with any other."""
-    complete, found = (out / shards.DESCRIPTION).exists(), None
+    """Say whether `out` has the whole set with these settings; refuse a folder with any other."""
+    complete = (out / shards.DESCRIPTION).exists()
+    found = None
     if complete:
         found = shards.describe(out).get("settings")
         forget_progress(out)
@@ -113,16 +133,19 @@ def is_complete(out: Path, settings: dict) -> bool:
 
 
 def save(path: Path, array: np.ndarray) -> None:
+    """Write an array whole or not at all."""
     with whole_file(path) as file:
         np.save(file, array)
 
 
 # Each set's function writes its files and returns a summary, the number of outputs per point, and
-# what else goes into the set's description.
+# further fields of the set's description.
 
 
 def orbits(options: Namespace) -> tuple[str, int, dict]:
-    tasks, size = [], options.shard_sequences
+    """Write random systems, shard by shard."""
+    tasks = []
+    size = options.shard_sequences
     for split, total in (("val", options.val_sequences), ("train", options.sequences)):
         for first in range(0, total, size):
             path = options.out / f"orbits_{split}_{len(tasks):06d}.bin"
@@ -140,26 +163,32 @@ def orbits(options: Namespace) -> tuple[str, int, dict]:
 
 
 def write_orbits(task: tuple[Path, Namespace, str, int, int]) -> None:
+    """Write one shard: `count` sequences of a split from the number `first`."""
     path, options, split, first, count = task
     with whole_file(path) as file:
         file.write(shards.header_bytes(count * options.points * CHANNELS))
         for start in range(first, first + count, systems.BLOCK):
             size = min(systems.BLOCK, first + count - start)
             points = np.empty((size, options.points, CHANNELS), dtype="<u2")
-            chosen = {"planets": options.planets, "heavy": options.heavy}
-            for index, drawn in random_orbits(options.seed, split, start, size, **chosen):
+            stars = random_orbits(
+                options.seed, split, start, size, planets=options.planets, heavy=options.heavy
+            )
+            for index, drawn in stars:
                 points[index] = drawn.points(options.points, options.bins)
             file.write(points)
 
 
 def forces(options: Namespace) -> tuple[str, int, dict]:
-    """Sequences 0 ... labelled - 1 with every label, then `probed` and `held_out` with two each."""
-    labelled, probed, held_out = options.labelled, options.probed, options.held_out
-    count, times = labelled + probed + held_out, (options.points - 1) // 2
+    """Write `labelled` sequences with every label, then `probed` and `held_out` with two each."""
+    labelled = options.labelled
+    probed = options.probed
+    held_out = options.held_out
+    count = labelled + probed + held_out
+    times = (options.points - 1) // 2
     points = np.empty((count, options.points, CHANNELS), dtype=np.uint16)
     states = np.empty((count, times, 6))
-    one = {"planets": 1, "heavy": options.heavy}
-    for index, drawn in random_orbits(options.seed, "forces", 0, count, **one):
+    stars = random_orbits(options.seed, "forces", 0, count, planets=1, heavy=options.heavy)
+    for index, drawn in stars:
         points[index] = drawn.points(options.points, options.bins)
         states[index] = drawn.states(options.points)
     truth = systems.magnitude(states)[..., None]
@@ -169,7 +198,7 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     train[labelled:] = choose(rng, probed + held_out, times, 2)
     val = ~train
     val[: labelled + probed] = False
-    if options.selection == "source":  # every label of all but the held-out, seen or not
+    if options.selection == "source":  # every label but those of the held-out, trained on or not
         val = np.ones_like(train)
         train[labelled + probed :] = val[labelled + probed :] = False
     write_labelled(options.out, points, states, truth / unit, train, val)
@@ -178,9 +207,10 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
 
 
 def planets(options: Namespace) -> tuple[str, int, dict]:
-    """The force over each planet's largest, ten labels per planet; ten more for the selection."""
+    """Write each planet's force, divided by its largest; ten labels train, ten more select."""
     solar = systems.solar_system()
-    points, states = solar.points(options.points, options.bins), solar.states(options.points)
+    points = solar.points(options.points, options.bins)
+    states = solar.states(options.points)
     vectors = solar.force(states[:, None, :, :2])[:, 0]
     unit = np.linalg.norm(vectors, axis=-1).max(axis=1)
     rng = np.random.default_rng(options.seed)
@@ -193,13 +223,13 @@ def planets(options: Namespace) -> tuple[str, int, dict]:
 
 
 def choose(rng, rows: int, columns: int, count: int, among: np.ndarray | bool = True) -> np.ndarray:
-    """(rows, columns) bool with `count` chosen in every row, out of `among`, or all of those."""
+    """Choose at random up to `count` places of `among` in every row; bool (rows, columns)."""
     lot = np.where(among, rng.random((rows, columns)), np.inf)
     return (lot.argsort(axis=1).argsort(axis=1) < count) & among
 
 
 def write_labelled(out: Path, points, states, labels, train: np.ndarray, val: np.ndarray) -> None:
-    """Write both splits: the sequences with a label, labels (N, times, outputs) where chosen."""
+    """Write both splits: sequences that have a chosen label; labels are (N, times, outputs)."""
     save(out / STATES, states)
     for index, (split, chosen) in enumerate({"val": val, "train": train}.items()):
         kept = chosen.any(axis=1)
@@ -212,7 +242,7 @@ def write_labelled(out: Path, points, states, labels, train: np.ndarray, val: np
             file.write(points[kept].astype("<u2"))
 
 
-SETS = {  # name: (function, options beside those of every set)
+SETS = {  # name: (function, options of this set alone)
     "orbits": (orbits, ("planets", "sequences", "val_sequences", "shard_sequences")),
     "forces": (forces, ("labelled", "probed", "held_out", "selection", "unit")),
     "planets": (planets, ("selection",)),

@@ -1,4 +1,4 @@
-"""Random planetary systems, the eight planets, their Kepler orbits in closed form, as tokens.
+"""Draws planetary systems, computes their Kepler orbits in closed form, and makes tokens of them.
 
 Units: astronomical units, years, solar masses; planar. A planet of mass m and a star of mass M move
 on an ellipse about each other: with mu = G (m + M), mean motion n = sqrt(mu / a^3) and the
@@ -32,7 +32,7 @@ PLANETS = tomllib.loads(Path(__file__).with_name("planets.toml").read_text(encod
 
 
 class Orbits(NamedTuple):
-    """Planets about their stars, as many about each; fields (stars, planets) where not noted."""
+    """Holds equally many planets about each star; fields are (stars, planets) where not noted."""
 
     axis: np.ndarray  # semi-major, AU
     eccentricity: np.ndarray
@@ -44,39 +44,48 @@ class Orbits(NamedTuple):
     time_step: np.ndarray  # index into TIME_STEPS, (stars, 1)
 
     def period(self) -> np.ndarray:
+        """Return the time of one revolution in years."""
         return 2 * np.pi * np.sqrt(self.axis**3 / (G * (self.planet + self.star)))
 
     def at(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Position and velocity of planet minus star, (..., times, 2) each; times (..., T)."""
-        axis, e, angle = (x[..., None] for x in (self.axis, self.eccentricity, self.periapsis))
+        """Return position and velocity, planet minus star, (..., times, 2); times (..., T)."""
+        axis = self.axis[..., None]
+        e = self.eccentricity[..., None]
+        angle = self.periapsis[..., None]
         motion = 2 * np.pi / self.period()[..., None]
         anomaly = solve_kepler(motion * times + self.phase[..., None], e)
-        cos, sin, minor = np.cos(anomaly), np.sin(anomaly), np.sqrt(1 - e * e)
+        cos = np.cos(anomaly)
+        sin = np.sin(anomaly)
+        minor = np.sqrt(1 - e * e)
         rate = motion / (1 - e * cos)  # of the eccentric anomaly
         position = turn(axis * (cos - e), axis * minor * sin, angle)
-        return position, turn(-axis * sin * rate, axis * minor * cos * rate, angle)
+        velocity = turn(-axis * sin * rate, axis * minor * cos * rate, angle)
+        return position, velocity
 
     def force(self, position: np.ndarray) -> np.ndarray:
-        """On the planet, (..., times, 2), where planet minus star is `position`."""
+        """Return the force on the planet (..., times, 2) at `position`, relative to its star."""
         cubed = np.linalg.norm(position, axis=-1, keepdims=True) ** 3
         return -G * (self.planet * self.star)[..., None, None] * position / cubed
 
     def sampled(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Position and velocity at the times of a sequence of `count` points."""
+        """Return position and velocity at the times of a sequence of `count` points."""
         times = np.arange(-(-(count - 1) // (self.axis.shape[1] + 1)))
         return self.at(np.array(TIME_STEPS)[self.time_step][..., None] * times)
 
     def points(self, count: int, bins: int) -> np.ndarray:
-        """(stars, count, 2) uint16: the time step, then at each time every planet, the star.
+        """Return tokens (stars, count, 2) uint16: the time step, then all bodies at each time.
 
-        A coordinate is the number of its bin; time steps are the tokens that follow.
+        At each time every planet is followed by the star. A coordinate's token is the number of its
+        bin; the tokens after the last bin are the time steps.
         """
         relative, _ = self.sampled(count)
-        share = np.zeros_like(self.star)  # of the motion about the centre that is the star's
-        if share.shape[1] == 1:  # with more planets the star stands still
-            share = self.planet / (self.planet + self.star)
-        centre, share = self.centre[:, :, None], share[..., None, None]
-        planets, star = centre + (1 - share) * relative, centre - (share * relative)[:, :1]
+        share = np.zeros_like(self.star)  # with more than one planet the star stands still
+        if share.shape[1] == 1:
+            share = self.planet / (self.planet + self.star)  # the star's part of the motion
+        share = share[..., None, None]
+        centre = self.centre[:, :, None]
+        planets = centre + (1 - share) * relative
+        star = centre - (share * relative)[:, :1]
         bodies = np.concatenate((planets, star), axis=1)
         walk = bodies.transpose(0, 2, 1, 3).reshape(len(bodies), -1, 2)[:, : count - 1]
         binned = np.clip(np.floor((walk + EXTENT) * (bins / (2 * EXTENT))), 0, bins - 1)
@@ -84,8 +93,10 @@ class Orbits(NamedTuple):
         return np.concatenate((first, binned), axis=1).astype(np.uint16)
 
     def states(self, count: int) -> np.ndarray:
-        """(stars, (count - 1) // 2, 6): x, y, vx, vy of an only planet relative to its star, and
-        the masses of both, at points 1, 3, 5, ..."""
+        """Return states (stars, (count - 1) // 2, 6) of systems of one planet at points 1, 3, ...
+
+        They are x, y, vx, vy of the planet relative to its star, and the masses of both.
+        """
         position, velocity = self.sampled(count)
         masses = np.stack((self.planet, self.star), axis=-1)[:, :, None]
         masses = np.broadcast_to(masses, position.shape)
@@ -93,22 +104,26 @@ class Orbits(NamedTuple):
 
 
 def turn(x: np.ndarray, y: np.ndarray, angle: np.ndarray) -> np.ndarray:
-    cos, sin = np.cos(angle), np.sin(angle)
+    """Return the vectors (..., 2) turned by an angle."""
+    cos = np.cos(angle)
+    sin = np.sin(angle)
     return np.stack((cos * x - sin * y, sin * x + cos * y), axis=-1)
 
 
 def solve_kepler(mean: np.ndarray, e: np.ndarray) -> np.ndarray:
-    """The E in [-pi, pi] with E - e sin E = mean modulo 2 pi, for 0 <= e < 1.
+    """Return the E in [-pi, pi] with E - e sin E = mean modulo 2 pi, for 0 <= e < 1.
 
     Halley's iteration from Danby's start. E lies in [mean, mean + e]; for e near 1 a step may leave
     that interval and is clipped to it.
     """
     mean = np.mod(mean + np.pi, 2 * np.pi) - np.pi
-    side, mean = np.where(mean < 0, -1.0, 1.0), np.abs(mean)  # the equation is odd
+    side = np.where(mean < 0, -1.0, 1.0)
+    mean = np.abs(mean)  # the equation is odd
     highest = np.minimum(mean + e, np.pi)
     anomaly = np.minimum(mean + 0.85 * e, highest)
     for _ in range(30):
-        sin, cos = np.sin(anomaly), np.cos(anomaly)
+        sin = np.sin(anomaly)
+        cos = np.cos(anomaly)
         miss = anomaly - e * sin - mean
         slope = 1 - e * cos
         step = miss * slope / (slope * slope - 0.5 * miss * e * sin)
@@ -119,20 +134,22 @@ def solve_kepler(mean: np.ndarray, e: np.ndarray) -> np.ndarray:
 
 
 def magnitude(states: np.ndarray) -> np.ndarray:
-    """Newton's law: G m1 m2 / r^2 of states (..., 6)."""
+    """Return the force of Newton's law, G m1 m2 / r^2, of states (..., 6)."""
     return G * states[..., 4] * states[..., 5] / (states[..., 0] ** 2 + states[..., 1] ** 2)
 
 
 def random_orbits(seed: int, kind: str, first: int, count: int, planets=0, heavy=False) -> Iterator:
-    """(which of them, orbits) of stars `first` ... `first + count - 1`, by their number of planets.
+    """Yield (indices, orbits) of stars `first` ... `first + count - 1`, by number of planets.
 
-    `planets` above 0 fixes that number, and `heavy` ones move a star of one solar mass so far that
-    their own mass can be read from the tokens.
+    `planets` above 0 fixes that number. Planets that are `heavy` move a star of one solar mass so
+    far that their own mass can be read from the tokens.
     """
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         number, drawn = draw_block(seed, kind, block)
-        drawn = make_heavy(drawn, seed, kind, block) if heavy else drawn
-        number = np.full(BLOCK, planets) if planets else number
+        if heavy:
+            drawn = make_heavy(drawn, seed, kind, block)
+        if planets:
+            number = np.full(BLOCK, planets)
         index = np.arange(block * BLOCK, (block + 1) * BLOCK) - first
         wanted = (index >= 0) & (index < count)
         for n in np.unique(number[wanted]):
@@ -141,7 +158,7 @@ def random_orbits(seed: int, kind: str, first: int, count: int, planets=0, heavy
 
 
 def draw_block(seed: int, kind: str, block: int) -> tuple[np.ndarray, Orbits]:
-    """How many planets each of BLOCK stars has, and the orbits of MAX_PLANETS about each."""
+    """Draw the number of planets of each of BLOCK stars, and the orbits of MAX_PLANETS."""
     rng = np.random.default_rng([seed, KINDS.index(kind), block])
     number = rng.integers(1, MAX_PLANETS + 1, BLOCK)
     each = (BLOCK, MAX_PLANETS)
@@ -159,7 +176,9 @@ def draw_block(seed: int, kind: str, block: int) -> tuple[np.ndarray, Orbits]:
 
 
 def make_heavy(drawn: Orbits, seed: int, kind: str, block: int) -> Orbits:
-    rng, each = np.random.default_rng([seed, KINDS.index(kind), block, 1]), drawn.axis.shape
+    """Give the systems of a block heavy planets, stars of one solar mass and half-year steps."""
+    rng = np.random.default_rng([seed, KINDS.index(kind), block, 1])
+    each = drawn.axis.shape
     return drawn._replace(
         axis=rng.uniform(3, 12, each),
         eccentricity=rng.uniform(0, 0.4, each),
@@ -171,8 +190,15 @@ def make_heavy(drawn: Orbits, seed: int, kind: str, block: int) -> Orbits:
 
 
 def solar_system() -> Orbits:
-    """The eight planets, each alone with the Sun, in half-year steps from the periapsis."""
+    """Return the eight planets, each alone with the Sun, in half-year steps from the periapsis."""
     mass, axis, eccentricity = np.array(list(PLANETS.values())).T[..., None]
-    zero, half_years = np.zeros_like(mass), np.ones_like(mass, dtype=int)
-    centre = np.zeros((len(PLANETS), 1, 2))
-    return Orbits(axis, eccentricity, zero, zero, mass, zero + 1.0, centre, half_years)
+    return Orbits(
+        axis=axis,
+        eccentricity=eccentricity,
+        periapsis=np.zeros_like(mass),
+        phase=np.zeros_like(mass),
+        planet=mass,
+        star=np.ones_like(mass),
+        centre=np.zeros((len(PLANETS), 1, 2)),
+        time_step=np.ones_like(mass, dtype=int),
+    )
