@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import data_sets
+import torch
 import train_helpers as training
 from data_sets import contents
 
@@ -24,6 +25,7 @@ import data.prepare
 import passkey
 import train
 from training import run_log
+from training.checkpoint import WEIGHTS, Store, read_description, read_trainer
 
 from .attack import Told, attack
 from .children import Child
@@ -251,12 +253,27 @@ def run_of_tiny_steps() -> Work:
 
     def result(place: Path) -> dict:
         run = place / "nano-lssar"
+        store = Store(run)
         found = {"losses": training.losses(run)}
-        for path in (run / "checkpoints").rglob("*"):
-            found[str(path.relative_to(run))] = path.read_bytes() if path.is_file() else None
+        found["names"] = sorted(path.name for path in store.directory.iterdir())
+        found["pointers"] = [(store.directory / name).read_text() for name in ("latest", "best")]
+        for path in store.candidates():
+            weights = (path / WEIGHTS).read_bytes()
+            found[path.name] = weights, read_description(path), plain(read_trainer(path))
         return found
 
     return Work(train.main, lambda place: subject.arguments(place, *more), result, no_pictures)
+
+
+def plain(value: object) -> object:
+    """Return a nested value with the bytes of its tensors in their place, to be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value
 
 
 def preparation_of_own_text(folder: Path) -> Work:
@@ -302,8 +319,8 @@ def no_pictures() -> None:
 
 ALL = 10_000
 RUN = (
-    "started again, the run had every file of its checkpoints, `latest`, `best`, and the "
-    "measurements as undisturbed, byte for byte"
+    "started again, the run had the checkpoints, their weights, optimiser and random state, "
+    "`latest`, `best`, and the measurements of an undisturbed one, bit for bit"
 )
 SET = "started again, the set had the bytes of an undisturbed one, and no other file beside them"
 RESULTS = "started again, the results had the numbers and answers of undisturbed ones, bit for bit"

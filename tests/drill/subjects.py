@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import passkey
 import train
 from lssar import cpu
 from lssar.folders import ensure_hub_cache
+from support.command import revision
 from training.checkpoint import WEIGHTS, find
 from training.run_log import plot_losses
 
@@ -151,9 +153,12 @@ def warm() -> None:
     ensure_hub_cache()
     import datasets  # noqa: F401
     import pyarrow.parquet  # noqa: F401
+    import torch._dynamo  # noqa: F401 - by every optimiser
 
     cpu.unavailable()
+    revision()
     plot_losses([{"step": 1, "loss": 2.0}], shared() / "warm.png", "fonts and their readers")
+    gc.freeze()  # a child would look through all of this
 
 
 def fresh(folder: Path) -> Path:
