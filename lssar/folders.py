@@ -28,6 +28,12 @@ def check_trusted(path: Path) -> None:
         raise PermissionError(f"{path} belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} can be written by other users; chmod go-w would close it")
+    for parent in (*path.absolute().parents, *path.resolve().parents):
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # they could put another in its place
+            raise PermissionError(
+                f"{parent} can be written by other users; chmod o-w would close it"
+            )
 
 
 def ensure_writable(variable: str, default: str, name: str, what: str) -> None:

@@ -240,7 +240,7 @@ class Store:
     def remove_leftovers(self) -> None:
         """Remove temporary files of a run that was killed while writing."""
         for leftover in self.directory.glob(".*.tmp"):
-            if leftover.is_dir():
+            if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.errors import UserError
+from support.files import first_line
 
 TIMEOUT = timedelta(minutes=10)
+MEET = "start with torchrun, which sets MASTER_ADDR and MASTER_PORT"
 UNSET = "start with torchrun, which sets all three, or unset them"
 
 
@@ -119,7 +121,11 @@ def start(device: str = "auto") -> World:
         torch.cuda.set_device(chosen)
         torch.set_float32_matmul_precision("high")  # TF32
     if size > 1 and not dist.is_initialized():
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        except (ValueError, RuntimeError) as error:
+            reason = first_line(error)
+            raise UserError(f"process {rank} cannot meet the others ({reason}); {MEET}") from None
         # torchrun may keep its store over a restart, with the addresses of dead workers. Else each
         # start has a new one, and the nodes need not have counted the same restarts.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import resource
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,12 +28,16 @@ from data.pipeline import Piece, encode_pieces
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
 from evaluating.checkpoints import load_model
+from lssar import cpu_build
 from lssar.errors import UserError
+from lssar.folders import ensure_hub_cache
 from model import GPT
 from support.command import as_user_errors
 from training.checkpoint import read_trainer
 from training.config import load_config
+from training.distributed import place, restarts
 from training.estimate import batch_plan
+from training.run_log import plot_losses
 
 from .attack import Told, attack
 
@@ -124,7 +130,7 @@ def option_keys() -> list[str]:
 # --- parsers --------------------------------------------------------------------------------------
 
 
-@attack("input", "config overrides on the command line, fuzzed", full=1000, short=60)
+@attack("input", "config overrides on the command line, fuzzed", full=3500, short=60)
 def config_overrides(times: int, folder: Path) -> Told:
     keys = st.sampled_from([*option_keys(), "train.step", "x.y", "train", ""])
     override = st.builds("--{}={}".format, keys, words()) | words()
@@ -142,7 +148,7 @@ def config_overrides(times: int, folder: Path) -> Told:
     return fuzz(times, st.lists(override, max_size=2), feed)
 
 
-@attack("input", "config files, fuzzed", full=600, short=40)
+@attack("input", "config files, fuzzed", full=2500, short=40)
 def config_files(times: int, folder: Path) -> Told:
     sound = Path("configs/gpt2-124m-lssar.toml").read_text()
     lines = st.builds("{} = {}".format, st.sampled_from(["lr", "base", "steps", "é"]), words())
@@ -160,7 +166,7 @@ def config_files(times: int, folder: Path) -> Told:
     return fuzz(times, content | st.binary(max_size=80), feed)
 
 
-@attack("input", "the command lines of six scripts, fuzzed", full=60, short=4)
+@attack("input", "the command lines of six scripts, fuzzed", full=300, short=4)
 def command_lines(times: int, folder: Path) -> Told:
     model = str(write_checkpoint(folder / "model", tiny_model(layers=1, width=8)))
     tokens = str(write_tokens(folder / "tokens", 1200))
@@ -227,10 +233,60 @@ def folder_with_configs(folder: Path) -> Path:
     return place
 
 
+@attack("input", "environment variables, fuzzed", full=1500, short=60)
+def environment(times: int, folder: Path) -> Told:
+    """Those of torchrun, of the compiler, and of where things are kept."""
+    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    places = ("LSSAR_CACHE", "XDG_CACHE_HOME", "HOME", "HF_HOME")
+    small = st.integers(-1, 4).map(str) | words()
+    # As root, another path could be made anywhere.
+    relative = words().map(lambda text: text.lstrip("/")) | st.sampled_from(["/", "/dev/null/x"])
+    values = st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(numbers, small) | dict.fromkeys(places, relative) | {"CXX": words()},
+    )
+    inside = folder / "a/b/c"
+    inside.mkdir(parents=True)
+
+    def feed(found: dict[str, str]) -> None:
+        for name in (*numbers, *places, "CXX"):
+            os.environ.pop(name, None)
+        os.environ.update({name: text for name, text in found.items() if "\0" not in text})
+        chosen = place()
+        assert 0 <= chosen.rank < chosen.world_size and chosen.local_rank < chosen.world_size
+        assert restarts() >= 0
+        ensure_hub_cache()
+        try:
+            cpu_build._cache_folder()
+            cpu_build._compiler()
+        except (OSError, cpu_build.Unavailable) as error:  # another folder, or another backend
+            raise UserError(str(error).replace("\n", " ")) from None
+
+    before = dict(os.environ)
+    try:
+        with contextlib.chdir(inside), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return fuzz(times, values, feed)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@attack("input", "names and labels in figures, fuzzed", full=60, short=4)
+def figures(times: int, folder: Path) -> Told:
+    signs = st.sampled_from([*"$_^{}\\%#&~中\udcff", "\\frac{"])
+    names = st.lists(signs | st.text(max_size=4), max_size=6).map("".join)
+
+    def feed(name: str) -> None:
+        plot_losses([{"step": 1, "loss": 2.0}], folder / "x.png", name)
+
+    return fuzz(times, names, feed)
+
+
 # --- readers --------------------------------------------------------------------------------------
 
 
-@attack("input", "shard files, fuzzed", full=500, short=40)
+@attack("input", "shard files, fuzzed", full=1500, short=40)
 def shard_reader(times: int, folder: Path) -> Told:
     header = st.builds(header_bytes, st.integers(-(2**31), 2**31 - 1))
     numbers = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=256, max_size=256)
@@ -260,7 +316,7 @@ def shard_reader(times: int, folder: Path) -> Told:
     return fuzz(times, files, feed)
 
 
-@attack("input", "checkpoint files, fuzzed", full=500, short=40)
+@attack("input", "checkpoint files, fuzzed", full=1500, short=40)
 def checkpoint_reader(times: int, folder: Path) -> Told:
     model = tiny_model(layers=1, width=8)
     path = write_checkpoint(folder / "model", model)
@@ -320,7 +376,7 @@ def edited(description: dict, edits: list[tuple[tuple[str, ...], object]]) -> by
     return json.dumps(copy).encode()
 
 
-@attack("input", "passkey prompts of any length, trial and seed", full=300, short=30)
+@attack("input", "passkey prompts of any length, trial and seed", full=600, short=30)
 def passkey_builder(times: int, folder: Path) -> Told:
     numbers = st.integers(-5, 3000) | st.sampled_from([2**31, 2**63, 2**64, 10**30, -(2**63)])
     cases = st.tuples(st.sampled_from(sorted(TOKENISERS)), numbers, st.integers(0, 10**6), numbers)
@@ -335,7 +391,7 @@ def passkey_builder(times: int, folder: Path) -> Told:
     return fuzz(times, cases, feed)
 
 
-@attack("input", "tokenisers: any Unicode there and back, whole and in pieces", full=400, short=30)
+@attack("input", "tokenisers: any Unicode there and back, whole and in pieces", full=800, short=30)
 def tokeniser_round_trip(times: int, folder: Path) -> Told:
     letters = st.characters() | st.sampled_from("\ud800\udfff\ufeff\u2028\0é中😀 \n\t\x1c")
     pieces = st.text(letters, max_size=60) | st.sampled_from(["<|endoftext|>", " " * 3000 + "x"])

@@ -1,5 +1,6 @@
 """What a stranger's machine has: other corpora, a damaged cache, other users, odd paths."""
 
+import ctypes
 import os
 import random
 import shutil
@@ -18,7 +19,9 @@ import eval_extrapolation
 import generate
 import train
 from data.shards import open_split
-from lssar import cpu
+from evaluating.results import Results
+from lssar import cpu, cpu_build
+from support.files import sha256_of
 from training.checkpoint import Store
 
 from .attack import Told, attack
@@ -253,6 +256,120 @@ def commands(subject: Training, out: Path) -> list[tuple[Callable, list[str]]]:
         (eval_extrapolation.main, [*evaluate, "--out", str(out / "x.json")]),
         (generate.main, [run, "--tokens=8", "--greedy"]),
     ]
+
+
+# --- another user's traps -------------------------------------------------------------------------
+
+TRAP = """
+#include <sys/stat.h>
+__attribute__((constructor)) void spring() { mkdir("%s", 0777); }
+"""
+
+
+@attack("security", "a second user plants code in the kernel's cache, and links", full=10, short=3)
+def planted(times: int, folder: Path) -> Told:
+    """The library has the name that is looked for; loading it would make a folder."""
+    if reason := cpu.unavailable():
+        return Told(f"not tried, as there is no kernel here: {reason}", times=0)
+    folder.chmod(0o755)
+    sound = cpu.build()
+    library, trap = trap_library(folder), folder / "sprung/trap"
+    trap.parent.mkdir(mode=0o777)
+    trap.parent.chmod(0o777)
+    ctypes.CDLL(shutil.copy(library, folder / "probe.so"))
+    assert trap.is_dir(), "the trap does not even spring where it may"
+    trap.rmdir()
+    name = f"{sound.name.rpartition('-')[0]}-{sha256_of(library)}.so"
+    cases = [*PLANTED, *LINKS]
+    cases = cases if os.geteuid() == 0 else [*PLANTED[2:4], *LINKS]
+    for number in range(times):
+        case, place = cases[number % len(cases)], fresh(folder / str(number))
+        if case in LINKS:
+            refuse_link(case, place, folder / "log")
+            continue
+        variable, cache = prepare_cache(case, place)
+        shutil.copy(library, cache / name)
+        (cache / name).chmod(0o755)
+        if "its owner" in case or "folder of" in case:
+            os.chown(cache / name, *[54321] * 2)
+        temporary = place / "tmp"
+        temporary.mkdir()
+
+        def before(variable=variable, temporary=temporary) -> None:
+            for other in ("LSSAR_CACHE", "XDG_CACHE_HOME"):
+                os.environ.pop(other, None)
+            os.environ.update(variable, TMPDIR=str(temporary))
+            tempfile.tempdir = None
+            cpu_build._compile = lambda output, *given: shutil.copy(sound, output)
+
+        shown = finish(lambda argv: load_kernel(), [], folder / "log", before)
+        assert not trap.exists(), f"{case}: another user's code was run"
+        assert "set LSSAR_CACHE" in shown, f"{case}: no notice: {shown}"
+    return Told(
+        f"({', '.join(cases[:times])}) never loaded: built in a private folder, with a notice; a "
+        "link was never written through",
+        times=times,
+    )
+
+
+def trap_library(folder: Path) -> Path:
+    source, library = folder / "trap.c", folder / "trap.so"
+    source.write_text(TRAP % (folder / "sprung/trap"))
+    command = [*cpu_build._compiler(), "-x", "c", "-shared", "-fPIC"]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    return library
+
+
+PLANTED = (
+    "a folder of the second user",
+    "a file with the second user as its owner",
+    "a folder that all can write",
+    "a folder that its group can write",
+    "a folder of the second user, below XDG_CACHE_HOME",
+    "a link to a folder of the second user",
+)
+
+
+def prepare_cache(case: str, place: Path) -> tuple[dict[str, str], Path]:
+    """Make the cache of a case; return the variable that names it."""
+    cache = place / "lssar"
+    cache.mkdir()
+    cache.chmod({"all": 0o777, "group": 0o770}.get(case.split()[-3], 0o755))
+    if "folder of the second user" in case:
+        os.chown(cache, *[54321] * 2)
+    if "XDG" in case:
+        return {"XDG_CACHE_HOME": str(place)}, cache
+    if "link" in case:
+        (place / "link").symlink_to(cache)
+        return {"LSSAR_CACHE": str(place / "link")}, cache
+    return {"LSSAR_CACHE": str(cache)}, cache
+
+
+def load_kernel() -> None:
+    ctypes.CDLL(str(cpu_build.build()))
+
+
+LINKS = (".x.json.tmp", ".x.json.lock", "text_val_000000.bin.tmp", ".progress.json.tmp")
+
+
+def refuse_link(name: str, place: Path, log: Path) -> None:
+    """Plant a link to a file of the user under a name that a write may use."""
+    mine = place / "mine"
+    mine.write_text("mine")
+    (place / "out").mkdir()
+    (place / "out" / name).symlink_to(mine)
+    (place / "a.txt").write_text("some text " * 900)
+
+    def prepare(argv: list[str]) -> None:
+        arguments = ["text", str(place / "a.txt"), "--tokeniser=bytes", "--out"]
+        data.prepare.main([*arguments, str(place / "out")])
+
+    def save(argv: list[str]) -> None:
+        Results(place / "out/x.json", "kind", {}, about={}).save()
+
+    child = Child(save if "json" in name and "progress" not in name else prepare, [], log)
+    assert child.wait() in (0, 2), child.shown()  # the link is removed, or named
+    assert mine.read_text() == "mine", f"{name} was written through"
 
 
 # --- paths ----------------------------------------------------------------------------------------

@@ -178,6 +178,16 @@ def test_a_cache_that_others_can_write_is_not_trusted(built, tmp_path, open_to):
     assert len(libraries(tmp_path / "tmp")) == 1
 
 
+def test_a_cache_below_a_folder_that_others_can_rename_in_is_not_trusted(built, tmp_path):
+    """They could put another cache in its place between the check and the loading."""
+    shared = tmp_path / "shared"
+    shutil.copytree(built, shared / "cache")
+    for mode, trusted in ((0o777, False), (0o1777, True)):
+        shared.chmod(mode)
+        notice = result(start(tmp_path, LSSAR_CACHE=str(shared / "cache")))
+        assert (notice == "") == trusted, oct(mode)
+
+
 def test_a_library_that_others_can_write_is_not_loaded(built, tmp_path):
     shutil.copytree(built, tmp_path / "cache")
     (library,) = libraries(tmp_path / "cache")

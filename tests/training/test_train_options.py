@@ -181,6 +181,22 @@ def test_variables_of_torchrun_that_do_not_belong_together_are_one_line(monkeypa
     assert distributed.place() == (0, 1, 0)
 
 
+def test_processes_that_cannot_meet_are_told_so_in_one_line(monkeypatch):
+    """They were tracebacks."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for port in (None, "abc", "99999999"):
+        if port is not None:
+            monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(
+            UserError, match=r"process 0 cannot meet the others .*torchrun"
+        ) as error:
+            distributed.start("cpu")
+        assert "\n" not in str(error.value), port
+
+
 def test_a_failed_start_leaves_no_folder(tmp_path, corpus):
     with pytest.raises(UserError, match="no checkpoint at"):
         train.main(arguments(corpus, tmp_path, "--train.init_from=/nowhere"))
