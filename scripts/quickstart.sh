@@ -27,16 +27,25 @@ echo "$prepared"
 echo "== 2/4 training softmax and LSSAR side by side, 600 steps each"
 mkdir -p "$out"
 train() { # train ATTENTION, with one thread: the last bits depend on their number
-  OMP_NUM_THREADS=1 python train.py "configs/nano-$1.toml" --log.directory="$out" --log.name="$1" \
+  OMP_NUM_THREADS=1 exec python train.py "configs/nano-$1.toml" --log.directory="$out" --log.name="$1" \
     --data.directory="$corpus" --resume
 }
 train softmax >"$out/softmax.log" 2>&1 &
 softmax=$!
-trap 'kill "$softmax" 2>/dev/null || true' EXIT
-train lssar
+train lssar &
+lssar=$!
+stop() { # both save and end, however this script ends
+  kill "$softmax" "$lssar" 2>/dev/null || true
+  wait
+}
+trap stop EXIT
+if ! wait "$lssar"; then
+  echo "error: training LSSAR ended early, see above; run this again to continue" >&2
+  exit 1
+fi
 if ! wait "$softmax"; then
   tail -n 5 "$out/softmax.log" >&2
-  echo "error: training softmax failed, see above and $out/softmax.log" >&2
+  echo "error: training softmax ended early, see above and $out/softmax.log; run this again to continue" >&2
   exit 1
 fi
 trap - EXIT
