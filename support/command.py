@@ -5,12 +5,14 @@ import contextlib
 import errno
 import functools
 import io
+import json
 import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from support.files import first_line
 
 LARGEST = 2**31 - 1  # no count, length or size needs more
 MOST_PROCESSES = 1024
+SECONDS_FOR_RANK_0 = 5  # to report an error that every rank has
 # What torch and numpy say, in various exceptions, when a tensor does not fit.
 NO_MEMORY = ("not enough memory", "allocate memory", "out of memory", "size calculation overflowed")
 
@@ -105,7 +108,18 @@ def _exit_code(main: Callable[[list[str]], int | None]) -> int:
 def _report(message: str) -> int:
     """Print an error in one line, whatever is in it. Return the exit code."""
     line = message.replace("\r", "\\r").replace("\n", "\\n")
-    print(f"error: {line}", file=sys.stderr)
+    shown = f"error: {line}"
+    if os.environ.get("RANK", "0") != "0":
+        # Rank 0 has most likely failed for the same reason: torchrun then ends this one meanwhile.
+        time.sleep(SECONDS_FOR_RANK_0)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if file and restarts == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+        # torchrun ends with twenty lines of its own. The last of them show this file.
+        details = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": shown, "extraInfo": details}}))
+    else:
+        print(shown, file=sys.stderr)
     return 2
 
 

@@ -1,5 +1,6 @@
 """What a run is asked for: bf16, wandb, a rate, a dry run; and the mistakes in asking."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from train_helpers import (
 import train
 from lssar.errors import UserError
 from physics import train as orbits
+from support.command import _report
 from train import learning_rate
 from training import distributed
 from training.config import load_config
@@ -143,6 +145,29 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(corpus, tmp_path, more, mes
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_a_mistake_under_torchrun_is_printed_once_and_last(corpus, tmp_path):
+    given = arguments(corpus, tmp_path, "--train.lr=1e400")
+    done = subprocess.run(
+        command(*given, processes=2), capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 1
+    message = "error: command line: train.lr = inf: is too large"
+    assert done.stderr.count(message) == 1
+    assert message in "".join(done.stderr.splitlines()[-2:])
+
+
+def test_a_mistake_that_torchrun_will_not_report_is_printed(tmp_path, capsys, monkeypatch):
+    """It reports the last attempt alone."""
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    for attempt, printed in (("0", "error: a\\nb\n"), ("1", "")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert _report("a\nb") == 2
+        assert capsys.readouterr().err == printed
+    assert json.loads(report.read_text())["message"]["message"] == "error: a\\nb"
 
 
 @pytest.mark.parametrize(
