@@ -97,8 +97,9 @@ def _fill(writer: ShardWriter, source, workers: int) -> dict[Path, tuple[int, st
     state = writer.resume()
     writer.encoders.add(writer.tokeniser.encoder_name)
     last_record = time.monotonic()
-    interval = 0.5 if sys.stderr.isatty() else 30.0
-    bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, mininterval=interval)
+    # In a log, a line every half minute, and none of what is shorter.
+    pace = {"mininterval": 0.5} if sys.stderr.isatty() else {"mininterval": 30.0, "delay": 30.0}
+    bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, **pace)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)
     with bar, contextlib.closing(stream):
         for chunk, answer in stream:
