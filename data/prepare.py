@@ -83,7 +83,10 @@ def prepare(source, arguments: argparse.Namespace) -> None:
             _refuse_too_little(writer)
             listed = [{"file": p.name, "lines": n, "what": w} for p, (n, w) in left_out.items()]
             writer.finish(skipped=listed)
-    files = f"{len(source.files):,} files, " if hasattr(source, "files") else ""
+    files = ""
+    if hasattr(source, "files"):
+        count = sum(left_out.get(path, (1, ""))[0] > 0 for path in source.files)
+        files = f"{count:,} file{'s' * (count != 1)}, "
     tokens = "{train:,} training and {val:,} validation tokens".format(**writer.totals)
     shards = f"{len(writer.shards)} shards"
     print(f"{out}: {files}{writer.documents:,} documents, {tokens}, {shards}")

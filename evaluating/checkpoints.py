@@ -139,13 +139,13 @@ class Variant:
         if self.key in ("ntk", "yarn") and config.interpolation != 1:
             return "was trained without position interpolation"
         if self.key == "yarn" and any(layer.attention.cosine for layer in rotary):
-            return "has scores of q.k: YaRN scales q and k, and cosine attention ignores scale"
+            return "has scores of q.k (YaRN scales q and k, and a cosine ignores scale)"
         if self.sinks and config.shift:
-            return "has keys that are not shifted: the key of a sink is another token's"
+            return "does not shift its keys (a sink's would be that of another token)"
         if self.sinks and config.documents:
-            return "sees more than one document: the first tokens belong to another document"
+            return "sees one document (here the first tokens are those of another)"
         if self.sinks and config.attention.cosine and config.positions == "rope":
-            return "has scores of q.k or no RoPE: RoPE's turn changes the cosine with a far sink"
+            return "has scores of q.k, or cosines without RoPE (which turns a sink away)"
         return None
 
     def config(self, trained: ModelConfig, train_length: int, length: int) -> ModelConfig:

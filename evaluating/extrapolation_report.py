@@ -206,7 +206,7 @@ def figures(results: Results) -> None:
     """Draw loss and far-context benefit by length, and loss by position at the longest length."""
     plots.publish(figure_by_length(results, "loss", LOSS)[0], results.sibling(".png"))
     if results.find(quantity="far_context_benefit"):
-        label = "far-context benefit (nats): near − full"
+        label = "far-context benefit (nats)"
         figure, axes = figure_by_length(results, "far_context_benefit", label)
         axes.axhline(0, color="#777777", linewidth=0.9, zorder=1)
         plots.publish(figure, results.sibling("-benefit.png"))

@@ -73,7 +73,7 @@ def say_left_out(checkpoints: list[Checkpoint], chosen: list[Variant]) -> None:
             if needs := variant.needs(checkpoint.config):
                 print(
                     f"{variant.name} is left out for {checkpoint.info.run}: "
-                    f"it is for a model that {needs}",
+                    f"it needs a model that {needs}",
                     file=sys.stderr,
                 )
 

@@ -339,7 +339,7 @@ def test_variants_of_layers_of_two_kinds():
     assert "q.k" in kept.needs(preset("nano", "lssar"))
     windowed = preset("nano", get_mechanism("lssar", window=32))
     assert "q.k" in kept.needs(windowed), "its window does not make its cosines another's"
-    assert "shifted" in kept.needs(replace(hybrid, shift=True))
+    assert "shift" in kept.needs(replace(hybrid, shift=True))
     assert "document" in kept.needs(preset("nano", documents=True))
     assert "cosine" in Variant("YaRN", "yarn").needs(preset("nano", "lssar"))
     assert "RoPE" in Variant("PI", "pi").needs(hybrid)

@@ -315,6 +315,14 @@ def test_a_line_that_never_ends_is_bad_not_a_full_memory(tmp_path, monkeypatch):
     assert [(entry["file"], entry["lines"]) for entry in manifest["skipped"]] == [("long.jsonl", 1)]
 
 
+def test_a_file_that_is_left_out_is_not_counted(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/good.txt").write_text(words("good", 500))
+    (tmp_path / "in/bad.txt").write_bytes(b"caf\xe9")
+    prepare(tmp_path / "in", tmp_path / "out", "--skip-bad")
+    assert ": 1 file, " in capsys.readouterr().out
+
+
 # --- which files are text ------------------------------------------------------------------------
 
 

@@ -428,6 +428,24 @@ def test_table_and_figures_are_made(workspace, capsys):
         assert (workspace / name).stat().st_size > 5000
 
 
+def test_the_names_of_axes_fit_into_the_figures(tmp_path, monkeypatch):
+    """That of the far-context benefit was cut off at both ends."""
+    write_tokens(tmp_path / "data", SET_TOKENS)
+    for name in ("softmax", "lssar"):
+        write_checkpoint(tmp_path / name, tiny_model(name), run=name)
+    drawn = []
+    monkeypatch.setattr(plots, "publish", lambda figure, path: drawn.append((path.name, figure)))
+    main([*command(tmp_path, ["softmax", "lssar"], "x.json"), "--window", "16"])
+    assert len(drawn) == 3
+    for name, figure in drawn:
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            for label in (axes.xaxis.label, axes.yaxis.label):
+                box = label.get_window_extent()
+                inside = box.x0 >= 0 and box.y0 >= 0 and box.y1 <= figure.bbox.y1
+                assert inside and box.x1 <= figure.bbox.x1, (name, label.get_text())
+
+
 def test_overflow_is_reported_and_the_file_stays_json(tmp_path, capsys):
     write_tokens(tmp_path / "data", SET_TOKENS)
     model = tiny_model("exp")
