@@ -174,7 +174,7 @@ def figure_of(series: list[tuple]):
     """Make a figure that has room for the names of the series."""
     if plots.is_busy(style for _, style, _ in series):
         return plots.figure(width=plots.PAGE, height=max(2.5, 0.8 + 0.14 * len(series)))
-    return plots.figure(height=2.1 + LEGEND_LINE * math.ceil(len(series) / 2))
+    return plots.figure(height=2.4 + LEGEND_LINE * math.ceil(len(series) / 2))
 
 
 def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: str) -> None:
