@@ -1,6 +1,7 @@
 """What a command says, and imports, for --help and a mistyped option."""
 
 import re
+import shlex
 import subprocess
 import sys
 
@@ -96,6 +97,21 @@ def test_an_unknown_table_is_one_line_without_slow_imports():
     assert (code, shown) == (2, "")
     assert line.startswith("error: unknown table 'headlin'; did you mean 'headline'")
     assert not imported & SLOW
+
+
+def test_what_is_printed_to_a_closed_stream_goes_nowhere():
+    code = """
+import sys
+from support.command import run
+def main(argv):
+    print("said")
+    print("complained", file=sys.stderr)
+run(main)
+"""
+    for closed, out, err in (("1>&-", "", "complained\n"), ("2>&-", "said\n", "")):
+        command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, err), closed
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])  # left in the buffer, and more than a pipe holds

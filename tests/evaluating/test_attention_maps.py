@@ -131,6 +131,21 @@ def test_mistakes_are_one_clear_line(tmp_path, options, message):
         main([str(tmp_path), "--out", str(tmp_path / "maps.json")])
 
 
+def test_the_numbers_are_those_of_the_layer_that_was_asked_for(tmp_path):
+    model = tiny_model("lssar", layers=3)
+    path = write_checkpoint(tmp_path / "m", model)
+    text = "the cat sat on the mat"
+    tokens = torch.tensor(list(text.encode()))
+    for layer in (1, 2, 3):
+        out = tmp_path / f"{layer}.json"
+        main([str(path), "--text", text, "--layer", str(layer), "--out", str(out), "--device=cpu"])
+        with torch.no_grad():
+            weights, cosines, _ = layer_weights(model, tokens, layer - 1)
+        expected = head_statistics(weights, cosines, visible_keys(len(tokens), None))
+        heads = read_results(out).find(quantity="entropy").details["heads"]
+        assert heads == pytest.approx(expected["entropy"]), f"layer {layer}"
+
+
 def test_what_lies_outside_a_local_layers_window_is_not_counted_as_zeros():
     """A layer that spreads its weight over its whole window has no zeros."""
     length, window = 9, 3

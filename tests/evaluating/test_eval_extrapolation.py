@@ -1,6 +1,7 @@
 """The same targets at every length, exact means and errors, and nothing finished is lost."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -120,6 +121,11 @@ def test_paired_difference_is_that_of_the_same_segments(workspace):
 def test_position_buckets_cover_every_position_once(length):
     covered = [i for a, b in position_buckets(length) for i in range(a, b)]
     assert covered == list(range(length))
+
+
+def test_position_buckets_are_quarters_of_octaves():
+    edges = [0, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
+    assert position_buckets(100) == list(itertools.pairwise(edges))
 
 
 def test_buckets_have_the_mean_loss_of_their_positions(workspace):

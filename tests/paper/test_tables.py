@@ -186,6 +186,8 @@ def test_the_page_shows_hostile_text_as_text_and_names_what_it_cannot_read(tmp_p
     assert (tmp_path / "site/figures/nano-headline.svg").stat().st_size > 1000
     write_page(results, tmp_path / "site")
     assert (tmp_path / "site/index.html").read_text(encoding="utf-8") == text
+    (tmp_path / "interrupted/figures").mkdir(parents=True)
+    write_page(results, tmp_path / "interrupted")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").touch()
     for out in (tmp_path / "mine", results / "site"):

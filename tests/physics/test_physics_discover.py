@@ -11,7 +11,7 @@ pytest.importorskip("scipy")  # requirements-physics.txt
 pytest.importorskip("pyoperon")
 
 from evaluating.checkpoints import open_checkpoints
-from evaluating.results import collect, read_results
+from evaluating.results import read_results
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, preset
@@ -183,10 +183,8 @@ def arguments(world, out, *more):
 
 
 def found(out):
-    """{(run, quantity): record}, as tables read them."""
-    measured, problems = collect(out.parent)
-    assert not problems
-    return {(m.name, m.record.quantity): m.record for m in measured}
+    """Return {(run, quantity): record}."""
+    return {(record.run, record.quantity): record for record in read_results(out).records}
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +333,11 @@ def test_equations_of_a_run_that_was_trained_again_are_found_again(world, tmp_pa
 def test_two_seeds_of_a_mechanism_are_two_runs_with_their_seeds(world, tmp_path, searches):
     run, out = second_seed(world, tmp_path, "other"), tmp_path / "nano" / "physics.json"
     discover.main([str(run), *arguments(world, out)])
-    measured, _ = collect(out.parent)
-    scores = {(m.name, m.seed): m.record.value for m in measured if m.record.quantity == "R2"}
+    results = read_results(out)
+    scores = {
+        (record.run, results.runs[record.run].get("seed")): record.value
+        for record in results.select(quantity="R2")
+    }
     assert set(scores) == {
         *(("oracle", None), ("truth", None), ("softmax", None)),
         *(("lssar", None), ("lssar-s1", 1)),
