@@ -183,8 +183,9 @@ def arguments(world, out, *more):
 
 
 def found(out):
-    """Return {(run, quantity): record}."""
-    return {(record.run, record.quantity): record for record in read_results(out).records}
+    """Return {(name, quantity): record}."""
+    results = read_results(out)
+    return {(results.runs[r.run]["run"], r.quantity): r for r in results.records}
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +336,8 @@ def test_two_seeds_of_a_mechanism_are_two_runs_with_their_seeds(world, tmp_path,
     discover.main([str(run), *arguments(world, out)])
     results = read_results(out)
     scores = {
-        (record.run, results.runs[record.run].get("seed")): record.value
-        for record in results.select(quantity="R2")
+        (results.runs[r.run]["run"], results.runs[r.run].get("seed")): r.value
+        for r in results.select(quantity="R2")
     }
     assert set(scores) == {
         *(("oracle", None), ("truth", None), ("softmax", None)),
