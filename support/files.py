@@ -264,6 +264,8 @@ def lookup(path: Path, *keys: str):
 
 def refuse_wrong_types(values: dict, kinds: dict, where: str = "") -> None:
     """Raise TypeError for a value that is not of its kind; booleans are not numbers."""
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__} where an object belongs{where}")
     for key, kind in kinds.items():
         if not isinstance(values[key], kind) or isinstance(values[key], bool):
             raise TypeError(f"{key} = {values[key]!r} is of a wrong type{where}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, NullFormatter
 
 from support.files import whole_file, writing
@@ -165,6 +166,8 @@ def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf"))
         # A character that the font lacks is drawn as a box, which is warning enough.
         warnings.filterwarnings("ignore", message="Glyph")
         plain_ticks(figure)
+        for label in figure.findobj(Text):  # a name from a stranger's file may not be Unicode
+            label.set_text(label.get_text().encode(errors="backslashreplace").decode())
         for target in targets:
             with whole_file(target) as file:
                 kind = target.suffix.removeprefix(".")

@@ -1,6 +1,7 @@
 """What the fault drill (`bash scripts/test.sh --drill`) found, each kept as a claim."""
 
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -294,6 +295,57 @@ def test_a_trainers_state_that_lacks_something_is_passed_over(tmp_path, capsys):
     with pytest.raises(UserError, match=r"no checkpoint of .* can be read"):
         load_latest(config, store, GPT)
     assert "trainer.pt holds the wrong things ('rng')" in capsys.readouterr().err
+
+
+def test_a_sound_archive_with_wrong_things_in_it_is_refused_in_one_line(finished, tmp_path):
+    """Its sha256 may be right: whoever wrote the file wrote that too."""
+    path = Path(shutil.copytree(finished, tmp_path / "copy"))
+    description = json.loads((path / "model.json").read_text())
+    del description["files"]
+    (path / "model.json").write_text(json.dumps(description))
+    sound = read_trainer(path)
+    damages = {
+        "a state of one parameter": lambda s: s["optimiser"]["state"].update({3: torch.zeros(3)}),
+        "a moment": lambda s: s["optimiser"]["state"][3].update(exp_avg_sq=None),
+        "a generator": lambda s: s["rng"][0].update(cpu=torch.zeros_like(s["rng"][0]["cpu"])),
+        "a file": lambda s: s["data"]["files"].update(x=[]),
+        "the manifest": lambda s: s["data"].pop("manifest"),
+        "the whole": None,
+    }
+    for name, damage in damages.items():
+        state = copy.deepcopy(sound) if damage else [1, 2]
+        if damage:
+            damage(state)
+        torch.save(state, path / "trainer.pt")
+        with pytest.raises(UserError, match=r"trainer\.pt holds the wrong things") as refused:
+            read_trainer(path)
+        assert "\n" not in str(refused.value), name
+
+
+def test_moments_of_another_optimiser_are_passed_over(finished, corpus, tmp_path, capsys):
+    """A missing second moment was found at the first step, with a traceback."""
+    config = load_config("nano-lssar", arguments(corpus, tmp_path)[1:])
+    checkpoint = config.run_directory / "checkpoints" / finished.name
+    path = Path(shutil.copytree(finished, checkpoint))
+    description = json.loads((path / "model.json").read_text())
+    del description["files"]
+    (path / "model.json").write_text(json.dumps(description))
+    state = read_trainer(path)
+    del state["optimiser"]["state"][3]["exp_avg_sq"]
+    torch.save(state, path / "trainer.pt")
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be read"):
+        load_latest(config, Store(config.run_directory), GPT)
+    assert "trainer.pt holds the moments of another model" in capsys.readouterr().err
+
+
+def test_a_link_among_the_leftovers_is_removed_and_not_followed(tmp_path):
+    store = Store(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    store.directory.mkdir()
+    (store.directory / ".step-00000001.tmp").symlink_to(tmp_path / "mine")
+    store.remove_leftovers()
+    assert not list(store.directory.iterdir()) and (tmp_path / "mine/file").exists()
 
 
 def test_a_pointer_that_is_a_fifo_is_no_pointer(tmp_path):

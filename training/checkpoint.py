@@ -28,6 +28,7 @@ from lssar.errors import UserError
 from modelling.config import WEIGHTS_VERSION, ModelConfig
 from support import files
 from training.config import Config, parse_config
+from training.optimiser import Optimiser
 
 WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 
@@ -257,7 +258,7 @@ def read_trainer(directory: Path) -> dict:
         raise UserError(f"{file} is missing or damaged ({files.first_line(error)})") from None
     try:
         _check_trainer(state)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{file} holds the wrong things ({files.first_line(error)})") from None
     return state
 
@@ -275,9 +276,8 @@ def _check_trainer(state: dict) -> None:
         raise ValueError(f"step {progress.step}, skipped {progress.skipped}")
     for states in state["rng"]:
         files.refuse_wrong_types(states, {"cpu": torch.Tensor})
-        if states["cpu"].dtype != torch.uint8 or states["cpu"].numel() != RNG_BYTES:
-            raise ValueError("rng is not the state of a generator")
-    files.refuse_wrong_types(state["data"], {"files": dict})
+        torch.Generator().set_state(states["cpu"])
+    files.refuse_wrong_types(state["data"], {"files": dict, "manifest": str | None})
     for file in state["data"]["files"].values():
         files.refuse_wrong_types(file, {"bytes": int, "mtime_ns": int, "content": str})
     moments = state["optimiser"]["state"]
@@ -285,10 +285,7 @@ def _check_trainer(state: dict) -> None:
     for number, moment in moments.items():
         if type(number) is not int:
             raise TypeError(f"optimiser state of parameter {number!r:.50}")
-        files.refuse_wrong_types(moment, {"step": torch.Tensor, "exp_avg": torch.Tensor})
-
-
-RNG_BYTES = torch.get_rng_state().numel()
+        files.refuse_wrong_types(moment, dict.fromkeys(moment, torch.Tensor))
 
 
 def load_weights(model: nn.Module, path: str, build: Build) -> None:
@@ -306,11 +303,21 @@ def load_weights(model: nn.Module, path: str, build: Build) -> None:
         ) from None
 
 
+def are_moments_of(moments: dict, optimiser: torch.optim.Optimizer) -> bool:
+    """Tell whether a saved state has what the optimiser keeps for each of its parameters."""
+    expected = {}
+    for group in optimiser.param_groups:
+        names = ("exp_avg",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
+        for p in group["params"]:
+            expected[len(expected)] = {"step": torch.Size()} | dict.fromkeys(names, p.shape)
+    found = {i: {name: part.shape for name, part in m.items()} for i, m in moments.items()}
+    return found == expected
+
+
 def load_moments(optimiser: torch.optim.Optimizer, path: str) -> None:
     """Start from the moments of another run or checkpoint, with the new rates and decay."""
     moments = read_trainer(find(path))["optimiser"]["state"]
-    shapes = [moments[i]["exp_avg"].shape for i in sorted(moments)]
-    if shapes != [p.shape for group in optimiser.param_groups for p in group["params"]]:
+    if not are_moments_of(moments, optimiser):
         raise UserError(
             f"train.init_optimiser: the state of {path} is not that of this model's parameters "
             "and optimiser; leave it out to take the weights alone"
@@ -338,7 +345,8 @@ def load_latest(config: Config, store: Store, build: Build) -> tuple | None:
             model, _ = load_model(path, build)
             state = read_trainer(path)
             saved = parse_config(state["config"], str(path))
-            _refuse_other_moments(state["optimiser"]["state"], model, path)
+            if not are_moments_of(state["optimiser"]["state"], Optimiser(model, saved.train)):
+                raise UserError(f"{path / TRAINER} holds the moments of another model")
         except UserError as error:
             print(f"warning: passing over {path}: {error}", file=sys.stderr)
             continue
@@ -348,12 +356,6 @@ def load_latest(config: Config, store: Store, build: Build) -> tuple | None:
     if candidates:
         raise UserError(f"no checkpoint of {config.run_directory} can be read, see the warnings")
     return None
-
-
-def _refuse_other_moments(moments: dict, model: nn.Module, path: Path) -> None:
-    theirs = sorted(tuple(moment["exp_avg"].shape) for moment in moments.values())
-    if theirs != sorted(tuple(p.shape) for p in model.parameters()):
-        raise UserError(f"{path / TRAINER} holds the moments of another model")
 
 
 def _refuse_changes(saved: Config, config: Config, progress: Progress, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ import generate
 import passkey
 import train
 from data.far_tasks import ANSWER_TOKENS, make_prompt
+from data.identity import resumed
 from data.pipeline import Piece, encode_pieces
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
@@ -33,13 +36,15 @@ from lssar.errors import UserError
 from lssar.folders import ensure_hub_cache
 from model import GPT
 from support.command import as_user_errors
-from training.checkpoint import read_trainer
+from training.checkpoint import Store, load_latest, read_trainer
 from training.config import load_config
-from training.distributed import place, restarts
+from training.distributed import World, place, restarts, restore_rng
 from training.estimate import batch_plan
-from training.run_log import plot_losses
+from training.optimiser import Optimiser
+from training.run_log import machine, other_machine, plot_losses
 
 from .attack import Told, attack
+from .subjects import a_training
 
 # For one input; what takes more counts as a hang or a leak. Seconds of computing, and of waiting.
 SECONDS, WAITING, MEMORY = 20, 300, 3 * 2**30
@@ -258,7 +263,7 @@ def environment(times: int, folder: Path) -> Told:
         ensure_hub_cache()
         try:
             cpu_build._cache_folder()
-            cpu_build._compiler()
+            cpu_build._compiler(os.environ.get("CXX", ""))
         except (OSError, cpu_build.Unavailable) as error:  # another folder, or another backend
             raise UserError(str(error).replace("\n", " ")) from None
 
@@ -358,6 +363,66 @@ def checkpoint_reader(times: int, folder: Path) -> Told:
         assert isinstance(loaded, GPT) and info.step >= 0
 
     return fuzz(times, files, feed)
+
+
+@attack("input", "trainer states with wrong things in sound archives, fuzzed", full=800, short=30)
+def trainer_state(times: int, folder: Path) -> Told:
+    """Everything that a resumed run takes from one, without the training."""
+    subject, world = a_training(), World(0, 1, torch.device("cpu"))
+    file, *overrides = subject.arguments(folder)
+    config = load_config(file, overrides)
+    latest = Store(subject.whole).candidates()[0]
+    path = Path(shutil.copytree(latest, folder / "nano-lssar/checkpoints" / latest.name))
+    sound = read_trainer(path)
+    places = list(places_in(sound))
+    description = json.loads((path / "model.json").read_text())
+    del description["files"]  # an attacker's own
+    (path / "model.json").write_text(json.dumps(description))
+    data = sound["data"]
+    tensors = st.sampled_from([torch.zeros(3), torch.zeros(0), torch.ones(2, 2, dtype=torch.uint8)])
+    value = st.none() | st.booleans() | st.integers() | st.floats() | words() | tensors
+    value |= st.lists(value, max_size=2) | st.dictionaries(st.text(max_size=3), value, max_size=2)
+    edit = st.tuples(st.sampled_from(places), st.sampled_from(["replace", "remove"]), value)
+
+    def feed(edits: list) -> None:
+        state = copy.deepcopy(sound)
+        for where, how, what in edits:
+            with contextlib.suppress(KeyError, IndexError, TypeError):  # gone with another edit
+                spoil(state, where, how, what)
+        torch.save(state, path / "trainer.pt")
+        store = Store(config.run_directory)
+        model, progress, found = load_latest(config, store, GPT)
+        optimiser = Optimiser(model, config.train)
+        moments = found["optimiser"]["state"]
+        optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimiser.step(torch.zeros((), dtype=torch.bool))
+        restore_rng(found["rng"], world)
+        resumed(found["data"], data, subject.corpus, False)
+        other_machine(found["machine"], machine(world))
+        store.repair(path, progress, 2)
+
+    return fuzz(times, st.lists(edit, min_size=1, max_size=2), feed)
+
+
+def places_in(value: object, place: tuple = ()) -> Iterator[tuple]:
+    """Yield the keys to every part of a nested value."""
+    parts = value.items() if isinstance(value, dict) else ()
+    parts = enumerate(value) if isinstance(value, list) else parts
+    for key, part in parts:
+        yield (*place, key)
+        yield from places_in(part, (*place, key))
+
+
+def spoil(state: dict, place: tuple, how: str, value: object) -> None:
+    *parents, key = place
+    for parent in parents:
+        state = state[parent]
+    if how == "remove":
+        del state[key]
+    else:
+        state[key] = value
 
 
 def flipped(content: bytes, bit: int) -> bytes:

@@ -10,7 +10,8 @@ from .attack import GROUPS
 HEAD = """# What was tried against the system, and what happened
 
 Written by `{command}` on {date} (Python {python}, torch {torch}, {user}); the
-numbers are in `results/reliability.json`. {verdict} {kills} processes were ended by `kill -9`.
+numbers are in `results/reliability.json`. {verdict} {kills} processes were ended by `kill -9`,
+and {inputs} hostile inputs were given.
 {revisions} It took {minutes} minutes of computing.
 """
 
@@ -43,6 +44,7 @@ def write_table(target: Path, source: Path) -> Path:
         revisions=revisions(found["revision"], attacks),
         minutes=round(sum(a["computing"] for a in attacks) / 60),
         kills=sum(a["kills"] for a in attacks),
+        inputs=f"{sum(a['times'] for a in attacks if a['group'] == 'input'):,}",
     )
     parts = [head]
     for group, title in GROUPS.items():

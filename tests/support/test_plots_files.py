@@ -17,6 +17,15 @@ def test_a_dollar_in_a_label_is_a_dollar(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"x.png", "x.pdf"}
 
 
+def test_a_name_that_is_not_unicode_is_drawn(tmp_path):
+    """JSON can hold half a character, and matplotlib raised a TypeError."""
+    figure, axes = plots.figure()
+    axes.set_title("run \udcff")
+    axes.plot([1, 2], label="\ud800")
+    axes.legend()
+    assert len(plots.save(figure, tmp_path / "x")) == 2
+
+
 def test_a_full_disk_leaves_no_half_figure(tmp_path, monkeypatch):
     figure, _ = plots.figure()
     write = figure.savefig
