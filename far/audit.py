@@ -1,25 +1,25 @@
 """python far/audit.py CKPT [CKPT ...] --data DIR --out results/audit.json
 python far/audit.py CKPT [CKPT ...] --task mqar --out results/audit-mqar.json
 
-Does a model use what lies beyond its training length L? Tokens that far context could predict are
-scored twice, with everything in view and with only the last L tokens. Scores are grouped by the
-distance to the earlier occurrence: (L, 2L], (2L, 4L], ... up to `--times 16` L.
+Tests whether a model uses context beyond its training length L. Tokens that far context could
+predict are scored twice, with everything in view and with only the last L tokens. Scores are
+grouped by the distance to the earlier occurrence: (L, 2L], (2L, 4L], ... up to `--times 16` L.
 
     --data   natural text, any model. A token counts if the k-gram before it (8 bytes, or 3 tokens
-             of BPE) last occurred at such a distance within its segment of 16 L tokens, whether or
-             not the same token followed then; both cases are reported apart, and so are tokens
-             whose k-gram is new. The score is the loss. `--segments 256` are spread over the set;
-             with `--within-documents` none crosses an end-of-text token.
+             of BPE) last occurred at such a distance within its segment of 16 L tokens. The same
+             token may have followed then, or another: these cases are reported apart, and so are
+             tokens whose k-gram is new. The score is the loss. `--segments 256` are spread over the
+             set; with `--within-documents` none crosses an end-of-text token.
     --task   mqar, flipflop, copy or passkey, for a model trained on it (data/prepare.py): the
-             answers of as many sequences of 16 L. The score is 1 for the right token, else 0: what
-             a model gives for a question whose answer it cannot see has no meaningful loss. Only
-             answers farther than layers x L count, which stacked windows of L do not reach. In the
-             benefit, a share of right answers below that of a guess counts as a guess.
+             answers in `--segments` sequences of 16 L. The score is 1 for the right token, else 0,
+             as the loss means nothing where the answer is out of view. Only answers farther than
+             layers x L count, which stacked windows of L do not reach. In the benefit, a share of
+             right answers below that of a guess counts as a guess.
 
 "Only the last L" is a fresh context: the L tokens before the target, computed alone. A sliding
-window of L would be cheaper, but each layer passes on what its own window saw, so that the last of
-n layers sees n L tokens: it is a way to use far context, not the control (`--window` adds it as a
-variant). The fresh context costs L tokens per target; at most 4,096 targets are drawn.
+window of L would be cheaper, but each layer passes on what its own window saw: the last of n layers
+sees n L tokens. It is a way to use far context, not the control (`--window` adds it as a variant).
+The fresh context costs L tokens per target; at most 4,096 targets are drawn.
 
 The far-context benefit is positive when far context helps: the loss in near minus in full context,
 or the right answers in full minus in near. The verdict follows from its 95 % interval by Student's
@@ -56,9 +56,9 @@ from data.far_tasks import PASSKEY, TASKS, guess
 
 def make_parser() -> EvaluationParser:
     parser = EvaluationParser(__doc__, variants=True)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", help="folder of token shards: natural text")
-    what.add_argument("--task", choices=(*TASKS, PASSKEY))
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", help="folder of token shards: natural text")
+    source.add_argument("--task", choices=(*TASKS, PASSKEY))
     parser.add_argument("--within-documents", action="store_true", help="long documents only")
     parser.add_argument("--segments", type=whole(1, 100_000), default=256, help="%(default)s")
     parser.add_argument("--near", type=positive, help="L; default: the training length")
@@ -144,13 +144,15 @@ def mean_record(targets: far.FarTargets, scores: np.ndarray, chosen: np.ndarray)
 
 
 class Audit:
-    """What is asked of every model: the targets, and how their scores are judged."""
+    """Scores the same targets for every model, and judges the scores."""
 
     def __init__(self, arguments, checkpoints: list[Checkpoint]):
         lengths = sorted({c.info.train_length for c in checkpoints})
         if arguments.near is None and len(lengths) > 1:
-            trained = f"the models were trained at {' and '.join(map(str, lengths))}"
-            raise UserError(f"{trained} tokens; give --near, or audit them separately")
+            raise UserError(
+                f"the models were trained at {' and '.join(map(str, lengths))} tokens; "
+                "give --near, or audit them separately"
+            )
         if arguments.times & (arguments.times - 1):
             raise UserError(f"--times {arguments.times} is not a power of 2")
         names = {c.tokeniser().name: c for c in checkpoints}
@@ -158,18 +160,29 @@ class Audit:
             raise UserError(f"the models read {' and '.join(names)}; audit them separately")
         self.arguments = arguments
         self.unit = "accuracy" if arguments.task else "nats"
-        self.task, self.near = arguments.task, arguments.near or lengths[0]
+        self.task = arguments.task
+        self.near = arguments.near or lengths[0]
         self.length = self.near * arguments.times
         self.settings = {"near": self.near, "times": arguments.times, "task": self.task}
-        self.about, self.coverage, self.guess = {}, "", 0.0
+        self.about = {}
+        self.coverage = ""
+        self.guess = 0.0
         self.targets = self._answers(checkpoints) if self.task else self._text(checkpoints)
-        found = {"segments": len(self.targets.tokens), "targets_sha256": self.targets.sha256}
-        self.settings |= found
+        self.settings["segments"] = len(self.targets.tokens)
+        self.settings["targets_sha256"] = self.targets.sha256
 
     def _text(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
-        asked, data = self.arguments, open_data(self.arguments.data, checkpoints)
-        size = {"tokens": asked.segments * self.length, "lengths": [self.length], "segment": None}
-        segments = Targets(data, SimpleNamespace(**vars(asked), **size, spread=True))
+        """Choose the targets of a text."""
+        asked = self.arguments
+        data = open_data(asked.data, checkpoints)
+        chosen = SimpleNamespace(
+            lengths=[self.length],
+            segment=None,
+            tokens=asked.segments * self.length,
+            spread=True,
+            within_documents=asked.within_documents,
+        )
+        segments = Targets(data, chosen)
         gram = far.GRAM[checkpoints[0].tokeniser().name]
         self.settings |= {"gram": gram, "within_documents": asked.within_documents}
         self.about = describe_set(asked.data) | segments.documents
@@ -178,32 +191,44 @@ class Audit:
         return far.text_targets(tokens, self.near, gram)
 
     def _answers(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
-        asked, reader = self.arguments, checkpoints[0].tokeniser()
+        """Choose the targets of a task: at the full length, and as `learnt` at the near one."""
+        asked = self.arguments
+        reader = checkpoints[0].tokeniser()
         if asked.within_documents:
             raise UserError("--within-documents is about --data; the sequences of a task are whole")
         deepest = max(c.config.layers for c in checkpoints)
         shortest = deepest * (2 if self.task == "copy" else 1)  # copies begin after half of it
         if shortest >= asked.times:
-            reach = f"windows of {self.near} reach {deepest * self.near} tokens in {deepest} layers"
-            raise UserError(f"{reach}; raise --times to at least {2 ** shortest.bit_length()}")
+            raise UserError(
+                f"windows of {self.near} reach {deepest * self.near} tokens in {deepest} layers; "
+                f"raise --times to at least {2 ** shortest.bit_length()}"
+            )
         self.guess = guess(self.task, reader)
         self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
-        which = {"tokeniser": reader, "count": asked.segments, "seed": asked.seed}
-        self.learnt = far.task_targets(self.task, **which, length=self.near, beyond=0)
-        found = far.task_targets(self.task, **which, length=self.length, beyond=self.near)
+
+        def targets(length: int, beyond: int) -> far.FarTargets:
+            return far.task_targets(self.task, reader, length, asked.segments, beyond, asked.seed)
+
+        self.learnt = targets(self.near, beyond=0)
+        found = targets(self.length, beyond=self.near)
         if not (found.distance > deepest * self.near).any():
-            few = f"no answer stands farther than {deepest * self.near} tokens from its question"
-            raise UserError(f"{few} in {asked.segments} sequences; raise --segments")
+            raise UserError(
+                f"no answer stands farther than {deepest * self.near} tokens from its question in "
+                f"{asked.segments} sequences; raise --segments"
+            )
         return found
 
     def measure(self, model: GPT, case: Case, device) -> list[Record]:
         """Measure each range of distances, then the benefit that the verdict rests on."""
-        begun, label, targets = time.monotonic(), f"{case.label} at {self.length}", self.targets
+        begun = time.monotonic()
+        label = f"{case.label} at {self.length}"
+        targets = self.targets
         full = far.scores(model, targets, device, label)
         replace(case, length=self.near).configure(model)
         near = far.scores(model, targets, device, label, self.near)
         found = np.stack((full, near))[:, 0 if self.task is None else 1]  # losses, or answers
-        key, right = case.key | {"task": self.task or ""}, 1.0
+        key = case.key | {"task": self.task or ""}
+        right = 1.0  # share of right answers at 1x; a text has none
         parts = list(ranges(targets, self.length, self.arguments.times.bit_length() - 1))
 
         def record(quantity: str, numbers: dict, length: int = self.length) -> Record:
@@ -247,16 +272,17 @@ class Audit:
         return found
 
     def far_benefit(self, scores: np.ndarray, chosen: np.ndarray) -> dict:
-        """Return the same; for a text, also where the same token followed before, and another."""
-        found, same = self.benefit(scores, chosen), self.targets.same
+        """Return the benefit; for a text, also apart by whether the same token followed before."""
+        found = self.benefit(scores, chosen)
         if self.task is None:
-            parts = {"same": chosen & same, "differs": chosen & ~same}
-            found["details"] |= {name: self.benefit(scores, part) for name, part in parts.items()}
+            same = self.targets.same
+            found["details"]["same"] = self.benefit(scores, chosen & same)
+            found["details"]["differs"] = self.benefit(scores, chosen & ~same)
         return found
 
 
 def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(upper end, which targets) of the octaves of distance up to `longest` that have targets."""
+    """Yield (upper end, mask of targets) of each octave of distance up to `longest` with any."""
     for upper in (longest // 2**i for i in reversed(range(octaves))):
         chosen = (targets.distance > upper // 2) & (targets.distance <= upper)
         if chosen.any():
@@ -264,7 +290,7 @@ def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tupl
 
 
 def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
-    """Yield (name, its benefits): one, or those of runs that differ in nothing but their seed."""
+    """Yield (name, benefits) of each run; runs that differ only in their seed count as one."""
     groups: dict[tuple, list[Record]] = {}
     for record in results.select(quantity="far_benefit"):
         run = results.runs[record.run]
@@ -281,8 +307,9 @@ def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
 
 
 def verdicts(results: Results, unit: str) -> str:
-    """Return one line per model."""
-    rows, task = [], results.settings["task"]
+    """Return the table of verdicts, one row per model."""
+    rows = []
+    task = results.settings["task"]
     for name, records in models(results):
         details = [r.details for r in records]
         values = details[0]["by_segment"] if len(records) == 1 else [r.value for r in records]
@@ -304,9 +331,11 @@ def main(argv: list[str]) -> None:
         raise UserError("far/audit.py runs in one process; start it without torchrun")
     with opened(arguments) as (world, checkpoints, chosen):
         audit = Audit(arguments, checkpoints)
-        count, segments = (audit.targets.distance > audit.near).sum(), len(audit.targets.tokens)
-        where = f"{segments:,} segments of {audit.length:,} tokens"
-        print(f"{audit.coverage}{count:,} targets in {where}")
+        count = (audit.targets.distance > audit.near).sum()
+        segments = len(audit.targets.tokens)
+        print(
+            f"{audit.coverage}{count:,} targets in {segments:,} segments of {audit.length:,} tokens"
+        )
         with measuring(arguments, "audit", audit.settings, audit.about, world) as results:
             for case, model in unmeasured(results, checkpoints, chosen, [audit.length], world):
                 found = audit.measure(model, case, world.device)
@@ -317,36 +346,50 @@ def main(argv: list[str]) -> None:
 
 def show(results: Results, unit: str) -> None:
     """Print the benefit on a text or the accuracy in a task by distance; then the verdicts."""
-    near, task = results.settings["near"], results.settings["task"]
-    title, axis = "right answers with everything in view", "right answers"
-    quantity, form, level = "accuracy_by_distance", ".2f", 0.0
+    near = results.settings["near"]
+    task = results.settings["task"]
     if task is None:
+        quantity = "benefit_by_distance"
         title = f"nats with the last {near} tokens minus with everything in view (targets)"
-        quantity, axis = "benefit_by_distance", "far-context benefit (nats): near − full"
+        axis = "far-context benefit (nats): near − full"
         form = "+.3f"
+    else:
+        quantity = "accuracy_by_distance"
+        title = "right answers with everything in view"
+        axis = "right answers"
+        form = ".2f"
 
     def cell(record: Record) -> str:
         half = with_interval(record)[1]
         shown = f" ±{half:{form.lstrip('+')}}" if record.details["interval"] else ""
-        count = "" if task else f" ({record.tokens})"  # of a task there are eight columns
+        count = "" if task else f" ({record.tokens})"  # a task's eight columns leave no room
         return f"{report.number(record.value, form)}{shown}{count}"
 
     title += ", ± 95 % interval, by distance up to"
     print(report.table_by_length(results, title, quantity, cell))
     print("\n" + verdicts(results, unit))
-    words = (axis, "distance up to (tokens)")
-    figure, axes = report.figure_by_length(results, quantity, *words, with_interval)
+    figure, axes = report.figure_by_length(
+        results, quantity, axis, "distance up to (tokens)", with_interval
+    )
+    level = 0.0
     if task:
         axes.set_ylim(0, 1)
         level = np.mean([r.details["near"] for r in results.select(quantity="far_benefit")])
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        look = {"xytext": (2, 2), "fontsize": 6, "color": "#555555"}
-        axes.annotate(f"with the last {near} tokens only", (0, level), **place, **look)
+        axes.annotate(
+            f"with the last {near} tokens only",
+            (0, level),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            xytext=(2, 2),
+            fontsize=6,
+            color="#555555",
+        )
     axes.axhline(level, color="#777777", linewidth=0.9, zorder=1)
     plots.publish(figure, results.sibling(".png"))
 
 
 def with_interval(record: Record) -> tuple[float, float, float]:
+    """Return the value and half of its interval, below and above it; 0 where there is none."""
     low, high = record.details["interval"] or (0, 0)
     return record.value, (high - low) / 2, (high - low) / 2
 

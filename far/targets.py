@@ -1,4 +1,4 @@
-"""Which tokens an audit scores, the distance to their earlier occurrence, and their scores.
+"""Chooses the tokens that an audit scores, by the distance to the earlier occurrence; scores them.
 
 The choice asks no model: it depends on the tokens alone.
 """
@@ -33,11 +33,12 @@ class FarTargets:
 
     @property
     def wanted(self) -> np.ndarray:
+        """Return the target tokens."""
         return self.tokens[self.segment, self.place]
 
     @property
     def same(self) -> np.ndarray:
-        """Whether the token at the distance is the target, which the label did not look at."""
+        """Say of each target whether the token that followed the earlier occurrence is the same."""
         return self.tokens[self.segment, self.place - self.distance] == self.wanted
 
     @property
@@ -47,7 +48,7 @@ class FarTargets:
         return hashlib.sha256(b"".join(a.astype("<i8").tobytes() for a in arrays)).hexdigest()
 
     def near(self, length: int) -> np.ndarray:
-        """(targets, length): the last tokens before each target."""
+        """Return the last tokens before each target, (targets, length)."""
         places = self.place[:, None] + np.arange(-length, 0)
         return self.tokens[self.segment[:, None], places]
 
@@ -64,13 +65,15 @@ def last_occurrences(tokens: np.ndarray, gram: int) -> np.ndarray:
 
 
 def text_targets(tokens: np.ndarray, near: int, gram: int) -> FarTargets:
-    """Tokens beyond the near context whose k-gram last occurred beyond it, or never."""
+    """Choose tokens beyond the near context whose k-gram last occurred beyond it, or never."""
     distance = np.stack([last_occurrences(row, gram) for row in tokens])
     distance[:, :near] = -1
     far = _sampled(np.argwhere(distance > near))
     if not len(far):
-        rare = f"none of the {distance[:, near:].size} tokens follows a {gram}-gram that last"
-        raise UserError(f"{rare} occurred more than {near} tokens before it; use other --data")
+        raise UserError(
+            f"none of the {distance[:, near:].size} tokens follows a {gram}-gram that last "
+            f"occurred more than {near} tokens before it; use other --data"
+        )
     unseen = _sampled(np.argwhere(distance == UNSEEN))
     segment, place = np.concatenate((far, unseen)).T
     return FarTargets(tokens, segment, place, distance[segment, place])
@@ -79,7 +82,7 @@ def text_targets(tokens: np.ndarray, near: int, gram: int) -> FarTargets:
 def task_targets(
     task: str, tokeniser: Tokeniser, length: int, count: int, beyond: int, seed: int
 ) -> FarTargets:
-    """The answers of `count` sequences of a task that stand farther than `beyond` from its key."""
+    """Choose the answers in `count` sequences that stand farther than `beyond` from their key."""
     asked = [ask(task, tokeniser, length, number, seed) for number in range(count)]
     found = [(i, *answer) for i, one in enumerate(asked) for answer in one.answers]
     chosen = [answer for answer in found if answer[2] > beyond]
@@ -89,16 +92,17 @@ def task_targets(
 
 
 def _sampled(rows: np.ndarray) -> np.ndarray:
-    """All of them, or MOST of them drawn evenly."""
+    """Return all rows, or MOST of them at random."""
     if len(rows) > MOST:
         rows = rows[np.sort(np.random.default_rng(0).permutation(len(rows))[:MOST])]
     return rows
 
 
 def scores(model: GPT, targets: FarTargets, device, label: str, near: int = 0) -> np.ndarray:
-    """(2, targets): the loss of each, and whether it is the likeliest token.
+    """Return (2, targets): the loss of each target, and whether it is the likeliest token.
 
-    In view is its segment up to it, or with `near` only so many tokens before it, computed alone.
+    The model sees the segment up to the target, or with `near` only so many tokens before it,
+    computed alone.
     """
     inputs, rows, places = targets.tokens[:, :-1], targets.segment, targets.place - 1
     if near:
