@@ -153,7 +153,7 @@ ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
         ((*EVALUATE, "--window", "0"), "--window: '0' must be at least 1"),
         ((*EVALUATE, "--p", "nan"), "--p: 'nan' is not a number"),
         ((*PASSKEY, "--trials", HUGE), "--trials: '2147483647' must be at most 100000"),
-        ((*PASSKEY, "--lengths", HUGE), "what a prompt can be"),
+        ((*PASSKEY, "--lengths", HUGE), "the lengths of a prompt"),
         ((*PASSKEY, "--seed", "-1"), "--seed: '-1' must be at least 0"),
         ((generate.main, "m", "--seed", "9" * 23), "must be at most 9223372036854775807"),
         ((generate.main, "m", "--tokens", HUGE), "--tokens: '2147483647' must be at most 1000000"),
