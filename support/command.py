@@ -1,4 +1,4 @@
-"""Commands: their arguments, their exit codes, and what to record of them."""
+"""Parses the arguments of commands, runs them with an exit code, and names them for records."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ NO_MEMORY = ("not enough memory", "allocate memory", "out of memory", "size calc
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows a script's docstring as its help; a mistake in the arguments is a UserError."""
+    """Shows a script's docstring as its help, and raises a UserError for a wrong argument."""
 
     def __init__(self, description: str | None = None, **options):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -124,10 +124,10 @@ def _report(message: str) -> int:
 
 
 class Stream:
-    """stdout or stderr whose full disk does not end the work: the rest of the output is lost.
+    """Wraps stdout or stderr so that a full disk does not end the work, but loses the output.
 
-    The first error is kept in `error`. On stdout that nobody reads any more, as after `| head`,
-    the first write is a BrokenPipeError, as usual.
+    The first error is kept in `error`. If nobody reads stdout any more, as after `| head`, the
+    first write raises BrokenPipeError, as usual.
     """
 
     def __init__(self, stream):
@@ -148,7 +148,7 @@ class Stream:
         try:
             call(*arguments)
         except OSError as error:
-            # From now on to nowhere, or Python would try to write it once more at the end.
+            # Write to nowhere from now on, or Python would try this write again at the end.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
@@ -162,7 +162,7 @@ def _protect_streams() -> list[Stream]:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: or the next file that is opened would get its number
+        except OSError:  # it is closed, and the next file to be opened would get its number
             os.open(os.devnull, os.O_RDWR)
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -183,43 +183,64 @@ def as_user_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        name = f"{str(error.filename)[:40]}..."
-        raise UserError(f"{name} is too long for the name of a file") from None
+        raise UserError(
+            f"{str(error.filename)[:40]}... is too long for the name of a file"
+        ) from None
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        reason = first_line(error)
-        raise UserError(f"this does not fit into memory; ask for less ({reason})") from None
+        raise UserError(
+            f"this does not fit into memory; ask for less ({first_line(error)})"
+        ) from None
 
 
 def out_of_memory(error: Exception) -> bool:
+    """Return whether an exception says that something did not fit into memory."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def whole(least: int = 0, most: int = LARGEST) -> Callable[[str], int]:
     """Return the type of an option that is a whole number from `least` to `most`."""
-    rules = {f"at least {least}": lambda n: n >= least, f"at most {most}": lambda n: n <= most}
-    return functools.partial(_parse_number, int, "a whole number", rules)
+
+    def parse(text: str) -> int:
+        value = _parse_number(int, "a whole number", text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} must be at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} must be at most {most}")
+        return value
+
+    return parse
 
 
 def number(above: float = 0.0, most: float = sys.float_info.max) -> Callable[[str], float]:
     """Return the type of an option that is a number above `above` and at most `most`."""
-    rules = {f"above {above:g}": lambda x: x > above, f"at most {most:g}": lambda x: x <= most}
-    return functools.partial(_parse_number, float, "a number", rules)
+
+    def parse(text: str) -> float:
+        value = _parse_number(float, "a number", text)
+        if value <= above:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} must be above {above:g}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} must be at most {most:g}")
+        return value
+
+    return parse
 
 
-def _parse_number(kind: type, name: str, rules: dict[str, Callable], text: str):
+def _parse_number(kind: type, name: str, text: str):
+    """Return a finite number, or raise that the text is not `name`."""
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
-    wrong = [f"must be {rule}" for rule, holds in rules.items() if not holds(value)]
     if not abs(value) < math.inf:
-        wrong = [f"is not {name}"]
-    if wrong:
-        shown = text if len(text) < 40 else f"{text[:30]}..."
-        raise argparse.ArgumentTypeError(f"{shown!r} {wrong[0]}")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not {name}")
     return value
+
+
+def _shown(text: str) -> str:
+    """Quote a text for a message, shortened if it is long."""
+    return repr(text if len(text) < 40 else f"{text[:30]}...")
 
 
 positive = whole(1)
@@ -246,13 +267,15 @@ def revision() -> str:
     """Return the commit, with + if code has changed since; "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:
-        quiet = {"cwd": ROOT, "stderr": subprocess.DEVNULL, "text": True}
-        return subprocess.check_output(["git", *arguments], **quiet).strip()
+        output = subprocess.check_output(
+            ["git", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+        )
+        return output.strip()
 
     try:
         code = ("--", ".", ":!results", ":!site", ":!docs")
-        changed = "+" if git("status", "--porcelain", "--untracked-files=no", *code) else ""
-        return git("rev-parse", "HEAD") + changed
+        changed = git("status", "--porcelain", "--untracked-files=no", *code)
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -1,4 +1,4 @@
-"""Reading and writing files: atomic and durable writes, locks, one-line errors."""
+"""Reads and writes files: atomic and durable writes, locks, one-line errors."""
 
 import contextlib
 import errno
@@ -86,6 +86,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
+    """Make a folder and its parents, or raise in one line."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -153,11 +154,13 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text whole or not at all."""
     with whole_file(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object whole or not at all."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -173,9 +176,10 @@ def _try_lock(lock: Callable[[int, int], None], handle: int, path: Path) -> bool
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        why = error.strerror
-        note = f"note: {path} cannot be locked ({why}): let no other process write it"
-        print(note, file=sys.stderr)
+        print(
+            f"note: {path} cannot be locked ({error.strerror}): let no other process write it",
+            file=sys.stderr,
+        )
     return True
 
 
@@ -269,20 +273,6 @@ def refuse_wrong_types(values: dict, kinds: dict, where: str = "") -> None:
     for key, kind in kinds.items():
         if not isinstance(values[key], kind) or isinstance(values[key], bool):
             raise TypeError(f"{key} = {values[key]!r} is of a wrong type{where}")
-
-
-def json_line(value: dict) -> str:
-    """Return a line of a file that grows line by line."""
-    return json.dumps(finite(value), ensure_ascii=False) + "\n"
-
-
-def read_json_line(line: str) -> dict:
-    """Return the object of a line, without the checksum that older code added to each."""
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} where an object belongs")
-    value.pop("crc32", None)
-    return value
 
 
 def finite(value):
