@@ -1,4 +1,4 @@
-"""Time and memory of a benchmark's contestants, and the machine they run on.
+"""Measures the time and memory of a benchmark's contestants, and names the machine.
 
 To be timed, contestants take turns in one process, so that a noisy machine is noisy for all of
 them. For its memory each gets a process of its own, free of what others left behind.
@@ -28,15 +28,18 @@ MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 def machine(device: str) -> dict:
-    """What a number depends on besides the code: for the head of a results file."""
+    """Describe the machine for the head of a results file, as numbers depend on it."""
     processor = _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
-    name = torch.cuda.get_device_name() if device == "cuda" else processor
-    versions = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    return {"device": device, "name": name} | versions
+    return {
+        "device": device,
+        "name": torch.cuda.get_device_name() if device == "cuda" else processor,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def _proc(file: str, key: str) -> str | None:
-    """The value of the first `key: value` line of a file in /proc; None if there is none."""
+    """Return the value of the first `key: value` line of a file in /proc; None without one."""
     path = Path("/proc", file)
     text = path.read_text() if path.exists() else ""
     found = re.search(rf"^{key}[ \t]*:[ \t]*(.+)", text, re.MULTILINE)
@@ -44,7 +47,7 @@ def _proc(file: str, key: str) -> str | None:
 
 
 def round_seconds(steps: dict[Any, Step], device: str, rounds: int, budget=math.inf) -> dict:
-    """The times of each step. One that has used up `budget` seconds takes no further turn."""
+    """Return the times of each step; one that has used up `budget` seconds takes no more turns."""
     for step in tqdm(steps.values(), desc="warm-up", leave=False, disable=None):
         step()  # compilation, autotuning, caches, optimiser state
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
@@ -56,7 +59,7 @@ def round_seconds(steps: dict[Any, Step], device: str, rounds: int, budget=math.
 
 
 def seconds_of(step: Step, device: str) -> float:
-    """The time of one call; on a GPU, from its first kernel to its last."""
+    """Time one call; on a GPU, from its first kernel to its last."""
     if device != "cuda":
         return timeit.timeit(step, number=1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -69,11 +72,11 @@ def seconds_of(step: Step, device: str) -> float:
 
 
 class Crashed(RuntimeError):
-    """A new process ended without an answer."""
+    """Says that a new process ended without an answer."""
 
 
 def in_new_process(function: Callable, *arguments, **options):
-    """`function(*arguments, **options)` in a fresh process with as many threads as this one."""
+    """Call `function(*arguments, **options)` in a fresh process with as many threads as here."""
     # Forked from a server that has only imported modules: no threads, GPU state or tensors yet.
     context = multiprocessing.get_context("forkserver")
     modules = ["benchmarks.attention_study", "benchmarks.model_step"]
@@ -86,13 +89,13 @@ def in_new_process(function: Callable, *arguments, **options):
 
 
 def peak_megabytes(device: str, make_steps: Callable, *arguments, warm_up=None) -> list[float]:
-    """The peak after each of the steps that `make_steps(*arguments)` makes; for a new process.
+    """Return the peak after each step that `make_steps(*arguments)` makes; run in a new process.
 
-    Inputs and weights count, what making them took does not. A peak never falls: order the steps by
-    what they need. `warm_up(*arguments)` runs first, uncounted, to load libraries.
+    Inputs and weights count, but not the memory that it took to make them. A peak never falls:
+    order the steps by their need. `warm_up(*arguments)` runs first, uncounted, to load libraries.
     """
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it
-        # Freed blocks go back at once: the holes of a heap are its history, not what is needed.
+        # Freed blocks go back at once, so that holes in the heap do not count as needed memory.
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**17)
     if warm_up:
         warm_up(*arguments)
@@ -117,7 +120,7 @@ def _reset_peak(device: str) -> None:
 
 
 def _peak(device: str) -> float:
-    """Bytes. getrusage's maximum is inherited from the parent on Linux, VmHWM is not."""
+    """Return the peak in bytes. On Linux getrusage's includes the parent's, VmHWM does not."""
     if device == "cuda":
         torch.cuda.synchronize()
         return float(torch.cuda.max_memory_allocated())
@@ -128,7 +131,7 @@ def _peak(device: str) -> float:
 
 
 def free_bytes(device: str) -> float:
-    """What a new contestant could allocate; infinite where the system does not tell."""
+    """Return the bytes that a new contestant could allocate; inf if the system does not tell."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0])
     return 1024 * float((_proc("meminfo", "MemAvailable") or "inf").split()[0])

@@ -1,1 +1,1 @@
-"""Small things that every part of the repository uses."""
+"""Holds small modules that every part of the repository uses."""

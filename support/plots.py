@@ -1,4 +1,4 @@
-"""The look of every figure: sized for a paper's column, vector and pixels, colour-blind-safe.
+"""Draws every figure in one style: sized for a paper's column, safe for the colour-blind.
 
 figure, axes = plots.figure(width=plots.COLUMN)
 axes.plot(x, y, **plots.style("lssar"), label="LSSAR")
@@ -20,14 +20,16 @@ from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, NullFormatter
 from support.files import whole_file, writing
 from support.text import short_number
 
-COLUMN, PAGE = 3.4, 7.0  # inches: one column of a two-column paper, and its full width
+COLUMN = 3.4  # inches: one column of a two-column paper
+PAGE = 7.0  # inches: its full width
 
 # Okabe and Ito's palette without its yellow, which is too light for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
 DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)), (0, (8, 2)))
-GREY, INK = "#9a9a9a", "#222222"
-# Colour and marker of a mechanism: those of the longest prefix of its name.
+GREY = "#9a9a9a"
+INK = "#222222"
+# A mechanism has the colour and marker of the longest of these prefixes of its name.
 MECHANISMS = {
     "lssar": ("#0072B2", "o"),
     "softmax": ("#D55E00", "s"),
@@ -48,23 +50,24 @@ plt.rcParams["text.parse_math"] = False  # a run may have `$` in its name
 
 
 def figure(rows: int = 1, columns: int = 1, width: float = COLUMN, height: float = 2.4, **options):
-    """A figure and its axes, as `plt.subplots` gives them; sizes in inches."""
+    """Return a figure and its axes, as `plt.subplots` does; sizes in inches."""
     return plt.subplots(rows, columns, figsize=(width, height), **options)
 
 
 def style(mechanism: str, variant: str = "", order: int = 0) -> dict:
-    """Plot arguments of a mechanism; `order` counts its lines in a figure and sets the dashes.
+    """Return plot arguments of a mechanism; its `order`-th line in a figure sets the dashes.
 
     A sliding window is the control: black, with the marker of the mechanism it is applied to.
     """
     colour, marker = MECHANISMS[max(filter(mechanism.startswith, MECHANISMS), key=len)]
     if variant.startswith("window"):
-        colour, order = INK, max(order, 1)
+        colour = INK
+        order = max(order, 1)
     return {"color": colour, "marker": marker, "linestyle": DASHES[order % len(DASHES)]}
 
 
 def coloured(styles: list[dict]) -> list[dict]:
-    """The styles; in a busy chart only the first four and the control keep their colour."""
+    """Return the styles; in a busy chart only the first four and the control keep their colour."""
     others = [i for i, found in enumerate(styles) if found["color"] != INK][MOST_COLOURS:]
     faded = {"color": GREY, "linewidth": 0.9, "markersize": 2.5, "zorder": 1.5}
     return [found | (faded if i in others else {}) for i, found in enumerate(styles)]
@@ -85,33 +88,48 @@ def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> 
         heights[i] = min(heights[i], limit)
         limit = heights[i] - gap
     for height, (place, label, y, colour) in zip(heights, found, strict=True):
-        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        where |= {"xytext": (5, height - place), "va": "center", "annotation_clip": False}
-        ink = "#666666" if colour == GREY else colour
-        axes.annotate(label, (1, y), **where, fontsize=size, color=ink)
+        axes.annotate(
+            label,
+            (1, y),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            xytext=(5, height - place),
+            va="center",
+            annotation_clip=False,
+            fontsize=size,
+            color="#666666" if colour == GREY else colour,
+        )
 
 
 def line(number: int, *, marker: bool = True) -> dict:
-    """Plot arguments of something other than a mechanism: a colour and a marker."""
+    """Return plot arguments of something other than a mechanism: a colour and a marker."""
     again, colour = divmod(number, len(COLOURS))  # when colours repeat, markers differ
-    style = {"color": COLOURS[colour]}
-    return style | ({"marker": MARKERS[(number + again) % len(MARKERS)]} if marker else {})
+    look = {"color": COLOURS[colour]}
+    if marker:
+        look["marker"] = MARKERS[(number + again) % len(MARKERS)]
+    return look
 
 
 def length_axis(axes, lengths: list[int], train_length: int | None = None) -> None:
-    """A logarithmic axis with one tick per length, and a mark where training ended."""
+    """Make the axis logarithmic with one tick per length, and mark the training length."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [short_number(n) for n in lengths])
     axes.set_xticks([], minor=True)
     if train_length is not None:
         axes.axvline(train_length, color="#777777", linewidth=0.9, linestyle=":", zorder=1)
-        place = {"xycoords": ("data", "axes fraction"), "xytext": (-3, 2)}
-        look = {"textcoords": "offset points", "fontsize": 6, "color": "#555555"}
-        axes.annotate("training length", (train_length, 1), **place, **look)
+        axes.annotate(
+            "training length",
+            (train_length, 1),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            xytext=(-3, 2),
+            fontsize=6,
+            color="#555555",
+        )
 
 
 def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
-    """A matrix as colours, NaN in grey; `numbers` writes each value into its cell."""
+    """Draw a matrix as colours, NaN in grey; `numbers` writes each value into its cell."""
     colours = plt.get_cmap(SEQUENTIAL).with_extremes(bad="#dddddd")
     image = axes.imshow(values, vmin=low, vmax=high, cmap=colours, aspect="auto")
     axes.grid(False)
@@ -124,30 +142,35 @@ def heatmap(axes, values, *, low: float, high: float, numbers: bool = False):
 
 
 def is_busy(styles: Iterable[dict]) -> bool:
-    """Whether lines are grey, which a legend cannot tell apart: names stand at their ends then."""
+    """Say whether some lines are grey, and so need names at their ends instead of a legend."""
     return any(style["color"] == GREY for style in styles)
 
 
 def name_lines(axes, columns: int = 2) -> None:
-    """A legend below the figure; in a busy chart, names at the ends of these axes' lines."""
+    """Draw a legend below the figure; in a busy chart, names at the ends of the lines."""
     handles, names = axes.get_legend_handles_labels()
-    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]  # of error bars, the line
-    if not is_busy({"color": line.get_color()} for line in lines):
-        return legend_below(axes.figure, axes, columns)
-    found = zip(names, lines, strict=True)
-    return label_ends(axes, [(n, line.get_ydata()[-1], line.get_color()) for n, line in found])
+    # A handle is a line, or error bars around one.
+    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
+    if is_busy({"color": line.get_color()} for line in lines):
+        ends = [(line.get_ydata()[-1], line.get_color()) for line in lines]
+        label_ends(axes, [(name, *end) for name, end in zip(names, ends, strict=True)])
+    else:
+        legend_below(axes.figure, axes, columns)
 
 
 def legend_below(figure, axes, columns: int = 2) -> None:
-    """The legend of `axes` under the whole figure, where it can hide nothing."""
+    """Draw the legend of `axes` under the whole figure, where it can hide nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 # Without dates and versions, the same figure gives the same bytes.
-METADATA = {".png": {"Software": None}, ".pdf": {"CreationDate": None}}
-METADATA[".svg"] = {"Date": None, "Creator": None}
+METADATA = {
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None, "Creator": None},
+}
 
 
 def plain_ticks(figure) -> None:
@@ -177,6 +200,6 @@ def save(figure, path: str | Path, suffixes: tuple[str, ...] = (".png", ".pdf"))
 
 
 def publish(figure, path: str | Path) -> None:
-    """Save it, and say where."""
+    """Save a figure, and print where."""
     for target in save(figure, path):
         print(f"figure: {target}")

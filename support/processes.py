@@ -1,4 +1,4 @@
-"""Work for a few processes at a time, in order, that ends with its parent."""
+"""Runs a function in a few processes at a time, which end with their parent."""
 
 import collections
 import contextlib

@@ -1,8 +1,8 @@
-"""Text for the terminal: tables and short numbers."""
+"""Formats tables and short numbers for the terminal."""
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns aligned: the first to the left, numbers to the right."""
+    """Return a table whose first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for first, *others in (header, *rows):
@@ -12,5 +12,5 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def short_number(n: float) -> str:
-    """128, 1.5K, 16K: a length as papers print it."""
+    """Write a length as papers print it: 128, 1.5K, 16K."""
     return f"{n / 1024:g}K" if n >= 1024 and n % 128 == 0 else f"{n:g}"
