@@ -1,9 +1,9 @@
-"""Time and memory of attention: `benchmark.py attention|spans`.
+"""Measures time and memory of attention: `benchmark.py attention|spans`.
 
-All cases of a study take turns in one process. A time is the median of its rounds, a ratio is to
+All cases of a study take turns in one process. A time is the median of its rounds; a ratio is to
 F.scaled_dot_product_attention at the same length and number of threads in the same run. Memory is
-the peak of a separate process, inputs and gradients included. What would not fit is left out, with
-the reason. `paper` is LSSAR as the paper writes it, eager with the literal x**p.
+the peak of a separate process, inputs and gradients included. Cases that would not fit are left
+out, with the reason. `paper` is LSSAR as the paper writes it, eager with the literal x**p.
 """
 
 import argparse
@@ -35,12 +35,21 @@ FUSED = {"cuda": "triton", "cpu": "cpu"}
 EAGER_MAPS = 10  # float32 matrices of B x H x L x L that eager forms hold at their peak, measured
 EAGER_SHARE = 0.7  # of the free memory
 WARM_UP_LENGTH = 64
-# What rows see, or how heads and rows are given.
-FULL, WINDOW, DOCUMENTS = "full rows", "window of 128", "documents of 256"
-GROUPED, COPIED, ONE_ROW = "4 heads of k and v", "4 heads copied out", "one row at the end"
+# The keys that rows see, or the form in which heads and rows are given.
+FULL = "full rows"
+WINDOW = "window of 128"
+DOCUMENTS = "documents of 256"
+GROUPED = "4 heads of k and v"
+COPIED = "4 heads copied out"
+ONE_ROW = "one row at the end"
 EIGHT = "one row of each of 8 sequences"  # of different lengths, padded on the left
-SPANS = {"window": (FULL, WINDOW), "documents": (FULL, DOCUMENTS), "heads": (COPIED, GROUPED)}
-SPANS["decode"] = DECODED = ONE_ROW, EIGHT
+DECODED = (ONE_ROW, EIGHT)
+SPANS = {
+    "window": (FULL, WINDOW),
+    "documents": (FULL, DOCUMENTS),
+    "heads": (COPIED, GROUPED),
+    "decode": DECODED,
+}
 
 
 @dataclass(frozen=True)
@@ -56,22 +65,23 @@ class Case:
 
     @property
     def label(self) -> str:
+        """Name the mechanism and the backend."""
         return f"{self.mechanism.title}, {self.backend}"
 
     @property
     def baseline(self) -> "Case":
-        """PyTorch's softmax under the same conditions."""
+        """Return PyTorch's softmax under the same conditions."""
         return Case(MECHANISMS["softmax"], "sdpa", self.length, self.threads)
 
     @property
     def without(self) -> "Case":
-        """What it is compared with to see what its span is worth."""
+        """Return the case to compare with, to see the worth of the span."""
         if self.seen in DECODED:
             return replace(self.baseline, seen=self.seen)
         return replace(self, seen=COPIED if self.seen == GROUPED else FULL)
 
     def cannot(self, options: Namespace) -> str | None:
-        """Why it does not exist here, whatever the length."""
+        """Return the reason why it does not exist here, whatever the length."""
         if self.backend == PAPER and not self.mechanism.sharpened:
             return "the paper's form of it is the eager one"
         call = Call(options.device, measure.DTYPES[options.dtype], 1, options.head_dim)
@@ -80,6 +90,7 @@ class Case:
 
 
 def mechanism_of(name: str, backend: str, p: float) -> Mechanism:
+    """Return a mechanism with the exponent p, in the paper's numerics for the paper's form."""
     if not MECHANISMS[name].sharpened:
         return MECHANISMS[name]
     return get_mechanism(name, p=p, numerics="naive" if backend == PAPER else "safe")
@@ -90,17 +101,19 @@ def main(options: Namespace) -> None:
         for name in vars(options).get(option) or ():
             if name not in known:
                 raise UserError(f"--{option}: unknown {name!r}; {did_you_mean(name, known)}")
-    complete(options)
+    complete_options(options)
     autocast(torch.device(options.device), options.dtype)  # guards against a missing AMX
     study = Study(options)
     STUDIES[options.benchmark](study)
-    shape = f"batch {options.batch}, {options.heads} heads of {options.head_dim}"
-    name = f"{measure.machine(options.device)['name']}, threads {options.threads}, {options.dtype}"
-    ratios = "ratios to F.scaled_dot_product_attention"
-    study.report(f"{name}, {options.inputs} inputs, {shape}; {ratios}")
+    study.report(
+        f"{measure.machine(options.device)['name']}, threads {options.threads}, {options.dtype}, "
+        f"{options.inputs} inputs, batch {options.batch}, {options.heads} heads of "
+        f"{options.head_dim}; ratios to F.scaled_dot_product_attention"
+    )
 
 
 def attention(study: Study) -> None:
+    """Measure mechanisms and backends by length."""
     cases = choose(study)
     found = study.weigh(make_steps, cases, warm_up)
     for case, peaks in found.items():
@@ -113,9 +126,12 @@ def attention(study: Study) -> None:
 
 
 def choose(study: Study) -> list[Case]:
-    """What exists here and fits, PyTorch's softmax first."""
-    options, chosen, left_out = study.options, [], {}  # a dict: some reasons hold at every length
-    backends, free = options.backends or FORMS, measure.free_bytes(options.device)
+    """Return the cases that exist here and fit, PyTorch's softmax first."""
+    options = study.options
+    chosen = []
+    left_out = {}  # a dict, to list a reason that holds at every length once
+    backends = options.backends or FORMS
+    free = measure.free_bytes(options.device)
     pairs = [("softmax", "sdpa"), *((m, b) for m in options.mechanisms for b in backends)]
     for length in options.lengths:
         need = EAGER_MAPS * 4 * options.batch * options.heads * length**2
@@ -124,8 +140,9 @@ def choose(study: Study) -> list[Case]:
             if reason := case.cannot(options):
                 left_out[f"{case.label}: {reason}"] = None
             elif backend in ("eager", PAPER) and need > EAGER_SHARE * free:
-                memory = f"{need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"
-                left_out[f"{case}: needs about {memory}"] = None
+                left_out[f"{case}: needs about {need / 1e9:.0f} GB of {free / 1e9:.0f} GB free"] = (
+                    None
+                )
             else:
                 chosen.append(case)
     study.left_out += left_out
@@ -133,7 +150,9 @@ def choose(study: Study) -> list[Case]:
 
 
 def spans(study: Study) -> None:
-    options, backend = study.options, FUSED[study.options.device]
+    """Measure windows, documents, grouped heads and decoding against full rows."""
+    options = study.options
+    backend = FUSED[options.device]
     mechanisms = [mechanism_of(name, backend, options.p) for name in options.mechanisms]
     seen = dict.fromkeys(s for name in options.spans for s in SPANS[name])
     for n in options.lengths:
@@ -148,15 +167,25 @@ STUDIES = {"attention": attention, "spans": spans}
 
 
 def add_case(study: Study, case: Case, quantity: str, value: float, **details) -> None:
+    """Add a record of a case."""
     inputs = study.options.inputs
     variant = f"{case.backend}, {inputs}, {case.threads} thread{'s' if case.threads > 1 else ''}"
-    variant += "" if case.seen == FULL else f", {case.seen}"
-    key = {"variant": variant, "length": case.length}
-    study.add(run_of(case.mechanism), quantity, value, **key, details=details)
+    if case.seen != FULL:
+        variant += f", {case.seen}"
+    study.add(
+        run_of(case.mechanism),
+        quantity,
+        value,
+        variant=variant,
+        length=case.length,
+        details=details,
+    )
 
 
 def add_times(study: Study, cases: list[Case]) -> None:
-    options, steps = study.options, {}
+    """Time the cases in turns, and add times and ratios."""
+    options = study.options
+    steps = {}
     inputs = cache(partial(make_inputs, options))
     for case in cases:
         if reason := case.cannot(options):
@@ -175,17 +204,24 @@ def add_times(study: Study, cases: list[Case]) -> None:
 
 
 def warm_up(case: Case, options: Namespace) -> None:
+    """Run a case once at a short length."""
     for step in make_steps(replace(case, length=WARM_UP_LENGTH), options):
         step()
 
 
 def make_steps(case: Case, options: Namespace) -> list[measure.Step]:
+    """Return one call of each phase, on new inputs."""
     return steps_of(case, make_inputs(options, case.length))
 
 
 def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> list[measure.Step]:
-    """One call of each phase on q, k, v and the output's gradient; `own` computes it instead."""
-    (q, k, v, grad), mechanism, first = inputs, case.mechanism, None
+    """Return one call of each phase on q, k, v and the output's gradient.
+
+    `own` is a function of q, k and v to measure in place of `attend`.
+    """
+    q, k, v, grad = inputs
+    mechanism = case.mechanism
+    first = None
     if case.seen == WINDOW:
         mechanism = replace(mechanism, window=128)
     elif case.seen == DOCUMENTS:
@@ -200,7 +236,8 @@ def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> l
     backend = "eager" if case.backend == PAPER else case.backend
     call = own or partial(attend, mechanism=mechanism, backend=backend, first=first)
     if own is None and replace(case, seen=FULL) == case.baseline:
-        call = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)  # it alone
+        # PyTorch's function itself, without `attend` around it.
+        call = partial(F.scaled_dot_product_attention, is_causal=case.seen == FULL)
         if case.seen == EIGHT:
             visible = torch.arange(case.length, device=q.device) >= first
             call = partial(call, attn_mask=visible[:, None, None])
@@ -218,30 +255,37 @@ def steps_of(case: Case, inputs: list[Tensor], own: Callable | None = None) -> l
     ]
 
 
-def complete(options: Namespace) -> None:
-    """Fill in what was not given, from this machine and the checkpoint that --inputs names."""
+def complete_options(options: Namespace) -> None:
+    """Fill in missing options from this machine and the checkpoint that --inputs names."""
     for name in ("heads", "head_dim", "layer", "text", "threads"):  # not every study offers them
         vars(options).setdefault(name)
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
     options.threads = options.threads or torch.get_num_threads()
-    options.layers, options.checkpoint = 1, None
+    options.layers = 1
+    options.checkpoint = None
     if options.inputs == "random":
         if options.layer or options.text:
             raise UserError("--layer and --text are for a checkpoint; add --inputs RUN")
-        options.heads, options.head_dim = options.heads or 12, options.head_dim or 64
+        options.heads = options.heads or 12
+        options.head_dim = options.head_dim or 64
         return
     if options.heads or options.head_dim:
         raise UserError(f"--heads and --head-dim are those of --inputs {options.inputs}; drop them")
     (checkpoint,) = open_checkpoints([options.inputs])
     config = checkpoint.config
-    options.heads, options.head_dim, options.layers = config.heads, config.head_dim, config.layers
-    options.checkpoint, options.layer = checkpoint.identity, options.layer or config.layers
-    if (layer := options.layer) > config.layers:
-        raise UserError(f"--layer {layer}: {options.inputs} has layers 1 to {config.layers}")
+    options.heads = config.heads
+    options.head_dim = config.head_dim
+    options.layers = config.layers
+    options.checkpoint = checkpoint.identity
+    options.layer = options.layer or config.layers
+    if options.layer > config.layers:
+        raise UserError(
+            f"--layer {options.layer}: {options.inputs} has layers 1 to {config.layers}"
+        )
 
 
 def make_inputs(options: Namespace, length: int) -> list[Tensor]:
-    """q, k, v and a gradient of the output, each (B, H, L, d), the same on every call."""
+    """Return q, k, v and a gradient of the output, each (B, H, L, d), the same on every call."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.batch, options.heads, length, options.head_dim)
     drawn = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -252,7 +296,7 @@ def make_inputs(options: Namespace, length: int) -> list[Tensor]:
 
 @torch.no_grad()
 def trained_inputs(options: Namespace, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a checkpoint's layer for the first tokens of a text, cut into sequences."""
+    """Return q, k, v of a checkpoint's layer for the first tokens of a text, cut into rows."""
     (checkpoint,) = open_checkpoints([options.inputs])
     path = options.text or Path(argparse.__file__)
     try:

@@ -338,7 +338,7 @@ def check_flex(options: Namespace) -> Iterator[dict]:
     quick = options.quick
     seen = (bench.FULL, bench.WINDOW, bench.DOCUMENTS, bench.GROUPED)
     options = Namespace(device=device, dtype=None, inputs="random", batch=1)
-    bench.complete(options)
+    bench.complete_options(options)
     for length in (300,) if device == "cpu" else (2048, 16384):
         inputs = bench.make_inputs(options, length)
         for span in seen[1:2] if quick else seen:

@@ -1,4 +1,4 @@
-"""What one benchmark measured: its records, as a table, a figure and a results file."""
+"""Keeps the records of one benchmark, and shows them as a table, a figure and a results file."""
 
 import statistics
 from argparse import Namespace
@@ -19,16 +19,17 @@ from support import plots
 from support.text import table
 
 GROWING = ("forward_ms", "forward_backward_ms", "forward_backward_MB")  # with the length
-# What the figure of a benchmark shows over the length, one panel each.
+# Quantities that the figure of a benchmark shows over the length, one panel each.
 PANELS = {"attention": GROWING, "spans": ("forward_share", "forward_backward_share")}
 
 
 class Study:
-    """Records, runs and what was left out."""
+    """Collects records, runs and the reasons why cases were left out."""
 
     def __init__(self, options: Namespace, settings: dict | None = None, about: dict | None = None):
-        """Of the file: without them the settings are the options, and `about` is the machine."""
-        self.options, self.results = options, None
+        """Begin a study; by default the file's settings are the options, `about` the machine."""
+        self.options = options
+        self.results: Results | None = None
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
         self.left_out: list[str] = []
@@ -43,12 +44,21 @@ class Study:
         self.records.append(Record(quantity, run["run"], value, **more))
 
     def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
-        """{contestant: peak MB of each of `make_steps(contestant, options)`}, of those that fit."""
-        peaks, task = {}, (measure.peak_megabytes, self.options.device, make_steps)
+        """Return the peak MB of each step of `make_steps(contestant, options)`, by contestant.
+
+        A contestant that does not fit is left out.
+        """
+        peaks = {}
         for contestant in tqdm(contestants, desc="memory", leave=False, disable=None):
-            arguments = contestant, self.options
             try:
-                peaks[contestant] = measure.in_new_process(*task, *arguments, warm_up=warm_up)
+                peaks[contestant] = measure.in_new_process(
+                    measure.peak_megabytes,
+                    self.options.device,
+                    make_steps,
+                    contestant,
+                    self.options,
+                    warm_up=warm_up,
+                )
             except (measure.Crashed, torch.OutOfMemoryError) as error:
                 self.left_out.append(f"{contestant}: {str(error).splitlines()[0]}")
         return peaks
@@ -68,16 +78,23 @@ class Study:
 
 
 def run_of(mechanism: Mechanism) -> dict:
-    p = {"p": mechanism.p} if mechanism.sharpened else {}
-    return {"run": mechanism.title, "attention": {"name": mechanism.name} | p}
+    """Describe a mechanism for the `runs` of a results file."""
+    attention = {"name": mechanism.name}
+    if mechanism.sharpened:
+        attention["p"] = mechanism.p
+    return {"run": mechanism.title, "attention": attention}
 
 
 def title(quantity: str) -> str:
+    """Name a quantity for people."""
     return quantity.replace("forward_backward", "forward+backward").replace("_", " ")
 
 
 def rows(records: list[Record]) -> list[dict]:
-    """name, length, {quantity: value}; a name is the run and what sets its variant apart."""
+    """Return one row per name and length; a name is the run and the parts of its variant.
+
+    Parts that all variants have in common are left out of the names.
+    """
     common = set.intersection(*(set(r.variant.split(", ")) for r in records))
     found: dict[tuple, dict] = {}
     for r in records:
@@ -89,8 +106,10 @@ def rows(records: list[Record]) -> list[dict]:
 
 
 def styles(results: Results, lines: bool) -> dict[str, dict]:
-    """Of each name: its mechanism's colour, with other dashes where it has several."""
-    found, order, known = {}, Counter(), list(plots.MECHANISMS)
+    """Return each name's style: its mechanism's colour, with other dashes where it has several."""
+    found = {}
+    order = Counter()  # of the names of each mechanism
+    known = list(plots.MECHANISMS)
     for row in rows(results.records):
         mechanism = results.runs[row["run"]]["attention"]["name"]
         place = known.index(mechanism) if mechanism in known else len(known)
@@ -104,7 +123,7 @@ def styles(results: Results, lines: bool) -> dict[str, dict]:
 
 
 def text(records: list[Record], left_out: list[str], numbers: str = "") -> str:
-    """A table of every number, the growth with the length, and what was left out."""
+    """Return a table of every number, the growth with the length, and the cases left out."""
     if not numbers:
         formats = {r.quantity: ".2%" if "share" in r.quantity else ",.2f" for r in records}
         lines = []
@@ -132,7 +151,7 @@ def curves(records: list[Record], quantity: str) -> dict[str, list[tuple]]:
 
 
 def slopes(records: list[Record]) -> dict[str, dict[str, float]]:
-    """The exponent of growth where both times and memory are known at two lengths or more."""
+    """Return the exponents of growth where times and memory are known at two lengths or more."""
     found = {}
     for quantity in GROWING:
         for name, points in curves(records, quantity).items():

@@ -21,7 +21,7 @@ from benchmarks.attention_study import (
     PAPER,
     PHASES,
     Case,
-    complete,
+    complete_options,
     make_inputs,
     mechanism_of,
     steps_of,
@@ -45,7 +45,7 @@ SMALL = ("--heads", "2", "--head-dim", "8", "--rounds", "2", "--device", "cpu")
 def options_of(*arguments):
     options = benchmark.make_parser("attention").parse_args(["--device", "cpu", *arguments])
     options.dtype, options.threads = options.dtype or "fp32", options.threads or 1
-    complete(options)
+    complete_options(options)
     return options
 
 
