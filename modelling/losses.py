@@ -6,6 +6,8 @@ linear in the incoming scalar, so the forward pass can finish them. Exact, and n
 twice.
 """
 
+import threading
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -31,41 +33,77 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classe
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
     """Return -log softmax(...)[target] of every token in float32, in the shape of targets."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    dtype = _product_type(hidden)
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    table = weight.to(dtype)
     wanted = targets.reshape(-1)
-    chunks = _chunks(flat, weight)
-    losses = [_losses(flat[rows], weight, wanted[rows], classes)[0] for rows in chunks]
+    with torch.autocast(hidden.device.type, enabled=False):
+        chunks = _chunks(flat, table)
+        losses = [_losses(flat[rows], table, wanted[rows], classes)[0] for rows in chunks]
     return torch.cat(losses).view(targets.shape)
 
 
+def _product_type(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
 def _chunks(hidden: Tensor, weight: Tensor):
+    """Yield slices of the tokens of about the same size: products of few rows are slow."""
     logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["default"])
-    size = max(1, logits // weight.shape[0])
-    return (slice(i, i + size) for i in range(0, hidden.shape[0], size))
+    tokens = hidden.shape[0]
+    most = max(1, logits // weight.shape[0])
+    count = max(1, -(-tokens // most))
+    size = max(1, -(-tokens // count))
+    return (slice(i, i + size) for i in range(0, tokens, size))
 
 
 def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, ...]:
-    """Return the loss of each row (0 for IGNORE), log-probabilities, the targets as an index."""
-    # All rows of the weight are multiplied: padding makes the product faster.
-    log_probability = (hidden @ weight.T)[:, :classes].float().log_softmax(-1)
+    """Return the loss of each row (0 for IGNORE), log-probabilities, the targets as an index.
+
+    The log-probabilities are those of all rows of the weight, -inf where they are padding: padding
+    makes products faster. On a CPU they are overwritten by the next call.
+    """
+    shape = (hidden.shape[0], weight.shape[0])
+    logits = torch.mm(hidden, weight.T, out=_room("logits", shape, hidden)).float()
+    logits[:, classes:] = -torch.inf
+    log_probability = torch.log_softmax(logits, -1, out=_room("probabilities", shape, logits))
     ignored = targets == IGNORE
     index = targets.masked_fill(ignored, 0).unsqueeze(-1)
-    losses = -log_probability.gather(-1, index).squeeze(-1).masked_fill(ignored, 0)
+    losses = -log_probability[:, :classes].gather(-1, index).squeeze(-1).masked_fill(ignored, 0)
     return losses, log_probability, index
+
+
+_rooms = threading.local()
+
+
+def _room(use: str, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+    """Return this thread's memory for a result on a CPU, the same in every step; else None.
+
+    New memory of this size comes from the system, which clears it page by page. GPUs have an
+    allocator that keeps it.
+    """
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    kept = vars(_rooms).get((use, like.dtype))
+    if kept is None or kept.numel() < shape[0] * shape[1]:
+        with torch.inference_mode(False):  # or only inference could write to it
+            kept = torch.empty(shape[0] * shape[1], dtype=like.dtype)
+        vars(_rooms)[use, like.dtype] = kept
+    return kept[: shape[0] * shape[1]].view(shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, classes, training):
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = _product_type(hidden)
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if training:
             grad_hidden = torch.empty_like(hidden)
             grad_weight = torch.zeros_like(weight)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             table = weight.to(dtype)
             for rows in _chunks(hidden, weight):
                 h = hidden[rows].to(dtype)
@@ -76,11 +114,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     delta = log_probability.exp_()
                     delta.scatter_add_(-1, index, delta.new_full(index.shape, -1.0))
                     delta = delta.mul_((counted[rows] / count).unsqueeze(-1)).to(dtype)
-                    grad_hidden[rows] = delta @ table[:classes]
+                    grad_hidden[rows] = delta @ table
                     if dtype == grad_weight.dtype:
-                        grad_weight[:classes].addmm_(delta.T, h)
+                        grad_weight.addmm_(delta.T, h)
                     else:
-                        grad_weight[:classes] += delta.T @ h
+                        grad_weight += delta.T @ h
         if training:
             ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count
@@ -89,4 +127,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, grad_weight * grad, None, None, None
+        # In place: the weight's is as large as the table, and nobody else holds it.
+        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None
