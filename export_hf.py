@@ -23,6 +23,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def make_parser() -> Parser:
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
     answer_early(make_parser().parse_args)
 
+from data.shards import describe_set
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
 from evaluating.checkpoints import Checkpoint, load_model, model_label, open_checkpoints
 from lssar.errors import UserError
@@ -212,6 +214,21 @@ Packed sequences are told apart by `position_ids` that start again at 0. LoRA's 
 |---|---|
 {rows}
 
+## Citation
+
+```bibtex
+@inproceedings{{gao2026softplus,
+  title = {{Softplus Attention with Re-weighting Boosts Length Extrapolation in Large Language
+           Models}},
+  author = {{Gao, Bo and Spratling, Michael W. and Gionfrida, Letizia}},
+  booktitle = {{International Conference on Machine Learning}},
+  year = {{2026}},
+  note = {{arXiv 2501.13428}}
+}}
+```
+
+The weights were trained with an independent reimplementation.
+
 ## Publish
 
 `hf upload NAME/MODEL .` in this folder, after `hf auth login`.
@@ -221,23 +238,53 @@ Packed sequences are told apart by `position_ids` that start again at 0. LoRA's 
 def write_card(checkpoint: Checkpoint, out: Path) -> None:
     """Write README.md, which the hub shows: the model, its numbers, the command of its run."""
     info, config = checkpoint.info, checkpoint.config
-    file = checkpoint.path.resolve().parents[1] / RUN  # of RUN/checkpoints/step-N
-    script, *arguments = lookup(file, "command") or [""]
+    run = checkpoint.path.resolve().parents[1]  # of RUN/checkpoints/step-N
+    trained = training_of(run)
+    command = [without_folder(argument) for argument in lookup(run / RUN, "command") or []]
+    tokens = info.step * trained.get("train", {}).get("batch_tokens", 0)
     settings = {k: v for k, v in config.to_dict()["attention"].items() if k != "name"}
     rows = {
         "checkpoint": f"step {info.step}",
+        "data": data_of(trained.get("data", {}).get("directory")),
+        "tokens": tokens and f"{tokens:,}",
         "trained at": f"length {info.train_length}, tokeniser {checkpoint.tokeniser().name}",
         "validation loss": info.val_loss and f"{info.val_loss:.4f} nats per token",
         "random numbers": None if info.seed is None else f"seed {info.seed}",
         "attention": ", ".join(f"{k} = {v}" for k, v in settings.items()),
         "layers": f"{', '.join(config.pattern)}; positions {config.positions}",
-        "command": script and f"`python {shlex.join([Path(script).name, *arguments])}`",
-        "revision": lookup(file, "revision"),
+        "command": command and f"`python {shlex.join(command)}`",
+        "revision": lookup(run / RUN, "revision"),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     numbers = {"parameters": load_model(checkpoint.path)[0].parameter_count(), "rows": table}
     text = CARD.format(info=info, config=config, label=model_label(config), **numbers)
     write_text(out / "README.md", text)
+
+
+def training_of(run: Path) -> dict:
+    """Return the config of a run; empty where the run has none, or none that can be read."""
+    try:
+        return tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def data_of(directory: str | None) -> str | None:
+    """Name a data set, and where its text comes from if it still lies there."""
+    if directory is None:
+        return None
+    source = describe_set(directory)["source"]
+    name = Path(directory).name
+    return f"{name} ({source})" if source else name
+
+
+def without_folder(argument: str) -> str:
+    """Return an argument of a command, of whose path, if it is one of this machine, the name."""
+    key, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if path.is_absolute() or value.startswith(("~", "..")):
+        value = path.name
+    return f"{key}{equals}{value}"
 
 
 def write_code(out: Path) -> None:

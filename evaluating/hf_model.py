@@ -22,6 +22,8 @@ class LssarConfig(PreTrainedConfig):
         "hidden_size": "width",
         "num_hidden_layers": "layers",
         "num_attention_heads": "heads",
+        "num_key_value_heads": "heads",
+        "max_position_embeddings": "train_length",
     }
 
     def __init__(self, train_length: int = 1024, meaning: int = WEIGHTS_VERSION, **options):
@@ -40,6 +42,13 @@ class LssarConfig(PreTrainedConfig):
                 "(model.WEIGHTS_VERSION): export the checkpoint again"
             )
         return super().from_dict(config_dict, **options)
+
+    def to_dict(self) -> dict:
+        """Return the fields; peft asks for them before it looks for its default targets."""
+        if "peft" in sys.modules:  # whose table of targets knows no other people's models
+            known = sys.modules["peft"].utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            known.setdefault(self.model_type, ["qkv"])
+        return super().to_dict()
 
 
 class Seen:
@@ -169,9 +178,6 @@ class LssarForCausalLM(LssarPreTrainedModel, GenerationMixin):
         self.model = LssarModel(config)
         self.lm_head = nn.Linear(config.width, config.vocab_rows, bias=False)
         self.post_init()
-        if "peft" in sys.modules:  # its table of default targets lacks models outside transformers
-            known = sys.modules["peft"].utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-            known.setdefault(config.model_type, ["qkv"])
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **options):
         """Resize the tied embedding and head, and note the new size in both configs."""

@@ -7,13 +7,14 @@
 
 Grouped-query heads, sliding windows, chunks, packed sequences, padding to either side, dynamic and
 static caches. Another exponent or length gets a name of its own, before a model is built or loaded:
-`register("lssar-p3", get_mechanism("lssar", p=3))`.
+`register("lssar-p3", get_mechanism("lssar", p=3))`. The names are those of `lssar.MECHANISMS`; only
+"softmax", "sigmoid", "exp" and "identity" are "lssar-softmax" and so on.
 
 What a mechanism cannot do (bidirectional sequences, dropout on the weights, learned sinks, masks
 that are no spans) is an error, never something else in silence; so is a model whose layers do not
 call it. Import this module before the model is built, or call `check(model)`: no class of
 transformers is changed. An adapter (LoRA) does not carry the attention: give `attn_implementation`
-to its base model, or merge it.
+to its base model, or merge it. One that is used with another attention gives a warning.
 """
 
 import functools
@@ -34,7 +35,14 @@ from lssar.hf_models import add_head_scales, check, family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
 from lssar.spans import Arrangement, arrange, bounded, can_look_at
 
-__all__ = ["add_head_scales", "attention_forward", "check", "register", "visibility"]
+__all__ = [
+    "add_head_scales",
+    "attention_forward",
+    "check",
+    "name_of",
+    "register",
+    "visibility",
+]
 
 # Tensors that a model may pass to its layers and that change nothing here. Any other is taken for
 # one that another attention function would use.
@@ -265,6 +273,15 @@ def register(name: str, mechanism: Mechanism) -> None:
     AttentionMaskInterface.register(name, functools.partial(visibility, mechanism))
 
 
+# A word that anyone may give to an attention of theirs gets a prefix.
+GENERIC = ("softmax", "sigmoid", "exp", "identity")
+
+
+def name_of(mechanism: str) -> str:
+    """Return the name by which `import lssar.hf` registers this entry of MECHANISMS."""
+    return f"lssar-{mechanism}" if mechanism in GENERIC else mechanism
+
+
 for _name, _mechanism in MECHANISMS.items():
-    register(_name, _mechanism)
+    register(name_of(_name), _mechanism)
 hf_models.install()

@@ -33,6 +33,7 @@ from lssar.mechanisms import MECHANISMS, Mechanism
 REGISTERED: dict[str, Mechanism] = {}  # by the name that `attn_implementation` takes
 FIELD = "lssar_attention"  # of a config: the name, the mechanism, whether heads have a scalar
 WATCHED = "_lssar_watched"
+PREFIX = "Lssar"  # of the architectures that a saved config names
 HEAD_SCALE = "head_scale"
 DEFAULTS = {field.name: field.default for field in fields(Mechanism)}
 
@@ -58,6 +59,9 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     record = getattr(getattr(child, "config", None), FIELD, None)
     if record and record.get("head_scales") and _is_attention(child):
         _add_head_scale(child, record["name"])
+    adapted = getattr(child, "model", None)  # where a PeftModel gets its LoraModel
+    if name == "base_model" and isinstance(adapted, PreTrainedModel):
+        _check_adapters(adapted, getattr(child, "peft_config", {}))
 
 
 def check(model: nn.Module) -> nn.Module:
@@ -71,21 +75,25 @@ def check(model: nn.Module) -> nn.Module:
 def _watch(model: PreTrainedModel) -> None:
     """Look at the model's calls, and at what it is saved and switched with."""
     setattr(model, WATCHED, True)
+    _check_parts(model, _requested_attention())
     _check_attention(model)
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after)
     # Of this model alone: they hide the methods of its class.
     model.save_pretrained = functools.partial(_save_pretrained, model)
     model.set_attn_implementation = functools.partial(_set_attn_implementation, model)
+    model.load_adapter = functools.partial(_load_adapter, model)
 
 
 def _save_pretrained(model: PreTrainedModel, *args, **options):
+    _check_adapters(model, getattr(model, "peft_config", {}))
     with _recorded(model):
         return type(model).save_pretrained(model, *args, **options)
 
 
 def _set_attn_implementation(model: PreTrainedModel, attn_implementation, *args, **options) -> None:
     wanted = attn_implementation
+    _check_parts(model, wanted)
     if isinstance(wanted, dict):
         wanted = wanted.get("", model.config._attn_implementation)
     type(model).set_attn_implementation(model, attn_implementation, *args, **options)
@@ -94,6 +102,63 @@ def _set_attn_implementation(model: PreTrainedModel, attn_implementation, *args,
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             _check_attention(part)
+
+
+def _requested_attention() -> Any:
+    """Return the `attn_implementation` that the model which is being built was asked for.
+
+    Of a dict, transformers ignores what names no part of the model. The Auto classes still hold it
+    in the arguments of their functions that are running; a class's own `from_pretrained` does not.
+    """
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_globals.get("__name__", "").startswith("transformers."):
+            for value in frame.f_locals.values():
+                if type(value) is dict and isinstance(value.get("attn_implementation"), dict):
+                    return value["attn_implementation"]
+    return None
+
+
+def _check_parts(model: PreTrainedModel, wanted: Any) -> None:
+    """Refuse a dict that gives one of our mechanisms to a part that the model does not have."""
+    if not isinstance(wanted, dict) or model.config.base_config_key:  # a part of another model
+        return
+    parts = model.config.sub_configs
+    for part, name in wanted.items():
+        if part and part not in parts and isinstance(name, str) and name in REGISTERED:
+            known = ", ".join(map(repr, parts))
+            remedy = f"choose from {known}" if known else f"give attn_implementation={name!r}"
+            raise UserError(
+                f"{type(model).__name__} has no part {part!r} to take {name!r}; {remedy}"
+            )
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+def _load_adapter(model: Any, *args, **options):
+    found = type(model).load_adapter(model, *args, **options)
+    _check_adapters(model, model.peft_config)
+    return found
+
+
+def _check_adapters(model: PreTrainedModel, adapters: dict) -> None:
+    """Warn of an adapter of another attention; in one that is new, record that of its base.
+
+    The record is in `auto_mapping` of the adapter's config, which peft reads only of adapters
+    without a task. Those replace it, and go without a record.
+    """
+    name = model.config._attn_implementation
+    for adapter in adapters.values():
+        trained = (adapter.auto_mapping or {}).get(FIELD)
+        if trained is not None and trained != name:
+            warnings.warn(
+                f"an adapter was trained with attention {trained!r} and is used with {name!r}; "
+                f"load its base model with attn_implementation={trained!r}",
+                stacklevel=3,
+            )
+        elif trained is None and name in REGISTERED and adapter.task_type is not None:
+            adapter.auto_mapping = (adapter.auto_mapping or {}) | {FIELD: name}
 
 
 # --- the record in the config --------------------------------------------------------------------
@@ -134,13 +199,26 @@ def _recorded(model: PreTrainedModel) -> Iterator[None]:
             if record:
                 # Without this library, transformers refuses a name that it does not know.
                 m.config.attn_implementation = record["name"]
+        if getattr(model.config, FIELD, None):
+            model.config.save_pretrained = functools.partial(_save_config, model.config)
         yield
     finally:
         for config, values in before.values():
-            for key in {FIELD, "attn_implementation"} & set(vars(config)):
+            for key in {FIELD, "attn_implementation", "save_pretrained"} & set(vars(config)):
                 delattr(config, key)
                 if key in values:
                     setattr(config, key, values[key])
+
+
+def _save_config(config, *args, **options) -> None:
+    """Save a config that names no class of transformers.
+
+    Engines that choose by `architectures` would run their own attention on the weights. Those that
+    look at `model_type` cannot be kept from it.
+    """
+    del vars(config)["save_pretrained"]  # which is not to be saved
+    config.architectures = [PREFIX + name.removeprefix(PREFIX) for name in config.architectures]
+    type(config).save_pretrained(config, *args, **options)
 
 
 def _check_attention(model: PreTrainedModel) -> None:
@@ -240,17 +318,47 @@ def _packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> d
                 f"position_ids for {family_of(model.config)} in a compiled graph may be of packed "
                 "sequences, which cannot be cached; give use_cache=False, or attention_mask"
             )
+        if _covers(mask, positions):
+            torch._assert_async(~_start_again(positions, mask), PACKED_AND_MASKED)
         return options
-    if find_packed_sequence_indices(positions) is None:
+    sequences = find_packed_sequence_indices(positions)
+    if sequences is None:
         return options
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and mask.all()):
-        return options
+    if mask is not None:
+        if not _covers(mask, positions) or not _start_again(positions, mask):
+            return options
+        tokens = mask.bool()
+        together = sequences[:, 1:] == sequences[:, :-1]
+        if (together & tokens[:, 1:] & ~tokens[:, :-1]).any():
+            raise UserError(
+                "position_ids of packed sequences go on from padding to a token; "
+                "give position 0 to padding"
+            )
     if cache is not None:
         raise UserError(
             "position_ids that start again are packed sequences, which cannot be cached; "
             "leave past_key_values out"
         )
     return options | {"attention_mask": None, "use_cache": False}
+
+
+PACKED_AND_MASKED = (
+    "position_ids that start again are packed sequences, which a compiled graph tells apart only "
+    "without attention_mask; leave it out"
+)
+
+
+def _covers(mask, positions: Tensor) -> bool:
+    """Tell whether a mask says of each position whether it is a token."""
+    return isinstance(mask, Tensor) and mask.shape == positions.shape
+
+
+def _start_again(positions: Tensor, mask: Tensor) -> Tensor:
+    """Tell whether the tokens of some row, without the padding, are several sequences."""
+    order = mask.bool().to(torch.uint8).argsort(dim=1, stable=True)  # padding first
+    place = positions.expand_as(mask).gather(1, order)
+    token = mask.bool().gather(1, order)
+    return ((place.diff(dim=1) != 1) & token[:, 1:] & token[:, :-1]).any()
 
 
 # --- the learnable scalar of a head (ssmax, relu-shen) -------------------------------------------

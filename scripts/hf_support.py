@@ -109,7 +109,7 @@ def tried(kind: str) -> str:
     given = inputs(kind)
     try:
         with torch.no_grad():
-            ours = build(kind, "softmax")(**given).logits
+            ours = build(kind, "lssar-softmax")(**given).logits
         model = build(kind, "lssar")
         logits = model(**given).logits
     except UserError as error:

@@ -18,7 +18,7 @@ case "${1:-}" in
 esac
 needs=(requirements.txt requirements-test.txt)
 case $tier in
-  ecosystem) needs+=(requirements-downstream.txt) ;;
+  ecosystem) needs+=(requirements-downstream.txt requirements-ecosystem.txt) ;;
   physics) needs+=(requirements-physics.txt) ;;
 esac
 source scripts/env.sh "${needs[@]}"

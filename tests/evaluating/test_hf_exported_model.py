@@ -1,6 +1,8 @@
 """The exported model as transformers' own are: losses, packing, embeddings, resizing, adapters."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
 from eval_helpers import exported_model, tiny_model, write_checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
 
 import export_hf
 from evaluating.hf_model import LssarForCausalLM, LssarModel
@@ -28,12 +30,16 @@ def model() -> LssarForCausalLM:
 def folder(tmp_path_factory):
     """An export of a run that kept its command."""
     run = tmp_path_factory.mktemp("runs") / "my-run"
-    about = {"command": ["/some/where/train.py", "configs/nano-lssar.toml"], "revision": "abc123"}
+    command = ["/some/where/train.py", "configs/nano-lssar.toml"]
+    command += ["--data.directory=/some/where/my-text", "--log.directory=~/some/where/runs"]
+    about = {"command": command, "revision": "abc123"}
     write_checkpoint(
         run / "checkpoints/step-00000007", tiny_model("lssar"), run="my-run", tokeniser="bytes",
         val_loss=1.7345, seed=3,
     )  # fmt: skip
     (run / "run.json").write_text(json.dumps(about))
+    settings = "[data]\ndirectory = '/some/where/my-text'\n[train]\nbatch_tokens = 4096\n"
+    (run / "config.toml").write_text(settings)
     out = run.parent / "out"
     export_hf.main([str(run), str(out)])
     return out
@@ -231,11 +237,44 @@ def test_an_adapter_needs_no_list_of_targets(folder):
     adapted(ids, labels=ids).loss.backward()
 
 
+def test_the_default_targets_do_not_depend_on_what_was_imported_first(folder):
+    pytest.importorskip("peft")
+    program = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert "peft" not in sys.modules
+import peft
+adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
+print(*{n.partition(".lora_")[0].rpartition(".")[2] for n in trained})
+"""
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "qkv\n", done.stderr
+
+
 def test_the_card_has_the_numbers_and_the_command(folder):
     card = (folder / "README.md").read_text(encoding="utf-8")
     head, body = card.removeprefix("---\n").split("---\n", 1)
     assert "library_name: transformers" in head and "license: mit" in head
     for text in ("LSSAR p=15", "1.7345", "step 7", "seed 3", "abc123", "length 16"):
         assert text in body, text
-    assert "python train.py configs/nano-lssar.toml" in body
-    assert "hf upload" in body and "/some/where" not in card
+    for text in (
+        "| data | my-text |",
+        "| tokens | 28,672 |",
+        "arXiv 2501.13428",
+        "@inproceedings{",
+    ):
+        assert text in body, text
+    command = (
+        "python train.py configs/nano-lssar.toml --data.directory=my-text --log.directory=runs"
+    )
+    assert command in body
+    assert "hf upload" in body and "some/where" not in card
+
+
+def test_the_config_has_the_names_that_other_tools_read(folder):
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert config.num_key_value_heads == config.num_attention_heads == config.heads
+    assert config.max_position_embeddings == config.train_length == 16

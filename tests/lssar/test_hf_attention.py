@@ -11,7 +11,7 @@ from tiny_models import build, pack, padded, tokens
 from transformers import AttentionInterface
 
 from lssar.errors import UserError
-from lssar.hf import add_head_scales, attention_forward, register, visibility
+from lssar.hf import add_head_scales, attention_forward, name_of, register, visibility
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 
@@ -30,8 +30,8 @@ def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
         calls.append((q, k, v, out[0]))
         return out
 
-    model = build(kind, mechanism)
-    monkeypatch.setitem(AttentionInterface._global_mapping, mechanism, watched)
+    model = build(kind, name_of(mechanism))
+    monkeypatch.setitem(AttentionInterface._global_mapping, name_of(mechanism), watched)
     with torch.no_grad():
         model(tokens(2, 9), use_cache=False)
     assert len(calls) == 2
@@ -46,7 +46,7 @@ def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
 def test_softmax_by_this_way_is_transformers_own():
     ids = tokens(3, 8)
     for kind in KINDS:
-        ours, theirs = build(kind, "softmax"), build(kind, "eager")
+        ours, theirs = build(kind, "lssar-softmax"), build(kind, "eager")
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
         batch, mask = padded([ids[0], ids[1, :5], ids[2, :2]], "left")
         got, expected = (m(batch, attention_mask=mask).logits for m in (ours, theirs))
@@ -149,7 +149,7 @@ def test_another_exponent_gets_a_name_of_its_own():
 def test_a_scale_other_than_the_usual_one_is_applied():
     models = [
         build("gpt2", attention, sharp=1, scale_attn_by_inverse_layer_idx=True)
-        for attention in ("softmax", "eager")
+        for attention in ("lssar-softmax", "eager")
     ]
     ids = tokens(2, 7)
     torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-5)
@@ -164,7 +164,7 @@ def test_a_sliding_window_is_the_models_own():
     register("lssar-window", get_mechanism("lssar", window=3))
     ids, mask = padded([tokens(1, n)[0] for n in (12, 7)], "left")
     place = (mask.cumsum(1) - 1).clamp(min=0)
-    pairs = {"softmax": sliding("eager"), "lssar": sliding("lssar-window", None)}
+    pairs = {"lssar-softmax": sliding("eager"), "lssar": sliding("lssar-window", None)}
     for name, expected in pairs.items():
         model = sliding(name)
         options = {"attention_mask": mask, "position_ids": place}
@@ -180,7 +180,7 @@ def test_a_sliding_window_is_the_models_own():
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("mechanism", ["softmax", "lssar", "relu-shen"])
+@pytest.mark.parametrize("mechanism", ["lssar-softmax", "lssar", "relu-shen"])
 def test_packed_sequences_do_not_see_one_another(kind, mechanism):
     model = build(kind, mechanism)
     sequences = [tokens(1, n) for n in (5, 1, 8)]

@@ -36,7 +36,7 @@ def same(got, expected, mask=None):
     ("kind", "mechanism", "changes"),
     [
         ("llama", "lssar", {}),
-        pytest.param("gpt2", "softmax", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "lssar-softmax", {}, marks=pytest.mark.slow),
         pytest.param("mistral", "ssmax", WINDOW, marks=pytest.mark.slow),
         pytest.param("gemma3_text", "lssar", MIXED, marks=pytest.mark.slow),
     ],
@@ -187,7 +187,7 @@ def test_what_cannot_be_recorded_or_computed_is_one_line():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", ["lssar", "softmax"])
+@pytest.mark.parametrize("mechanism", ["lssar", "lssar-softmax"])
 def test_inductor_computes_the_same(mechanism):
     torch._dynamo.reset()
     model = build("llama", mechanism)

@@ -54,7 +54,7 @@ def of(family: str, attention: str, **changes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_softmax_by_this_way_is_the_familys_own(family):
-    ours, theirs = of(family, "softmax"), of(family, "eager")
+    ours, theirs = of(family, "lssar-softmax"), of(family, "eager")
     ids, mask = padded([tokens(1, n)[0] for n in (13, 8)], "left")
     place = (mask.cumsum(1) - 1).clamp(min=0)
     given = {"attention_mask": mask, "position_ids": place}

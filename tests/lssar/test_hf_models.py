@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 
 from lssar.errors import UserError
 from lssar.hf import add_head_scales, register
-from lssar.mechanisms import get_mechanism
+from lssar.mechanisms import MECHANISMS, get_mechanism
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,6 +160,49 @@ def test_without_this_library_a_marked_model_is_not_loaded(tmp_path):
     assert 'Specified `attn_implementation="lssar"` is not supported' in done.stderr
 
 
+def test_a_saved_config_names_no_class_that_another_engine_would_run(tmp_path):
+    """vLLM, SGLang and llama.cpp choose by `architectures`, transformers does not."""
+    model, ids = build("llama", "lssar"), tokens(1, 7)
+    for number in range(2):  # and again, once loaded
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        saved = json.loads((folder / "config.json").read_text())
+        assert saved["architectures"] == ["LssarLlamaForCausalLM"]
+        assert "save_pretrained" not in saved and "save_pretrained" not in vars(model.config)
+        again = quiet_load(folder)
+        assert type(again) is LlamaForCausalLM
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        model = again
+    model.config.lssar_attention = None
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path / "plain")
+    plain = json.loads((tmp_path / "plain/config.json").read_text())
+    assert plain["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_part_that_a_model_does_not_have_is_refused(tmp_path):
+    asked = {"attn_implementation": {"text_config": "lssar"}}
+    what = r"Llama\w+ has no part 'text_config' to take 'lssar'; give attn_imp.*='lssar'"
+    with pytest.raises(UserError, match=what):
+        AutoModelForCausalLM.from_config(config_of("llama"), **asked)
+    model = build("llama", "sdpa")
+    with pytest.raises(UserError, match=what):
+        model.set_attn_implementation({"text_config": "lssar"})
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=what):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
+    model.set_attn_implementation({"text_config": "sdpa"})  # none of ours: as transformers has it
+
+
+def test_generic_names_have_a_prefix():
+    program = "from transformers import AttentionInterface as A; before = set(A())\n"
+    program += "import lssar.hf; print(*sorted(set(A()) - before))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    names = set(done.stdout.split())
+    generic = {"softmax", "sigmoid", "exp", "identity"}
+    assert names == (set(MECHANISMS) - generic) | {f"lssar-{name}" for name in generic}
+
+
 def test_the_scalars_of_heads_are_loaded_again(tmp_path):
     model, ids = add_head_scales(build("llama", "ssmax")), tokens(1, 7)
     with torch.no_grad():
@@ -272,3 +315,45 @@ def test_bounds_of_packed_sequences_are_taken():
             torch.testing.assert_close(model(ids, **given).logits, alone, rtol=1e-4, atol=1e-4)
         with pytest.raises(UserError, match=r"cu_seq_lens_q for .*; give one row and no"):
             model(ids.expand(2, -1), **options)
+
+
+def test_packed_rows_may_be_padded():
+    """As in an exported model, whose tests have the same rows."""
+    model = build("llama", "lssar")
+    sequences = [tokens(1, n) for n in (4, 3)]
+    ids, place = pack(sequences)
+    other = tokens(1, 6)
+    pad = torch.nn.functional.pad
+    cases = {
+        "right": (pad(ids, (0, 2)), pad(place, (0, 2)), [1] * 7 + [0] * 2, slice(0, 7)),
+        "left": (pad(ids, (2, 0)), pad(place, (2, 0)), [0] * 2 + [1] * 7, slice(2, 9)),
+    }
+    with torch.no_grad():
+        alone = torch.cat([model(s).logits for s in sequences], dim=1)[0]
+        for side, (padded_ids, padded_place, mask, kept) in cases.items():
+            rows = torch.cat((padded_ids, pad(other, (3, 0))))
+            places = torch.cat((padded_place, pad(torch.arange(6)[None], (3, 0))))
+            masks = torch.tensor([mask, [0] * 3 + [1] * 6])
+            got = model(rows, position_ids=places, attention_mask=masks).logits
+            torch.testing.assert_close(got[0, kept], alone, rtol=1e-4, atol=1e-4, msg=side)
+            expected = model(other).logits[0]
+            torch.testing.assert_close(got[1, 3:], expected, rtol=1e-4, atol=1e-4, msg=side)
+        joined = pad(place + 1, (2, 0))  # the first token's position goes on from padding
+        with pytest.raises(UserError, match="go on from padding to a token; give position 0"):
+            model(pad(ids, (2, 0)), position_ids=joined, attention_mask=torch.tensor([mask]))
+
+
+def test_packed_and_masked_rows_are_refused_in_a_graph():
+    model = build("llama", "lssar")
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    ids, place = pack([tokens(1, n) for n in (4, 3)])
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        for masks in (mask, mask.clone().index_fill(1, torch.tensor([6]), 0)):
+            with pytest.raises(RuntimeError, match="only without attention_mask; leave it out"):
+                graph(ids, position_ids=place, attention_mask=masks, use_cache=False)
+        left = mask.clone().index_fill(1, torch.tensor([0, 1]), 0)
+        place = (left.cumsum(1) - 1).clamp(min=0)
+        options = {"position_ids": place, "attention_mask": left, "use_cache": False}
+        got, expected = (f(ids, **options).logits[:, 2:] for f in (graph, model))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

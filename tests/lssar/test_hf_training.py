@@ -1,5 +1,7 @@
 """Packed training as the fine-tuning stacks do it: collators, TRL, adapters, checkpointing."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,3 +87,30 @@ def test_a_merged_adapter_is_loaded_with_the_attention_it_was_trained_with(tmp_p
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config._attn_implementation == "lssar"
     torch.testing.assert_close(again(ids).logits, merged(ids).logits)
+
+
+def test_an_adapter_that_is_used_with_another_attention_is_noticed(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2)
+    adapted = peft.get_peft_model(build("llama", "lssar"), config)
+    adapted.save_pretrained(tmp_path / "peft")
+    own = build("llama", "lssar")
+    own.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    own.save_pretrained(tmp_path / "transformers")
+    for made_by in ("peft", "transformers"):
+        folder = str(tmp_path / made_by)
+        loaders = {
+            "peft": lambda base, folder=folder: peft.PeftModel.from_pretrained(base, folder),
+            "transformers": lambda base, folder=folder: base.load_adapter(folder),
+        }
+        for loaded_by, load in loaders.items():
+            case = f"made by {made_by}, loaded by {loaded_by}"
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                load(build("llama", "lssar"))
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                load(build("llama", "sdpa"))
+            messages = [str(w.message) for w in said if "adapter" in str(w.message)]
+            expected = "an adapter was trained with attention 'lssar' and is used with 'sdpa'"
+            assert len(messages) == 1 and messages[0].startswith(expected), case
