@@ -27,7 +27,6 @@ COMMANDS = {
     "reproduce.py": ["headline"],
     "export_hf.py": ["runs/x", "x"],
     "data/prepare.py": ["text", "x", "--out", "x"],
-    "scripts/hf_support.py": ["llama"],
     "paper/theory.py": ["--out", "x.json"],
     "physics/simulate.py": ["orbits", "--out", "x"],
     "physics/force.py": ["magnitude", "runs/x", "--config", "configs/physics-nano-magnitude.toml"],

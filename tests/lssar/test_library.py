@@ -1,6 +1,7 @@
 """What `import lssar` offers: its names, LSSAR by default, a backend for everything below it."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -191,3 +192,24 @@ def test_a_call_that_no_kernel_takes_says_once_why_it_is_slow(monkeypatch):
         warnings.simplefilter("error")
         attend(*qkv(), backend="rowblock")  # as asked for
         attend(*qkv())  # by the kernel
+
+
+def test_the_api_page_has_the_names_and_its_calls_work():
+    page = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+    table = page.partition("## Names")[2].partition("Also:")[0]
+    found = set(re.findall(r"^\| `(\w+)", table, re.MULTILINE))
+    assert found == NAMES
+    q, k, v = torch.randn(3, 1, 8, 1024, 16).unbind()
+    known = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "tokens": torch.randint(0, 9, (1, 1024)),
+        "end": 0,
+        "scale": torch.rand(8),
+        "slopes": torch.rand(8),
+    }
+    calls = page.partition("## Calls")[2].partition("```python\n")[2].partition("```")[0]
+    assert calls.count("attend(") == 7
+    exec(calls, known)
+    assert known["weights"].shape == (1, 8, 1024, 1024)

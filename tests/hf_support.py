@@ -1,43 +1,19 @@
-"""python scripts/hf_support.py [TYPE ...] [--write README.md docs/hf_support.md]
+"""Which causal language models of the installed transformers take attention "lssar".
 
-Which causal language models of the installed transformers take attention 'lssar': constructs each
-type at a tiny size and tries it. A type works if
+Constructs each type at a tiny size (hf_support.toml) and tries it. A type works if
 
     softmax through lssar gives the logits of its own eager attention,
     lssar gives finite logits in which no token sees a later one, and finite gradients,
     and generates the same tokens with a cache and without,
 
-or else it is refused in one line that says why. Anything else is an error, and the exit code is 1.
-hf_support.toml has the sizes. --write replaces the tables in these files: every type in
-docs/hf_support.md, a few of each kind in the README.
+or else it is refused in one line that says why. Anything else is an error. A type whose own eager
+attention does not run at the tiny size is not tried: a new release may need other sizes.
 """
 
 import re
-import sys
 import tomllib
-import warnings
 from collections import defaultdict
 from pathlib import Path
-
-if not __package__:  # run as a script: the repository, not this folder, is where imports start
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from support.command import Parser, answer_early, run
-
-BEGIN = {"all": "<!-- scripts/hf_support.py: all -->", "few": "<!-- scripts/hf_support.py: few -->"}
-END = "<!-- end -->"
-
-
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; default: all")
-    write = {"metavar": "FILE", "help": "replace the tables in these files", "default": []}
-    parser.add_argument("--write", type=Path, nargs="+", **write)
-    return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
 
 import torch
 import transformers
@@ -46,8 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
 import lssar.hf  # noqa: F401 - registers the mechanisms
-from lssar.errors import UserError, did_you_mean
-from support.files import read_text, write_text
+from lssar.errors import UserError
 
 SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORKS = "works"
@@ -105,8 +80,19 @@ def inputs(kind: str) -> dict:
 
 
 def tried(kind: str) -> str:
-    """WORKS, or why not; an exception for anything else."""
+    """Return WORKS, or why not; an exception for anything else."""
     given = inputs(kind)
+    try:
+        with torch.no_grad():
+            own = build(kind, "eager")(**given).logits
+    except ImportError as error:  # in several lines
+        package = re.search(r"requires the (\w+) library", str(error))
+        reason = (
+            f"transformers needs the package {package[1]}" if package else "it is not installed"
+        )
+        return f"not tried: {reason}"
+    except Exception as error:  # whatever it is, it is not ours
+        return f"not tried: a tiny one fails with its own attention ({type(error).__name__})"
     try:
         with torch.no_grad():
             ours = build(kind, "lssar-softmax")(**given).logits
@@ -114,13 +100,6 @@ def tried(kind: str) -> str:
         logits = model(**given).logits
     except UserError as error:
         return f"refused: {_reason(error)}"
-    except ImportError as error:  # transformers' own, in several lines
-        package = re.search(r"requires the (\w+) library", str(error))
-        if package is None:
-            raise
-        return f"not tried: transformers needs the package {package[1]}, which is not installed"
-    with torch.no_grad():
-        own = build(kind, "eager")(**given).logits
     torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-4)
     logits.square().mean().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -145,56 +124,13 @@ def _reason(error: UserError) -> str:
     return text.partition("cannot take ")[2].partition(";")[0] or text
 
 
-def tables(outcomes: dict[str, str]) -> dict[str, str]:
-    """One row per outcome, what works first: with all of its types, and with a few."""
+def table(outcomes: dict[str, str]) -> str:
+    """Return one row for each outcome, what works first."""
     groups = defaultdict(list)
     for kind, outcome in outcomes.items():
         groups[outcome].append(kind)
-    head = f"| transformers {transformers.__version__} | | model types |\n|---|---|---|"
-    found = dict.fromkeys(BEGIN, head)
+    rows = [f"| transformers {transformers.__version__} | | model types |", "|---|---|---|"]
     for outcome in sorted(groups, key=lambda o: (o != WORKS, -len(groups[o]), o)):
-        kinds = groups[outcome]
-        few = [kind for kind in kinds if kind in SIZES["known"]] or kinds[:2]
-        for form, shown in (("all", kinds), ("few", few)):
-            names = [f"`{kind}`" for kind in shown] + ["..."] * (len(shown) < len(kinds))
-            found[form] += f"\n| {outcome} | {len(kinds)} | {', '.join(names)} |"
-    return found
-
-
-def put(found: dict[str, str], path: Path) -> None:
-    """Replace the tables in a file."""
-    text = read_text(path)
-    if not any(begin in text for begin in BEGIN.values()):
-        raise UserError(f"{path} has no table to replace; put {BEGIN['all']!r} and {END!r} into it")
-    for form, table in found.items():
-        before, begin, rest = text.partition(BEGIN[form])
-        if begin:
-            text = f"{before}{begin}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-    write_text(path, text)
-
-
-def main(argv: list[str]) -> int:
-    arguments = make_parser().parse_args(argv)
-    for kind in arguments.types:
-        if kind not in TYPES:
-            raise UserError(f"unknown model type {kind!r}; {did_you_mean(kind, TYPES)}")
-    if arguments.types and arguments.write:
-        raise UserError("--write needs every type for its tables; leave the TYPEs out")
-    outcomes, failed = {}, False
-    for kind in arguments.types or TYPES:
-        try:
-            said = outcomes[kind] = tried(kind)
-        except Exception as error:  # whatever it is, it must not occur
-            failed, said = True, f"FAILED: {type(error).__name__}: {str(error).strip()[:300]}"
-        print(f"{kind}: {said}", file=sys.stderr, flush=True)
-    found = tables(outcomes)
-    print(found["all"])
-    for path in [] if failed else arguments.write:
-        put(found, path)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # a hundred models have a hundred things to say
-    transformers.utils.logging.set_verbosity_error()
-    run(main)
+        kinds = sorted(groups[outcome])
+        rows.append(f"| {outcome} | {len(kinds)} | {', '.join(f'`{kind}`' for kind in kinds)} |")
+    return "\n".join(rows)
