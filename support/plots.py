@@ -12,13 +12,19 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, NullFormatter
 
-from support.files import whole_file, writing
+from lssar.errors import UserError
+from support.files import first_line, whole_file, writing
 from support.text import short_number
+
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, NullFormatter
+except ValueError as error:
+    reason = f"matplotlib does not start ({first_line(error):.60}...)"
+    raise UserError(f"{reason}; correct MPLBACKEND, or unset it") from None
 
 COLUMN = 3.4  # inches: one column of a two-column paper
 PAGE = 7.0  # inches: its full width

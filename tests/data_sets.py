@@ -39,7 +39,9 @@ def read_stream(folder, split):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files of a set, but for the note of which were checked."""
+    names = [path for path in folder.iterdir() if path.name != ".checked.jsonl"]
+    return {path.name: path.read_bytes() for path in names}
 
 
 def run_prepare(*arguments, before="", **options):

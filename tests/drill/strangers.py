@@ -171,7 +171,7 @@ def forget_kernel() -> None:
         loaded.cache_clear()
 
 
-@attack("storage", "the CPU kernel's library in the cache damaged", full=8, short=1)
+@attack("storage", "the CPU kernel's library in the cache damaged", full=4, short=1)
 def kernel_cache(times: int, folder: Path) -> Told:
     if reason := cpu.unavailable():
         return Told(f"not tried, as there is no kernel here: {reason}", times=0)

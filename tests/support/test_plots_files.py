@@ -1,5 +1,10 @@
 """Figures are whole or absent, and labels are shown as they are."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from lssar.errors import UserError
@@ -15,6 +20,21 @@ def test_a_dollar_in_a_label_is_a_dollar(tmp_path):
     plots.label_ends(axes, [("$a_{$", 2, plots.INK)])
     plots.save(figure, tmp_path / "x.png")
     assert {path.name for path in tmp_path.iterdir()} == {"x.png", "x.pdf"}
+
+
+def test_a_backend_that_does_not_exist_is_one_line():
+    code = "from support.command import run; run(lambda argv: __import__('support.plots'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"MPLBACKEND": "nonsense"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr.startswith("error: matplotlib does not start") and done.stderr.count("\n") == 1
+    )
 
 
 def test_a_name_that_is_not_unicode_is_drawn(tmp_path):
