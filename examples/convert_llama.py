@@ -1,6 +1,6 @@
 """python examples/convert_llama.py results/examples/convert_llama.json
 
-Does a pretrained softmax model survive the switch to LSSAR, and how many steps does it take?
+Tests whether a pretrained softmax model survives the switch to LSSAR, and in how many steps.
 
 Trains a small byte-level Llama with SDPA on the standard library's sources (two minutes on one
 core), then replaces its attention by LSSAR, by softmax of cosines, or by nothing, the control, and
@@ -21,13 +21,14 @@ from typing import NoReturn
 
 
 def whole(text: str) -> int:
-    """The type of an option that is a whole number from 1 to a million."""
+    """Parse an option that is a whole number from 1 to a million."""
     if not text.isdecimal() or not 1 <= float(text) <= 1e6:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 1000000")
     return int(text)
 
 
 def refuse(why: str) -> NoReturn:
+    """End with one line and exit code 2."""
     print(f"error: {why}", file=sys.stderr)
     sys.exit(2)
 
@@ -65,7 +66,7 @@ LOOKS = {"sdpa": ("#D55E00", "s"), "lssar": ("#0072B2", "o"), "cos-softmax": ("#
 
 
 def texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the standard library's sources; one file in ten is held out."""
+    """Return the bytes of the standard library's sources: to train on, and one in ten files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
     found = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -82,7 +83,7 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
 
 
 def train(model, text, rates: list[float], seed: int):
-    """AdamW with one step for each learning rate; yields the number of finished steps."""
+    """Train with AdamW, one step for each learning rate; yield the number of finished steps."""
     draw = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
@@ -100,7 +101,7 @@ def train(model, text, rates: list[float], seed: int):
 
 @torch.inference_mode()
 def loss_at(model, text, length: int, count: int) -> float:
-    """Mean over the same `count` bytes at every length, cut into windows that do not overlap."""
+    """Return the mean over `count` bytes in windows of a length that do not overlap."""
     model.eval()
     inputs, targets = (text[i : i + count].view(-1, length).long() for i in (0, 1))
     total = 0.0
@@ -110,7 +111,7 @@ def loss_at(model, text, length: int, count: int) -> float:
 
 
 def measure(seed: int, settings: dict) -> list[dict]:
-    """Every number of one seed, as records."""
+    """Measure every number of one seed, as records."""
     training, held_out = texts()
     steps, tuning, count = (settings[key] for key in ("steps", "tuning", "tokens"))
     torch.manual_seed(seed)
@@ -128,9 +129,17 @@ def measure(seed: int, settings: dict) -> list[dict]:
         value = loss_at(model, held_out, length, count)
         variant = f"{name}, {step} steps"
         records.append(
-            {"quantity": "loss", "run": f"llama-s{seed}", "value": value, "variant": variant}
-            | {"length": length, "tokens": count, "details": {"attention": name, "steps": step}}
-            | {"command": settings["command"], "revision": settings["revision"]}
+            {
+                "quantity": "loss",
+                "run": f"llama-s{seed}",
+                "value": value,
+                "variant": variant,
+                "length": length,
+                "tokens": count,
+                "details": {"attention": name, "steps": step},
+                "command": settings["command"],
+                "revision": settings["revision"],
+            }
         )
         print(f"seed {seed}, {variant}, length {length}: {value:.4f}", flush=True)
 
@@ -147,7 +156,7 @@ def measure(seed: int, settings: dict) -> list[dict]:
 
 
 def draw(results: dict, file: Path) -> None:
-    """Loss at the training length by steps, and by length before and after; mean and range."""
+    """Draw the loss at the training length by steps, and by length before and after."""
     import matplotlib.pyplot as plt
 
     settings = results["settings"]
@@ -183,12 +192,17 @@ def draw(results: dict, file: Path) -> None:
 
 
 def revision() -> str:
-    """The commit of this file, with + if tracked files have changed; "unknown" outside git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    quiet = {"capture_output": True, "text": True}
-    head = subprocess.run([*git, "rev-parse", "HEAD"], **quiet).stdout.strip()
-    status = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/results"]
-    return head + "+" * bool(subprocess.run([*git, *status], **quiet).stdout) or "unknown"
+    """Return the commit of this file, with + if tracked files have changed; or "unknown"."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    head = git("rev-parse", "HEAD")
+    if not head:
+        return "unknown"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/results")
+    return f"{head}+" if changed else head
 
 
 def main(argv: list[str]) -> dict:

@@ -1,7 +1,8 @@
-"""A transformer of your own with lssar.attend: python examples/own_model.py [mechanism]
+"""python examples/own_model.py [mechanism]
 
-Four heads of queries share two of keys and values, and no token sees another document. It learns to
-recall the token that a document began with; a guess has a loss of log(32) = 3.47.
+Trains a transformer of your own with lssar.attend. Four heads of queries share two of keys and
+values, and no token sees another document. The model learns to recall the token that a document
+began with; a guess has a loss of log(32) = 3.47.
 """
 
 import sys
@@ -16,7 +17,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # a clone in which lssar is not
 from lssar import attend
 from lssar.spans import documents
 
-ASK, END = 32, 33  # "which token did this document begin with?", and the one between documents
+ASK = 32  # the token that asks: "which token did this document begin with?"
+END = 33  # the token between documents
 
 
 class Block(nn.Module):
@@ -38,7 +40,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, mechanism: str):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(34, 64), nn.Embedding(16, 64)
+        self.tokens = nn.Embedding(34, 64)
+        self.places = nn.Embedding(16, 64)
         self.blocks = nn.ModuleList(Block(mechanism) for _ in range(2))
         self.head = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 34))
 

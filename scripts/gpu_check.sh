@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does everything work on this GPU, and how fast: `bash scripts/gpu_check.sh [--quick]`.
+# Checks that everything works on this GPU, and how fast: `bash scripts/gpu_check.sh [--quick]`.
 # Without a GPU it says so and ends with code 2; `--device cpu` rehearses it on a CPU.
 # For the first time on new hardware. Makes .venv, installs, puts every attention backend against the
 # float64 reference, trains on two devices where there are two, and measures. Half an hour or so.

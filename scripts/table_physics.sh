@@ -5,8 +5,8 @@
 # forces; symbolic regression on the forces they predict, beside the KNN oracle and the true forces.
 #
 # SCALE=nano (default): one CPU core, six to nine minutes per seed, three seeds. Short orbits of heavy planets, a
-#   0.75M model. The planets are heavier than the paper's, there are 500 bins and the engine is Operon. Where the planet is says most of the force without
-#   its mass: the exponent of m1 tells more.
+#   0.75M model. The planets are heavier than the paper's, there are 500 bins and the engine is Operon. The position of
+#   the planet alone tells most of the force, so the exponent of m1 shows more than R^2 does.
 # SCALE=single: one GPU of 24 GB. The 45M model's shape, 2M sequences.
 # SCALE=paper: 8 x A100 80GB, 50 GB of disk.
 #   The paper's numbers: oracle 25.85 m1/r^2, LSSAR 27.02 m1/r^2, softmax no physical form; truth 39.48.
