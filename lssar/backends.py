@@ -418,11 +418,12 @@ _SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
 # `fused.unfused` says which of these do not go together.
 _FUSED = _SOFTMAX | fused.KNOWN
 
-# In order of preference.
+# In order of preference: on a CPU our kernel before PyTorch's, which takes twice as long and is left
+# what the kernel cannot do or where it cannot be built; on a GPU PyTorch's, which has run there.
 BACKENDS: dict[str, Backend] = {
+    "cpu": Backend(cpu.compute, _FUSED, "cpu", _cpu_missing),
     "sdpa": Backend(_sdpa, _SOFTMAX),
     "triton": Backend(triton_op.compute, _FUSED, "cuda", _triton_missing),
-    "cpu": Backend(cpu.compute, _FUSED, "cpu", _cpu_missing),
     "rowblock": Backend(functools.partial(attend_by_row_blocks, _eager)),
     "eager": Backend(_eager, transforms=True),
 }
