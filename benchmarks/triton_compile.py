@@ -1,90 +1,85 @@
-"""The Triton kernels compiled without a GPU: `python benchmark.py compile`.
+"""The Triton kernels compiled without a GPU, for every card of `lssar/triton_table.py`.
 
-For A100 (sm_80) and H100 (sm_90), with what ptxas says of each: registers per thread, bytes
-spilled, shared memory. Every configuration that `lssar/triton_op.py` may choose is compiled for
-LSSAR with p = 15, the first of each also for softmax. Up to head dim 128 the first is compiled for
-LSSA, with spans, with a real p (which is also the adaptive one) and in fp16 too; at 64 for every
-other kind of mechanism. In fp32 dq is two kernels, and the first of them is "p=15, sums".
+What ptxas and the disassembled code say of each: registers per thread, bytes spilled, shared
+memory, and what a score element costs (`triton_counts.py`).
 """
 
-import importlib.metadata
 import importlib.util
 import os
 import re
 import subprocess
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.triton_counts import cost
+from lssar import triton_table
 from lssar.errors import UserError
-from lssar.fused import PHI
-from lssar.triton_op import CONFIGS, DECODE_CONFIGS, Form, kernel_function
+from lssar.triton_op import Form, kernel_function
 from support import processes
-from support.files import write_json
-from support.text import table
 
-ARCHITECTURES = (80, 90)
-HEAD_DIMS = (64, 128, 256)
+KERNELS = ("forward", "dq", "dkv")
+FLASH = "flash softmax"
+ESTIMATED = (80, 90)  # architectures whose rates are known
 _COSINE = {"phi": "softplus", "cosine": True}
-VARIANTS = {"p=15": Form(**_COSINE, power=15), "lssa": Form(**_COSINE), "softmax": Form("exp")}
-VARIANTS |= {f"{name}, spans": replace(form, spans=True) for name, form in VARIANTS.items()}
-VARIANTS["real p"] = Form(**_COSINE, power=0)
-OTHERS = {phi: Form(phi) for phi in PHI if phi != "exp"}
-OTHERS |= {
-    "p=15, sums": Form(**_COSINE, power=15, sums=True),
-    "exp, no norm": Form("exp", l1=False),
-    "sigmoid, bias": Form("sigmoid", log_n=True, l1=False),
-    "softmax, p=15": Form("exp", power=15),
-    "sigmoid, p=15": Form("sigmoid", power=15, log_n=True),
-    "softmax, recentred": Form("exp", recentre=True),
-}
-FORMS = VARIANTS | OTHERS
+FORMS = {"lssar": Form(**_COSINE, power=15), "lssa": Form(**_COSINE)}
+FORMS |= {"softmax": Form("exp", online=True), "adaptive p": Form(**_COSINE, power=0)}
+FORMS |= {f"{name}, spans": replace(FORMS[name], spans=True) for name in ("lssar", "lssa")}
 # Of arguments by name, where they are not the tensors' own (pointers), three strides, or i32.
-TYPES = dict.fromkeys(("KEYS", "EXACT", "GUIDE", "STATS", "DELTA", "RANGE"), "*fp32")
-TYPES |= dict.fromkeys(("FIRST", "LAST"), "*i32")
-TYPES |= dict.fromkeys(("first_stride", "last_stride"), "i32")
+TYPES = dict.fromkeys(("KEYS", "STATS", "DELTA", "RANGE"), "*fp32")
+TYPES |= dict.fromkeys(("FIRST", "ENDS"), "*i32")
+TYPES |= dict.fromkeys(("first_stride", "ends_stride"), "i32")
 TYPES |= dict.fromkeys(("scale", "bias", "unit", "p", "alpha", "train_length"), "fp32")
 
 
-def jobs(head_dim: int, first_only: bool) -> list[dict]:
-    """Every compilation of the table but for the architecture, as `resources` takes them."""
+def jobs(first_only: bool = False) -> list[dict]:
+    """Every compilation: LSSAR on every card, and on an A100 and an H100 what else is common."""
+    wanted = [(sm, 64, "bf16", "lssar") for sm in ESTIMATED]
+    if not first_only:
+        for sm in triton_table.TILES:
+            half = "fp16" if sm in triton_table.WITHOUT_BF16 else "bf16"
+            wanted += [(sm, d, half, "lssar") for d in (64, 128)]
+        for sm in ESTIMATED:
+            wanted += [(sm, d, "bf16", form) for d in (64, 128) for form in FORMS]
+            wanted += [(sm, d, "bf16", FLASH) for d in (64, 128)]
+            wanted += [(sm, 256, "bf16", "lssar"), (sm, 64, "fp16", "lssar")]
+        wanted += [(80, d, "fp32", "lssar") for d in (64, 128)]
     found = []
-    for (kernel, dim, width), configs in CONFIGS.items():
-        if dim != head_dim or (first_only and width == 4):
-            continue
-        dtype, first = "bf16" if width == 2 else "fp32", configs[0]
-        every = [(dtype, "p=15", config) for config in configs[: 1 if first_only else None]]
-        every.append((dtype, "softmax", first))
-        if width == 2 and not first_only:
-            every += [(dtype, "p=15", config) for config in DECODE_CONFIGS[kernel]]
-            if head_dim < 256:
-                every += [(dtype, v, first) for v in VARIANTS if v not in ("p=15", "softmax")]
-                every += [("fp16", v, first) for v in ("p=15", "softmax")]
-            if head_dim == 64:
-                every += [(dtype, v, first) for v in OTHERS if v != "p=15, sums"]
-        if (kernel, width) == ("dq", 4) and head_dim < 256:
-            every.append((dtype, "p=15, sums", first))
-        job = {"kernel": kernel, "head_dim": dim}
-        found += [job | {"dtype": d, "variant": v, "config": config} for d, v, config in every]
+    for sm, d, dtype, form in dict.fromkeys(wanted):
+        for kernel in KERNELS:
+            config = triton_table.tiles(kernel, d, 32 if dtype == "fp32" else 16, sm)
+            if form == FLASH:
+                from benchmarks.flash_softmax import CONFIGS as PLAIN
+
+                config = PLAIN[kernel, d]
+            job = {"kernel": kernel, "sm": sm, "head_dim": d, "dtype": dtype, "form": form}
+            found.append(job | {"config": list(config)})
     return found
 
 
 def resources(job: dict) -> dict:
-    """Compile a job for its `sm` to a cubin; its registers, spilled bytes and shared memory."""
-    sm, kernel, form = job["sm"], kernel_function(job["kernel"]), FORMS[job["variant"]]
-    compiled = compile_for(sm, kernel, job["head_dim"], job["dtype"], form, job["config"])
-    options = ("-v", f"-arch=sm_{sm}{'a' if sm >= 90 else ''}", "-o", "cubin")
-    report = nvidia_tool("ptxas", compiled.asm["ptx"].encode(), *options).stderr
-    registers = re.search(r"Used (\d+) registers", report)[1]
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
-    found = {key: job[key] for key in ("kernel", "sm", "head_dim", "dtype", "variant")}
-    found |= zip(("rows", "keys", "warps", "stages"), job["config"], strict=True)
-    found |= {"registers": int(registers), "spilled_bytes": max(map(int, spills))}
-    return found | {"shared_bytes": compiled.metadata.shared}
+    """Compile a job to a cubin; the job with its registers, spills, shared memory and cost."""
+    kernel = kernel_function(job["kernel"])
+    form = FORMS.get(job["form"], FORMS["softmax"])
+    if job["form"] == FLASH:
+        from benchmarks import flash_softmax
+
+        kernel = getattr(flash_softmax, kernel.__name__)
+    config = tuple(job["config"])
+    compiled = compile_for(job["sm"], kernel, job["head_dim"], job["dtype"], form, config)
+    ran = nvidia_tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
+    usage = ran.stdout + ran.stderr
+    sass = nvidia_tool("nvdisasm", compiled.asm["cubin"], "-c").stdout
+    found = {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spilled_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared_bytes": compiled.metadata.shared,
+    }
+    rows, keys, warps, _ = config
+    return job | found | cost(sass, rows * keys / (32 * warps), job["sm"])
 
 
 def compile_for(architecture: int, kernel, head_dim: int, dtype: str, form: Form, config: tuple):
@@ -105,7 +100,7 @@ def _source(kernel, head_dim, dtype, form, config):
     constants |= dict.fromkeys(("d", "d_v", "BLOCK_D", "BLOCK_V"), head_dim)
     constants |= {"BLOCK_M": config[0], "BLOCK_N": config[1]}
     if not form.spans:
-        constants |= {"FIRST": None, "LAST": None}
+        constants |= {"FIRST": None, "ENDS": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes, aligned = {}, {}, [["tt.divisibility", 16]]
     for index, name in enumerate(kernel.arg_names):
@@ -116,7 +111,7 @@ def _source(kernel, head_dim, dtype, form, config):
             attributes |= {(index, place): aligned for place in range(3)}
         else:
             signature[name] = TYPES.get(name, f"*{dtype}" if name.isupper() else "i32")
-            if name.isupper() or name in ("q_length", "k_length", "plane"):
+            if name.isupper():
                 attributes[index,] = aligned
     return ASTSource(kernel, signature, constants, attributes)
 
@@ -147,23 +142,3 @@ def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: in
         os.environ["TRITON_CACHE_DIR"] = cache
         done = processes.in_processes(function, todo, workers)
         return list(tqdm(done, desc="kernels", total=len(todo), disable=None))
-
-
-def main(args: Namespace) -> None:
-    check()
-    if args.head_dim and args.head_dim not in HEAD_DIMS:
-        raise UserError(f"--head-dim {args.head_dim}: no configuration of it; give 64, 128 or 256")
-    dims = [args.head_dim] if args.head_dim else HEAD_DIMS
-    todo = [job | {"sm": sm} for sm in ARCHITECTURES for d in dims for job in jobs(d, args.first)]
-    rows = in_processes(resources, todo, args.workers)
-    header = [key.replace("_", " ") for key in rows[0]]
-    print(table(header, [[*map(str, row.values())] for row in rows]))
-    if args.out:
-        found = {
-            "status": "compiled with ptxas, not run on hardware",
-            "command": "python benchmark.py compile --out results/triton_resources.json",
-            "triton": importlib.metadata.version("triton"),
-            "kernels": rows,
-        }
-        write_json(args.out, found)
-        print(f"written: {args.out}")

@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 # Planes of the row statistics that the forward saves; `triton_forward.py` says what they are.
-SCALE, SHIFT, MEAN, INV_M, WEIGHT, COEF, DENSE = (tl.constexpr(i) for i in range(7))
+SCALE = tl.constexpr(0)
+SHIFT = tl.constexpr(1)
+FACTOR = tl.constexpr(2)
+OFFSET = tl.constexpr(3)
+COEF = tl.constexpr(4)
+SHARE = tl.constexpr(5)
+WEIGHT = tl.constexpr(6)
+
 NORM_EPS = tl.constexpr(1e-12)  # F.normalize's
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -17,16 +24,32 @@ NEVER = tl.constexpr(2**30)  # the first key of a row that sees nothing
 # fp32 tiles as three products of their tf32 halves: full precision, still on tensor cores. Plain
 # fp32 unrolls into scalar code that takes minutes to compile and spills.
 PRECISION = tl.constexpr("tf32x3")
+# What is left of the output when it is rounded is kept as many times as large, in the same type.
+REST_SCALE = tl.constexpr(2048.0)
 
 
 @triton.jit
-def scores(q, k, scale, inv_k, shift):
-    """[rows, keys]; inv_k and shift may be None."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale[:, None]
+def dot(x, y, total=None):
+    """total + x y on tensor cores: x is rounded to the type of y, sums are fp32."""
+    return tl.dot(narrow(x, y.dtype), y, total, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Cast to the type of a tensor; fp16 saturates: infinity (times zero) cannot appear."""
+    if dtype == tl.float16 and x.dtype == tl.float32:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(dtype)
+
+
+@triton.jit
+def scores(products, row_scale, inv_k, shift):
+    """Turn q.k into scores; inv_k and shift may be None. All broadcast against the tile."""
+    s = products * row_scale
     if inv_k is not None:
-        s = s * inv_k[None, :]
+        s = s * inv_k
     if shift is not None:
-        s = s + shift[:, None]
+        s = s + shift
     return s
 
 
@@ -46,23 +69,24 @@ def exp2_of_negative(x, FORM: tl.constexpr):
 
 
 @triton.jit
-def activate(t, FORM: tl.constexpr):
-    """Return phi(t) and its slope; whichever is not used costs nothing once compiled."""
-    PHI: tl.constexpr = FORM.phi
-    if PHI == "exp":
-        f = tl.exp2(t)
-        slope = f * LN_2
-    elif PHI == "sigmoid":
-        e = exp2_of_negative(-tl.abs(t), FORM)
-        y = 1.0 / (1.0 + e)
-        f = tl.where(t < 0, e * y, y)
-        slope = e * y * y * LN_2
-    elif PHI == "softplus":
-        # The polynomial is log2(1 + e)/e on [0, 1] to 3e-8, relative: tl.log2 is a long software
-        # sequence, and log2 of a rounded 1 + e loses every small e.
-        e = exp2_of_negative(-tl.abs(t), FORM)
-        c = 0.007549174163298813
-        c = c * e - 0.04256702740847336
+def log2_of_1_plus(e, dtype: tl.constexpr):
+    """Return log2(1 + e) for e in [0, 1]: e times a polynomial keeps every digit of small e.
+
+    The relative error is 4e-4 for bf16 input, 8e-6 for fp16 and 3e-8 for fp32: a tenth of what the
+    type itself loses, or less. tl.log2 would be a long software sequence.
+    """
+    if dtype == tl.bfloat16:
+        c = -0.10725444555282593 * e + 0.36648067831993103
+        c = c * e - 0.7017472982406616
+        c = c * e + 1.44212806224823
+    elif dtype == tl.float16:
+        c = -0.03443591296672821 * e + 0.14603291451931
+        c = c * e - 0.30303624272346497
+        c = c * e + 0.4691740870475769
+        c = c * e - 0.7204261422157288
+        c = c * e + 1.4426828622817993
+    else:
+        c = 0.007549174163298813 * e - 0.04256702740847336
         c = c * e + 0.11285613206977503
         c = c * e - 0.19711891285474994
         c = c * e + 0.27564138246992853
@@ -70,8 +94,30 @@ def activate(t, FORM: tl.constexpr):
         c = c * e + 0.48069295610661705
         c = c * e - 0.7213402079462791
         c = c * e + 1.4426949974346832
-        f = tl.maximum(t, 0.0) + c * e
-        slope = tl.where(t >= 0, 1.0, e) / (1.0 + e)
+    return c * e
+
+
+@triton.jit
+def activate(t, FORM: tl.constexpr, dtype: tl.constexpr):
+    """Return phi(t) and its slope; whichever is not used costs nothing once compiled.
+
+    The slope of exp and sigmoid is over ln 2, which COEF makes up for. `dtype` is the type of the
+    input, which says how exact a softplus must be.
+    """
+    PHI: tl.constexpr = FORM.phi
+    if PHI == "exp":
+        f = tl.exp2(t)
+        slope = f
+    elif PHI == "sigmoid":
+        e = exp2_of_negative(-tl.abs(t), FORM)
+        y = 1.0 / (1.0 + e)
+        f = tl.where(t < 0, e * y, y)
+        slope = e * y * y
+    elif PHI == "softplus":
+        # The slope 2^t / (1 + 2^t) is 2^(t - f), without cancellation on either side.
+        e = exp2_of_negative(-tl.abs(t), FORM)
+        f = tl.maximum(t, 0.0) + log2_of_1_plus(e, dtype)
+        slope = tl.where(t >= 0, 1.0, e) / (1.0 + e) if dtype == tl.float32 else tl.exp2(t - f)
     elif PHI == "relu":
         f = tl.maximum(t, 0.0)
         slope = tl.where(t > 0, 1.0, 0.0)
@@ -103,14 +149,8 @@ def activate(t, FORM: tl.constexpr):
 
 @triton.jit
 def slope_bound(top, PHI: tl.constexpr):
-    """No slope of a row is much larger, `top` being the largest |phi|."""
-    if PHI == "relu2":
-        bound = 2.0 * tl.sqrt(top)
-    elif PHI == "exp" or PHI == "sigmoid" or PHI == "softplus":
-        bound = tl.minimum(top, 1.0)
-    else:
-        bound = tl.full(top.shape, 1.0, tl.float32)
-    return bound
+    """No slope of a row is much larger, `top` being at least its largest |phi|."""
+    return 2.0 * tl.sqrt(top) if PHI == "relu2" else tl.zeros_like(top) + 1.0
 
 
 @triton.jit
@@ -126,20 +166,22 @@ def power(z, exponent, INTEGER: tl.constexpr):
     elif INTEGER == 0:
         r = tl.where(z > 0, 1.0, 0.0)
     else:
-        r = z
-        square = z
+        THIRDS: tl.constexpr = INTEGER % 3 == 0  # z^15 is (z^3)^5: one product less
+        REST: tl.constexpr = INTEGER // 3 if THIRDS else INTEGER
+        square = z * z * z if THIRDS else z
+        r = square
         for bit in tl.static_range(0, 6):
-            if (INTEGER >> bit) & 1:
-                r = r * square if INTEGER & ((1 << bit) - 1) else square
-            if INTEGER >> (bit + 1):
+            if (REST >> bit) & 1:
+                r = r * square if REST & ((1 << bit) - 1) else square
+            if REST >> (bit + 1):
                 square = square * square
     return r
 
 
 @triton.jit
-def weight_unit(dtype: tl.constexpr):
-    """Weights of long rows are subnormal in fp16; this many times as large, none overflows."""
-    return 2.0**14 if dtype == tl.float16 else 1.0
+def root(x, exponent):
+    """x^(1/exponent) of one number per row, for x > 0; else zero."""
+    return tl.where(x > 0, tl.exp2(tl.log2(tl.maximum(x, 1e-37)) / exponent), 0.0)
 
 
 @triton.jit
@@ -157,7 +199,29 @@ def add(total, carry, x):
     return new, (new - total) - x
 
 
-# --- spans ---------------------------------------------------------------------------------------
+@triton.jit
+def weights(f, factor, offset, exponent, seen, FORM: tl.constexpr, dtype: tl.constexpr):
+    """z = factor f - offset of the activations, and r = z^(p-1) of sharpened rows (else z).
+
+    With fp32 input z is factor (f - offset). What is not `seen` is zero; None: everything is.
+    """
+    if FORM.online and FORM.phi == "exp":
+        z = f  # the shift of the scores has made it a weight already
+    elif not FORM.centred:
+        z = f * factor
+    elif dtype == tl.float32:
+        z = (f - offset) * factor
+    else:
+        z = f * factor - offset
+    if FORM.sharp:
+        z = tl.maximum(z, 0.0)
+    if seen is not None:
+        z = tl.where(seen, z, 0.0)
+    r = power(z, exponent, FORM.power - 1) if FORM.sharp else z
+    return z, r
+
+
+# --- which keys a row sees -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -184,15 +248,38 @@ def is_seen(key, first, position):
 
 
 @triton.jit
-def key_range(first, position, k_length, first_row, q_length, BLOCK_M: tl.constexpr):
-    """lo, hi: no row of the block sees a key before the one or from the other on."""
-    past = k_length - q_length
-    lo = past * 0
-    hi = tl.minimum(k_length, past + first_row + BLOCK_M)
+def key_range(first, position, inside, k_length):
+    """lo, full_lo, full_hi, hi: rows see keys of lo .. hi only, and all of full_lo .. full_hi."""
+    last = tl.max(tl.where(inside, position, 0), 0)
+    hi = tl.minimum(k_length, last + 1)
+    full_hi = tl.min(position, 0) + 1
+    lo = full_hi * 0
+    full_lo = lo
     if first is not None:
-        lo = tl.min(tl.where(first <= position, first, NEVER), 0)
-        hi = tl.minimum(hi, tl.max(tl.where(first <= position, position, -1), 0) + 1)
-    return lo, hi
+        sees = first <= position
+        lo = tl.min(tl.where(sees, first, NEVER), 0)
+        hi = tl.minimum(hi, tl.max(tl.where(sees, position, -1), 0) + 1)
+        full_lo = tl.max(tl.where(inside, first, 0), 0)  # too far if a row sees nothing
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def split(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
+    """Tiles of lo .. hi: `whole` of them at `full`, which need no mask, and `border` others, of
+    which `before` come before those."""
+    lo = lo // BLOCK * BLOCK
+    full = tl.cdiv(full_lo, BLOCK) * BLOCK
+    whole = tl.maximum(full_hi // BLOCK - full // BLOCK, 0)
+    border = tl.maximum(tl.cdiv(hi - lo, BLOCK) - whole, 0)
+    before = tl.where(whole > 0, (full - lo) // BLOCK, 0)
+    return lo, full, whole, border, before
+
+
+@triton.jit
+def place(i, lo, full, whole, before, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the i-th tile of the border, or of the whole ones, begins."""
+    jump = tl.where(i >= before, whole, 0)
+    return lo + (i + jump) * BLOCK if MASKED else full + i * BLOCK
 
 
 # --- tiles ---------------------------------------------------------------------------------------
@@ -229,6 +316,18 @@ def load_rows(
 
 
 @triton.jit
+def load_again(
+    X, start, stride, inside, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """`load_rows` of what was loaded before: kept in registers it would crowd out a whole loop.
+
+    The cache modifier keeps the compiler from taking it for the same load."""
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
+    pointers = tile(X, start, stride, BLOCK, BLOCK_D)
+    return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def load_vector(X, start, inside, BLOCK: tl.constexpr):
     """X[start : start + BLOCK], zeros where not `inside`; None: everywhere."""
     places = X + start + tl.arange(0, BLOCK)
@@ -243,27 +342,6 @@ def store_rows(
     mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
     pointers = tile(X, start, stride, BLOCK, BLOCK_D)
     tl.store(pointers, narrow(x, X.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def dot(x, y, total):
-    """total + x y of an fp32 tile x. A 16-bit y takes x in two parts of its type: rounded once,
-    sums that nearly cancel (D and dOut . v, the gradients of keys alike) would keep no digit."""
-    if y.dtype == tl.float32:
-        total = tl.dot(x, y, total, input_precision=PRECISION)
-    else:
-        top = narrow(x, y.dtype)
-        total = tl.dot(top, y, total)
-        total = tl.dot(narrow(x - top.to(tl.float32), y.dtype), y, total)
-    return total
-
-
-@triton.jit
-def narrow(x, dtype: tl.constexpr):
-    """Cast to the type of a tensor; fp16 saturates: infinity (times zero) cannot appear."""
-    if dtype == tl.float16:
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-    return x.to(dtype)
 
 
 @triton.jit

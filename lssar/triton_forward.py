@@ -9,152 +9,143 @@ Sharpened rows, whose weights do not change when f is scaled:
 
     mu = O_i mean_j f,  O_i = [N_i > 3]         M = max_j f - mu
     z = relu(f - mu) / M                        w = z^p / l,  l = sum_j z^p
-    r = z^(p-1)                                 G = sum_j r v_j,  H = sum_j r
 
 A row with no key above its mean keeps its stage-one weights (mu = 0, O = 0, M = max f, and 1 for p
 in the gradient): uniform, with finite gradients. Rows that are re-centred and normalised again are
+w = (f - mu) / l, l = sum_j |f - mu|. `triton_naive.py` has all of it in PyTorch.
 
-    w = (f - mu) / l,  l = sum_j |f - mu|       G = sum_j v_j,  H = sum_j sgn(f - mu)
+Rows with mu take two passes over their keys, all others one, in which exp (and in fp16 everything)
+is relative to the row's largest so far. Each product is one product of the input's type with fp32
+sums: z^p is rounded once, and l is the sum of the rounded weights. q and k stay as they are; what
+multiplies them (log d log N / |q| |k|) multiplies the fp32 score. KEYS is 1/|k_j| on the cosine,
+else the longest |k| so far, which bounds a row's scores. Only tiles at the border of what a row
+sees are masked.
 
-exp is relative to the row's largest score: exact under the norm, and without overflow. Rows with mu
-take two passes over their keys, all others one; fp16 takes a first one for M = max |f| too, as f
-may be beyond its range.
-
-q and k stay in their own type; what multiplies them (log d log N / |q| |k|) multiplies the fp32
-score; KEYS is 1/|k_j| on the cosine, else the longest |k| so far, which bounds a row's scores. For
-the backward (`triton_backward.py`) a row's statistics are saved as SCALE and SHIFT of its scores,
-MEAN = mu, INV_M = 1/M, WEIGHT, what makes z^p or f a weight, COEF = p/(l M) and DENSE = O/N COEF,
-planes of one fp32 tensor. With 16-bit input GUIDE = G - H out is saved too, in fp32, and EXACT, the
-output before it is rounded. The backward subtracts nearly equal numbers: D and dOut . v in a peaked
-row, all gradients of keys alike. With a rounded out and G, dq and dk in fp16 lost 3.5 times what
-eager loses on random input. With fp32 input the backward sums what it needs of G and H anew.
+For the backward (`triton_backward.py`) a row's statistics are saved as planes of one fp32 tensor:
+SCALE and SHIFT of its scores; FACTOR a and OFFSET b, with which w = relu(a f - b)^p (or a f - b) is
+normalised already; COEF = p and SHARE = O/N for the gradient. A power of a rounded factor is off by
+p roundings, so with fp32 input the weights are normalised by WEIGHT instead. REST is what is lost
+when the output is rounded.
 
 FORM (in `triton_op.py`) is what a kernel is compiled for. Its power is p where it is an integer and
 the same for all rows, 0 where p_i comes from p and alpha, and None without sharpening.
-
-Blocks of zero weights are not skipped. About 65 % of the weights are zero, but no block of 64x64,
-64x32 or 32x32 is, at random or with the q and k of a trained nano model up to 2,048 tokens
-(`python benchmark.py zero-blocks`); and ds is dense anyway.
 """
 
 import triton
 import triton.language as tl
 
 from lssar import reference, tiles
-from lssar.tiles import COEF, DENSE, INV_M, LN_2, MEAN, NORM_EPS, SCALE, SHIFT, WEIGHT
+from lssar.tiles import (
+    COEF,
+    FACTOR,
+    LN_2,
+    NORM_EPS,
+    OFFSET,
+    REST_SCALE,
+    SCALE,
+    SHARE,
+    SHIFT,
+    WEIGHT,
+)
 
-PROBE = tl.constexpr(16)  # keys that set the pivot of the row sum; the smallest tile of tl.dot
 LOWEST = tl.constexpr(-1e30)  # below any score, and finite: its difference to itself is zero
 # What the reference calls flat: (4 + largest score) times this, of the maximum.
 FLAT = tl.constexpr(reference.FLAT * 2.0**-23)
+SIXTEEN = tl.constexpr(16)  # the narrowest tile of tl.dot
 
 
 @triton.jit
-def _mean_pass(
-    q, row_scale, shift, pivot, total, top, first, position, start, lo, hi, K, KEYS, k_stride,
-    FORM: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Sums of f - pivot and maxima of |f| over the keys from `start` to hi, a column of the tile at
-    a time: the reduction along a row is left to the caller, and every partial sum is short.
-
-    Of exp, top is the largest score of each column, and f relative to it."""
-    for begin in tl.range(start, hi, BLOCK_N):
-        keys = begin + tl.arange(0, BLOCK_N)
-        inside = tiles.is_seen(keys, lo, hi - 1) if MASKED else None
-        k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
-        inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-        s = tiles.scores(q, k, row_scale, inv_k, shift)
-        seen = tiles.is_seen(keys[None, :], first, position) if MASKED else None
-        if FORM.phi == "exp":
-            if MASKED:
-                s = tl.where(seen, s, float("-inf"))
-            e = tl.exp2(-tl.abs(s - top))
-            total = tl.where(s > top, total * e + 1.0, total + e)
-            top = tl.maximum(top, s)
-        else:
-            f, _ = tiles.activate(s, FORM)
-            if FORM.spans:  # the first tile in which a row sees something sets its pivot
-                least = tl.min(tl.where(seen, f, float("inf")), 1)
-                pivot = tl.where(pivot == float("inf"), least, pivot)
-            above = f - pivot[:, None]
-            if MASKED:
-                above = tl.where(seen, above, 0.0)
-                f = tl.where(seen, f, 0.0)
-            total += above
-            top = tl.maximum(top, tl.abs(f) if FORM.signed else f)
-    return pivot, total, top
+def scale_of_rows(length, count, scale, FORM: tl.constexpr):
+    """What multiplies the products of a row."""
+    row_scale = tl.zeros_like(count) + scale
+    if FORM.cosine:
+        row_scale = scale * tl.log2(count) / length
+    return row_scale
 
 
 @triton.jit
-def _value_pass(
-    q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
-    first, position, start, lo, hi, K, V, KEYS, k_stride, v_stride,
-    FORM: tl.constexpr, GUIDED: tl.constexpr, SCALED: tl.constexpr, d: tl.constexpr,
-    d_v: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Sums over the keys from `start` to hi, in `unit`: l of |w|, acc of w v, h and guide of H, G.
+def add_to_mean(s, seen, total, carry, top, FORM: tl.constexpr, dtype: tl.constexpr):
+    """Add a tile of scores to the row's sum of f, and to top, its largest |f|.
 
-    Without a mean pass, top is the largest score so far of exp, and the sums relative to it; of any
-    other activation the largest |w|."""
-    for begin in tl.range(start, hi, BLOCK_N):
-        keys = begin + tl.arange(0, BLOCK_N)
-        inside = tiles.is_seen(keys, lo, hi - 1) if MASKED else None
-        k = tiles.load_rows(K, begin, k_stride, inside, d, BLOCK_N, BLOCK_D)
-        inv_k = tiles.load_vector(KEYS, begin, inside, BLOCK_N) if FORM.cosine else None
-        s = tiles.scores(q, k, row_scale, inv_k, shift)
-        seen = tiles.is_seen(keys[None, :], first, position) if MASKED else None
+    Of exp, top is the largest score, and f relative to it.
+    """
+    if FORM.phi == "exp":
+        if seen is not None:
+            s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        less = tl.exp2(top - new)
+        total, carry = tiles.add(total * less, carry * less, tl.sum(tl.exp2(s - new[:, None]), 1))
+        top = new
+    else:
+        f, _ = tiles.activate(s, FORM, dtype)
+        if seen is not None:
+            f = tl.where(seen, f, 0.0)
+        total, carry = tiles.add(total, carry, tl.sum(f, 1))
+        top = tl.maximum(top, tl.max(tl.abs(f) if FORM.signed else f, 1))
+    return total, carry, top
+
+
+@triton.jit
+def mean_and_size(total, top, count, largest, seeing, FORM: tl.constexpr):
+    """mu and M of the rows, zero where mu leaves nothing; `largest` bounds their scores."""
+    mean = tl.where((count > 3) & seeing, total / count, 0.0)
+    if FORM.recentre:  # of zeros alone, -1/N is left
+        mean = tl.where((count > 3) & (top == 0), 1.0, mean)
+        top = tl.where(top == 0, 1.0, top)
+    if FORM.sharp:
+        mean = tl.where(top - mean <= top * FLAT * (4.0 + LN_2 * largest), 0.0, mean)
+        top = top - mean
+    return mean, top
+
+
+@triton.jit
+def add_values(
+    s, v, seen, factor, offset, exponent, unit, ones, l, carry, top, acc,
+    FORM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Add a tile: the rounded weights to l, and their products with the values to acc.
+
+    Without a mean pass, top is the largest score of exp so far, or with `FORM.online` the largest
+    |f|, and all sums are relative to it; else the largest weight."""
+    if FORM.online and FORM.phi == "exp":
+        if seen is not None:
+            s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        less = tl.exp2(top - new)
+        w = tl.exp2(s - (new - tl.log2(unit))[:, None])
+    else:
+        f, _ = tiles.activate(s, FORM, dtype)
+        z, r = tiles.weights(f, factor, offset, exponent - 1.0, seen, FORM, dtype)
+        new = top
+        w = z
+        if FORM.sharp:
+            w = tiles.power(z, exponent, FORM.power) if FORM.power > 0 else z * r
+            if dtype == tl.float32:
+                w *= unit
         if FORM.online:
-            if MASKED:
-                s = tl.where(seen, s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, 1))
-            less = tl.exp2(top - new)
-            top = new
-            l *= less
-            carry *= less
-            acc *= less[:, None]
-            s -= new[:, None]
-        z, _ = tiles.activate(s, FORM)
-        if FORM.centred:
-            z -= mean[:, None]
-        if FORM.sharp:
-            z = tl.maximum(z, 0.0)
-        if SCALED:
-            z *= inv_m[:, None]
-        if MASKED:
-            z = tl.where(seen, z, 0.0)
-        if FORM.sharp:
-            r = tiles.power(z, exponent[:, None], FORM.power - 1)
-            r *= unit
-            z = r * z
-        else:
-            z *= unit
-        if FORM.l1:
-            size = tl.abs(z) if FORM.signed else z
-            l, carry = tiles.add(l, carry, tl.sum(size, 1))
-            if not (FORM.online or FORM.centred):
-                top = tl.maximum(top, tl.max(size, 1))
-        v = tiles.load_rows(V, begin, v_stride, inside, d_v, BLOCK_N, BLOCK_V)
-        acc = tiles.dot(z, v, acc)
-        if GUIDED:
-            if FORM.sharp:
-                h += tl.sum(r, 1)
-            else:
-                h += tl.sum(tiles.sign(z), 1) * unit
-                r = tl.zeros_like(z) + unit
-                if MASKED:
-                    r = tl.where(seen, r, 0.0)
-            guide = tiles.dot(r, v, guide)
-    return l, carry, h, top, acc, guide
+            new = tl.maximum(top, tl.max(tl.abs(w), 1))
+            less = tl.where(new > 0, top / new, 0.0)
+            w = w * tl.where(new > 0, unit / new, 0.0)[:, None]
+    w = tiles.narrow(w, v.dtype)
+    if FORM.online:
+        l = l * less
+        carry = carry * (less if ones is None else less[:, None])
+        acc = acc * less[:, None]
+    if FORM.l1 and ones is not None:
+        carry = tiles.dot(w, ones, carry)
+    elif FORM.l1:
+        size = tl.abs(w.to(tl.float32))
+        l, carry = tiles.add(l, carry, tl.sum(size, 1))
+    if FORM.loose:
+        new = tl.maximum(top, tl.max(tl.abs(w.to(tl.float32)), 1))
+    return l, carry, new, tiles.dot(w, v, acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("q_length", "k_length", "plane", "first_stride"))
 def forward_kernel(
-    Q, K, V, KEYS, FIRST, OUT, EXACT, GUIDE, STATS,
+    Q, K, V, KEYS, FIRST, OUT, REST, STATS,
     q_stride, k_stride, v_stride, out_stride, first_stride,
-    heads, repeats, q_length, k_length, plane, length_class,
-    scale, bias, unit, p, alpha, train_length,
+    heads, repeats, q_length, k_length, plane, scale, bias, unit, p, alpha, train_length,
     FORM: tl.constexpr, SAVE: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +153,7 @@ def forward_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest start first
     pair = tl.program_id(1)
     shared = pair // repeats
+    dtype: tl.constexpr = Q.dtype.element_ty
     Q = tiles.head_of(Q, q_stride, pair, heads)
     K = tiles.head_of(K, k_stride, shared, heads // repeats)
     V = tiles.head_of(V, v_stride, shared, heads // repeats)
@@ -178,117 +170,127 @@ def forward_kernel(
         seeing = first <= position
     count = tiles.count_of(first, position)
     q = tiles.load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
-    zeros = tl.zeros([BLOCK_M], tl.float32)
-    row_scale = zeros + scale
-    if FORM.cosine:
-        row_scale = scale * tl.log2(count) / tl.maximum(tiles.length(q), NORM_EPS)
+    length = tl.maximum(tiles.length(q), NORM_EPS)
+    row_scale = scale_of_rows(length, count, scale, FORM)
     shift = None
+    shift_column = None
     if FORM.biased:
-        shift = bias * tl.log2(count) if FORM.log_n else zeros + bias
+        shift = bias * tl.log2(count) if FORM.log_n else tl.zeros_like(count) + bias
+        shift_column = shift[:, None]
+    exponent = tiles.adaptive(count, p, alpha, train_length)
+    lo, full_lo, full_hi, hi = tiles.key_range(first, position, inside, k_length)
+    start, full, whole, border, before = tiles.split(lo, full_lo, full_hi, hi, BLOCK_N)
 
-    # Every row of the block sees all keys before `full`, unless there are spans.
-    lo, hi = tiles.key_range(first, position, k_length, first_row, q_length, BLOCK_M)
-    full = (k_length - q_length + first_row + 1) // BLOCK_N * BLOCK_N
-    begin = lo // BLOCK_N * BLOCK_N if FORM.spans else full  # tiles from here on need a mask
-    mean, inv_m = zeros, zeros + 1.0
-    SCALED: tl.constexpr = FORM.centred or (Q.dtype.element_ty == tl.float16 and not FORM.online)
-    if SCALED:
-        # Summing f above the smallest of the first keys keeps every digit of a near-uniform row,
-        # and gives identical keys a mean equal to their f.
-        pivot = zeros + float("inf")
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        top = total + LOWEST if FORM.phi == "exp" else total
-        if not FORM.spans and FORM.phi != "exp":
-            probed = tl.arange(0, PROBE) < k_length
-            k = tiles.load_rows(K, 0, k_stride, probed, d, PROBE, BLOCK_D)
-            inv_k = tiles.load_vector(KEYS, 0, probed, PROBE) if FORM.cosine else None
-            f, _ = tiles.activate(tiles.scores(q, k, row_scale, inv_k, shift), FORM)
-            f = tl.where(tl.arange(0, PROBE)[None, :] <= position[:, None], f, float("inf"))
-            pivot = tl.min(f, 1)
-        for masked in tl.static_range(1 if FORM.spans else 0, 2):
-            pivot, total, top = _mean_pass(
-                q, row_scale, shift, pivot, total, top, first_column, position[:, None],
-                begin if masked else 0, lo, hi if masked else full, K, KEYS, k_stride,
-                FORM, d, BLOCK_D, BLOCK_N, masked,
-            )  # fmt: skip
+    zeros = tl.zeros([BLOCK_M], tl.float32)
+    mean, factor, offset = zeros, zeros + 1.0, zeros
+    if FORM.centred:
+        total, carry, top = zeros, zeros, zeros + (LOWEST if FORM.phi == "exp" else 0.0)
+        for masked in tl.static_range(2):
+            for i in tl.range(0, border if masked else whole):
+                begin = tiles.place(i, start, full, whole, before, masked, BLOCK_N)
+                keys = begin + tl.arange(0, BLOCK_N)
+                some = tiles.is_seen(keys, lo, hi - 1) if masked else None
+                seen = None
+                if masked:
+                    seen = tiles.is_seen(keys[None, :], first_column, position[:, None])
+                k = tiles.load_rows(K, begin, k_stride, some, d, BLOCK_N, BLOCK_D)
+                inv_k = None
+                if FORM.cosine:
+                    inv_k = tiles.load_vector(KEYS, begin, some, BLOCK_N)[None, :]
+                s = tiles.scores(tiles.dot(q, tl.trans(k)), row_scale[:, None], inv_k, shift_column)
+                total, carry, top = add_to_mean(s, seen, total, carry, top, FORM, dtype)
         if FORM.phi == "exp":
-            highest = tl.max(top, 1)
-            total = tl.sum(total * tl.exp2(top - highest[:, None]), 1)
-            shift = tl.where(highest > LOWEST, -highest, 0.0)
-            pivot, top = zeros, zeros + 1.0
-        else:
-            total, top = tl.sum(total, 1), tl.max(top, 1)
-        if FORM.centred:
-            mean = tl.where((count > 3) & seeing, pivot + total / count, 0.0)
-            saturated = total <= 1.0
-        if FORM.recentre:  # of zeros alone, -1/N is left
-            mean = tl.where((count > 3) & (top == 0), 1.0, mean)
-            top = tl.where(top == 0, 1.0, top)
-        if FORM.sharp:
-            largest = row_scale * tl.maximum(tiles.length(q), NORM_EPS)  # score, in units of ln 2
-            if not FORM.cosine:
-                largest *= tiles.load_vector(KEYS, k_length - q_length + first_row, inside, BLOCK_M)
-            mean = tl.where(top - mean <= top * FLAT * (4.0 + LN_2 * largest), 0.0, mean)
-            top -= mean
-        inv_m = tl.where(top > 0, 1.0 / top, 0.0)
+            shift = tl.where(top > LOWEST, -top, 0.0)
+            shift_column = shift[:, None]
+            top = zeros + 1.0
+        largest = row_scale * length  # score, in units of ln 2
+        if FORM.sharp and not FORM.cosine:
+            largest *= tiles.load_vector(KEYS, k_length - q_length + first_row, inside, BLOCK_M)
+        mean, size = mean_and_size(total, top, count, largest, seeing, FORM)
+        factor = tl.where(size > 0, 1.0 / size, 0.0)
+        if FORM.sharp and dtype != tl.float32:
+            factor *= tiles.root(zeros + unit, exponent)
+        elif not FORM.sharp:
+            factor *= unit
+        offset = mean if dtype == tl.float32 else mean * factor
+    elif FORM.l1 and not FORM.online:
+        factor *= unit
 
-    exponent = tiles.adaptive(count, p, alpha, train_length) - 1.0
-    SUMMED: tl.constexpr = FORM.centred and Q.dtype.element_ty == tl.float32
-    GUIDED: tl.constexpr = SAVE and FORM.centred and not SUMMED
+    stats = STATS + pair.to(tl.int64) * q_length + rows
+    if SAVE:
+        # The gradient of a weight that is one is zero, and rounding must not say otherwise: times a
+        # long key, or over a small l, it would be large.
+        coef = zeros + (LN_2 if FORM.phi == "exp" or FORM.phi == "sigmoid" else 1.0)
+        if (
+            FORM.sharp
+        ):  # the mean is zero in the first three rows and in flat ones; these have p = 1
+            coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
+        if FORM.l1:
+            coef = tl.where(count <= 1, 0.0, coef)
+        if FORM.phi == "exp" and FORM.recentre:
+            coef = tl.where(total <= 1.0, 0.0, coef)
+        if FORM.centred:
+            share = tl.where((count > 3) & ((mean > 0) | FORM.recentre), 1.0 / count, 0.0)
+            tl.store(stats + plane * SHARE, share, mask=inside)
+        tl.store(stats + plane * SCALE, row_scale, mask=inside)
+        tl.store(stats + plane * COEF, coef, mask=inside)
+
+    BY_PRODUCT: tl.constexpr = dtype != tl.float32 and not FORM.signed
+    ones = tl.full([BLOCK_N, SIXTEEN], 1.0, tl.float32).to(dtype) if BY_PRODUCT else None
+    carry = tl.zeros([BLOCK_M, SIXTEEN], tl.float32) if BY_PRODUCT else zeros
+    l, top = zeros, zeros + (LOWEST if FORM.online and FORM.phi == "exp" else 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    l, carry, h, top, guide = zeros, zeros, zeros, zeros + LOWEST, acc
-    for masked in tl.static_range(1 if FORM.spans else 0, 2):
-        l, carry, h, top, acc, guide = _value_pass(
-            q, row_scale, shift, mean, inv_m, exponent, unit, l, carry, h, top, acc, guide,
-            first_column, position[:, None], begin if masked else 0, lo, hi if masked else full,
-            K, V, KEYS, k_stride, v_stride,
-            FORM, GUIDED, SCALED, d, d_v, BLOCK_D, BLOCK_V, BLOCK_N, masked,
-        )  # fmt: skip
+    for masked in tl.static_range(2):
+        for i in tl.range(0, border if masked else whole):
+            begin = tiles.place(i, start, full, whole, before, masked, BLOCK_N)
+            keys = begin + tl.arange(0, BLOCK_N)
+            some = tiles.is_seen(keys, lo, hi - 1) if masked else None
+            seen = None
+            if masked:
+                seen = tiles.is_seen(keys[None, :], first_column, position[:, None])
+            k = tiles.load_rows(K, begin, k_stride, some, d, BLOCK_N, BLOCK_D)
+            inv_k = None
+            if FORM.cosine:
+                inv_k = tiles.load_vector(KEYS, begin, some, BLOCK_N)[None, :]
+            s = tiles.scores(tiles.dot(q, tl.trans(k)), row_scale[:, None], inv_k, shift_column)
+            v = tiles.load_rows(V, begin, v_stride, some, d_v, BLOCK_N, BLOCK_V)
+            l, carry, top, acc = add_values(
+                s, v, seen, factor[:, None], offset[:, None], exponent[:, None], unit, ones,
+                l, carry, top, acc, FORM, dtype,
+            )  # fmt: skip
 
     out = acc
     inv_l = zeros + 1.0
     if FORM.l1:
-        divisor = tl.where(l > 0, l, 1.0)  # a row without weights gives zeros
-        out = acc / divisor[:, None]
-        inv_l = tl.where(l > 0, unit / divisor, 0.0)
+        if BY_PRODUCT:
+            l = tl.max(carry, 1)  # all sixteen are the same
+        inv_l = tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)  # no weights: zeros
+        out = acc * inv_l[:, None]
     OUT = tiles.head_of(OUT, out_stride, pair, heads)
     tiles.store_rows(OUT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
     if SAVE:
-        stats = STATS + pair.to(tl.int64) * q_length + rows
-        coef = inv_l * inv_m
-        tl.store(stats + plane * WEIGHT, inv_l if FORM.sharp else coef, mask=inside)
-        if FORM.online:
-            shift = tl.where(top > LOWEST, -top, 0.0)
-        # The gradient of a weight that is one is zero, and rounding must not say otherwise: times a
-        # long key, or over a small l, it would be large.
-        if FORM.l1:
-            alone = count <= 1
-            if FORM.phi == "exp" and FORM.recentre:
-                alone = alone | saturated
-            elif FORM.phi == "exp" and not SUMMED:
-                alone = alone | (l <= unit)
-            elif not FORM.centred:
-                alone = alone | (l <= top)
-            coef = tl.where(alone, 0.0, coef)
-        if FORM.centred:
-            share = tl.where(count > 3, 1.0 / count, 0.0)
-            if FORM.sharp:
-                # The mean is zero in the first three rows and in flat ones; these have p = 1.
-                exponent = tiles.adaptive(count, p, alpha, train_length)
-                coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
-                share = tl.where(mean > 0, share, 0.0)
-            if GUIDED:
-                tl.store(stats + plane * DENSE, share * coef / unit, mask=inside)
-            tl.store(stats + plane * MEAN, mean, mask=inside)
-        tl.store(stats + plane * SCALE, row_scale, mask=inside)
+        if dtype != tl.float32:
+            REST = tiles.head_of(REST, out_stride, pair, heads)
+            rest = (out - tiles.narrow(out, dtype).to(tl.float32)) * REST_SCALE
+            tiles.store_rows(REST, rest, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
+        if FORM.sharp and dtype == tl.float32:
+            tl.store(stats + plane * WEIGHT, inv_l * unit, mask=inside)
+        elif FORM.sharp:
+            inv_l = tiles.root(inv_l, exponent)
+        if FORM.online and FORM.phi == "exp":
+            tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
+            shift = tl.where(l > 0, tl.log2(tl.where(l > 0, unit / l, 1.0)) - top, LOWEST)
+        elif FORM.online:
+            tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
+            factor = tl.where(top > 0, unit * inv_l / tl.where(top > 0, top, 1.0), 0.0)
+        elif not (FORM.sharp and dtype == tl.float32):
+            if FORM.loose:
+                tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= top))
+            factor *= inv_l
+            if dtype != tl.float32:
+                offset *= inv_l
+        tl.store(stats + plane * FACTOR, factor, mask=inside)
         if FORM.shifted:
             tl.store(stats + plane * SHIFT, shift, mask=inside)
-        tl.store(stats + plane * INV_M, inv_m, mask=inside)
-        tl.store(stats + plane * COEF, coef, mask=inside)
-        if OUT.dtype.element_ty != tl.float32:
-            EXACT = tiles.head_of(EXACT, out_stride, pair, heads)
-            tiles.store_rows(EXACT, out, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
-        if GUIDED:
-            GUIDE = tiles.head_of(GUIDE, out_stride, pair, heads)
-            guide = guide - h[:, None] * out
-            tiles.store_rows(GUIDE, guide, first_row, out_stride, inside, d_v, BLOCK_M, BLOCK_V)
+        if FORM.centred:
+            tl.store(stats + plane * OFFSET, offset, mask=inside)

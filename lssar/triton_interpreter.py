@@ -3,8 +3,11 @@
 The interpreter hands tiles to BLAS, which sums a b and b' a' in different orders; it multiplies
 bf16 as the 16-bit integers that hold it, and cuts digits off where a GPU rounds. Tensor cores
 multiply exactly, sum a few products at a time and add them to the float32 accumulator, in the same
-order for a b and b' a'; float32 operands are split into parts that they can multiply.
+order for a b and b' a'; float32 operands are split into parts that they can multiply. Some round
+the sum, others cut its digits off: with LSSAR_TRUNCATE=1 in the environment these do.
 """
+
+import os
 
 import numpy as np
 import torch
@@ -37,8 +40,16 @@ def _multiply_add(x: np.ndarray, y: np.ndarray, total) -> np.ndarray:
     x, y = x.astype(np.float64), y.astype(np.float64)
     for start in range(0, x.shape[1], STEP):
         part = slice(start, start + STEP)
-        total = (x[:, part] @ y[part] + total).astype(np.float32)
+        total = _narrowed(x[:, part] @ y[part] + total)
     return total
+
+
+def _narrowed(sums: np.ndarray) -> np.ndarray:
+    """Return float64 sums as float32, rounded or truncated."""
+    rounded = sums.astype(np.float32)
+    if os.environ.get("LSSAR_TRUNCATE") != "1":
+        return rounded
+    return np.where(np.abs(rounded) > np.abs(sums), np.nextafter(rounded, np.float32(0)), rounded)
 
 
 def _tf32_parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,13 +12,13 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from lssar import fused
+from lssar import fused, triton_table
 from lssar.errors import UserError
 from lssar.folders import ensure_writable
 from lssar.fused import COSINE, L1, LOG_N, PHI, RECENTRE_L1, Settings, readable, room_like
@@ -29,32 +29,6 @@ from lssar.spans import Span, zero_unseen_values
 ROW_STATISTICS = 7  # planes of the saved row statistics; named in `tiles.py`
 MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
 MOST_STATISTICS = 2**31 // ROW_STATISTICS - 1  # rows of all heads: places have 32 bits
-
-# (BLOCK_M rows, BLOCK_N keys, warps, stages) that a GPU chooses from, by padded head dim and bytes
-# an element. `python benchmark.py compile` lists the resources of each.
-CONFIGS = {
-    ("forward", 64, 2): [(128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)],
-    ("forward", 128, 2): [(128, 16, 8, 2), (32, 32, 4, 2)],
-    ("forward", 256, 2): [(32, 32, 8, 2), (16, 32, 4, 2)],
-    ("forward", 64, 4): [(16, 32, 4, 2)],
-    ("forward", 128, 4): [(16, 32, 8, 2)],
-    ("forward", 256, 4): [(16, 16, 8, 1)],
-    ("dq", 64, 2): [(128, 32, 8, 3), (64, 32, 4, 3)],
-    ("dq", 128, 2): [(32, 32, 4, 2), (128, 16, 8, 2)],
-    ("dq", 256, 2): [(32, 32, 8, 2)],
-    ("dq", 64, 4): [(16, 32, 4, 2)],
-    ("dq", 128, 4): [(16, 32, 8, 2)],
-    ("dq", 256, 4): [(16, 16, 8, 1)],
-    ("dkv", 64, 2): [(16, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 3)],
-    ("dkv", 128, 2): [(64, 32, 8, 2), (16, 128, 8, 2)],
-    ("dkv", 256, 2): [(16, 32, 8, 2)],
-    ("dkv", 64, 4): [(32, 32, 8, 2)],
-    ("dkv", 128, 4): [(32, 16, 8, 2)],
-    ("dkv", 256, 4): [(16, 16, 8, 1)],
-}
-# A few query rows at the end of a long cache: the smallest row block that tl.dot has.
-DECODE_ROWS = 16
-DECODE_CONFIGS = {"forward": [(16, 32, 4, 3)], "dq": [(16, 32, 4, 2)], "dkv": [(16, 32, 4, 2)]}
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
@@ -160,7 +134,7 @@ class Form:
     bias: bool = False
     log_n: bool = False  # the bias is a multiple of log N
     spans: bool = False
-    sums: bool = False  # dq computes D and E alone, for a second launch to take
+    online: bool = False  # sums are relative to the largest |f| so far (of exp, the largest score)
 
     @property
     def sharp(self) -> bool:
@@ -176,11 +150,6 @@ class Form:
         return self.recentre or self.phi in SIGNED
 
     @property
-    def online(self) -> bool:
-        """exp relative to the largest score so far."""
-        return self.phi == "exp" and self.l1 and not self.centred
-
-    @property
     def biased(self) -> bool:
         return (self.bias or self.log_n) and not (self.phi == "exp" and self.l1)
 
@@ -189,22 +158,31 @@ class Form:
         """The backward adds something to a row's scores."""
         return self.biased or (self.phi == "exp" and self.l1)
 
+    @property
+    def loose(self) -> bool:
+        """One key may have all of a row's weight, and the others none."""
+        return self.l1 and not (self.centred or self.online or self.cosine)
 
-def form_of(s: Settings, keys: int, spans: bool) -> Form:
+
+def form_of(s: Settings, keys: int, spans: bool, dtype: torch.dtype) -> Form:
     power = None
     if s.p:
         adaptive = s.alpha != 0 and keys > s.train_length
         whole = not adaptive and s.p == int(s.p) and s.p <= MAX_INTEGER_P
         power = int(s.p) if whole else 0
+    l1 = bool(s.flags & L1)
+    recentre = bool(s.flags & RECENTRE_L1)
+    plain = l1 and power is None and not recentre
     return Form(
         phi=PHI[s.phi],
         power=power,
         cosine=bool(s.flags & COSINE),
-        l1=bool(s.flags & L1),
-        recentre=bool(s.flags & RECENTRE_L1),
+        l1=l1,
+        recentre=recentre,
         bias=s.bias != 0,
         log_n=bool(s.flags & LOG_N),
         spans=spans,
+        online=plain and (PHI[s.phi] == "exp" or dtype == torch.float16),
     )
 
 
@@ -212,10 +190,10 @@ def form_of(s: Settings, keys: int, spans: bool) -> Form:
 
 
 def _compute_forward(q, k, v, first, *settings_and_save):
-    """The output, and for the backward: it unrounded, the guide, row and key statistics."""
+    """The output, and for the backward: what it lost by rounding, row and key statistics."""
     *settings, save = settings_and_save
     s = Settings(*settings)
-    out, exact, guide, stats, keys = _forward_outputs(q, k, v, first, *settings_and_save)
+    out, rest, stats, keys = _forward_outputs(q, k, v, first, *settings_and_save)
     q, k, v = readable(q), readable(k), readable(v)
     if keys.numel():
         torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=keys)
@@ -225,15 +203,20 @@ def _compute_forward(q, k, v, first, *settings_and_save):
             keys.copy_(keys.nan_to_num(nan=0.0).cummax(-1).values)
     if out.numel():
         first, first_stride, *_ = _spans(first, s.window, q, k)
-        form = form_of(s, k.shape[2], first is not None)
-        d, base_2 = q.shape[3], 1.0 if form.phi in ("exp", "sigmoid", "softplus") else math.log(2)
-        scale = math.log(d) * base_2 if form.cosine else base_2 / math.sqrt(d) / math.log(2)
-        bias = -base_2 if form.log_n else s.bias * base_2 / math.log(2)
-        tensors = [q, k, v, keys, first, out, exact, guide, stats]
+        form = form_of(s, k.shape[2], first is not None, q.dtype)
+        numbers = [*_scale_and_bias(form, s, q.shape[3]), _sum_unit(form, q, k)]
+        tensors = [q, k, v, keys, first, out, rest, stats]
         strides = [*(x.stride()[:3] for x in (q, k, v, out)), first_stride]
-        numbers = [scale, bias, _sum_unit(form, q, k)]
         _launch("forward", form, q, k, v, q.shape[2], tensors, strides, numbers, s, SAVE=save)
-    return out, exact, guide, stats, keys
+    return out, rest, stats, keys
+
+
+def _scale_and_bias(form: Form, s: Settings, d: int) -> tuple[float, float]:
+    """What turns q.k into a score in the units of the kernels."""
+    base_2 = 1.0 if form.phi in ("exp", "sigmoid", "softplus") else math.log(2)
+    scale = math.log(d) * base_2 if form.cosine else base_2 / math.sqrt(d) / math.log(2)
+    bias = -base_2 if form.log_n else s.bias * base_2 / math.log(2)
+    return scale, bias
 
 
 def _sum_unit(form: Form, q: Tensor, k: Tensor) -> float:
@@ -249,86 +232,88 @@ def _sum_unit(form: Form, q: Tensor, k: Tensor) -> float:
 def _forward_outputs(q, k, v, first, *settings_and_save):
     *settings, save = settings_and_save
     s = Settings(*settings)
-
-    def room(needed: bool) -> Tensor:
-        dtype = torch.float32
-        return room_like(q, v.shape[3], dtype) if needed else q.new_empty(0, dtype=dtype)
-
     # Zeros: a mechanism leaves what it does not need unwritten, and an output must be determined.
     stats = q.new_zeros((save * ROW_STATISTICS, *q.shape[:3]), dtype=torch.float32)
     key_norms = bool(s.flags & COSINE) or s.p != 0
     keys = q.new_empty(k.shape[:3] if key_norms else (0,), dtype=torch.float32)
     rounded = save and q.dtype != torch.float32
-    exact, guide = room(rounded), room(rounded and (s.p != 0 or bool(s.flags & RECENTRE_L1)))
-    return room_like(q, v.shape[3]), exact, guide, stats, keys
+    rest = room_like(q, v.shape[3]) if rounded else q.new_empty(0)
+    return room_like(q, v.shape[3]), rest, stats, keys
 
 
-def _compute_backward(grad, q, k, v, first, exact, guide, stats, keys, *settings):
-    """Gradients of q, k, v from the one of the output, which is `exact` in fp32."""
+def _compute_backward(grad, q, k, v, first, out, rest, stats, keys, *settings):
+    """Gradients of q, k, v from the one of the output."""
     s = Settings(*settings)
     dq, dk, dv = fused.room_for_gradients(grad, q, k, v)
-    if not exact.numel():
+    if not out.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, grad = (readable(x) for x in (q, k, v, grad))
-    first, first_stride, last, last_stride = _spans(first, s.window, q, k)
-    form = form_of(s, k.shape[2], first is not None)
+    q, k, v, grad, out = (readable(x) for x in (q, k, v, grad, out))
+    if not rest.numel():
+        rest = out
+    first, first_stride, ends, ends_stride = _spans(first, s.window, q, k)
+    form = form_of(s, k.shape[2], first is not None, q.dtype)
     half = q.dtype == torch.float16  # its few exponents: scores' gradients are kept near one
-    delta = stats.new_empty((4 if half else 2, *stats.shape[1:]))  # D and E of every row
-    sizes = _sizes(v, keys, last, q.shape[2], form) if half else delta
-    tensors = [q, k, v, keys, first, exact, guide, stats, grad, dq, delta, sizes]
-    strides = [*(x.stride()[:3] for x in (q, k, v, exact, grad, dq)), first_stride]
-    if form.centred and q.dtype == torch.float32:
-        _launch("dq", replace(form, sums=True), q, k, v, q.shape[2], tensors, strides, [], s)
+    delta = stats.new_empty((5 if half else 3, *stats.shape[1:]))  # of every row, see dq_kernel
+    sizes = _sizes(v, keys, ends, q.shape[2], form) if half else delta
+    tensors = [q, k, v, keys, first, out, rest, stats, grad, dq, delta, sizes]
+    strides = [*(x.stride()[:3] for x in (q, k, v, out, rest, grad, dq)), first_stride]
     _launch("dq", form, q, k, v, q.shape[2], tensors, strides, [], s)
     if half:
-        sizes = delta[2:].view(2, *k.shape[:2], -1).amax(-1).movedim(0, -1).contiguous()
-    tensors = [q, k, v, keys, first, last, stats, grad, dk, dv, delta, sizes]
-    strides = [*(x.stride()[:3] for x in (q, k, v, grad, dk, dv)), first_stride, last_stride]
+        sizes = delta[3:].view(2, *k.shape[:2], -1).amax(-1).movedim(0, -1).contiguous()
+    tensors = [q, k, v, keys, first, ends, stats, grad, dk, dv, delta, sizes]
+    strides = [*(x.stride()[:3] for x in (q, k, v, grad, dk, dv)), first_stride, ends_stride]
     _launch("dkv", form, q, k, v, k.shape[2], tensors, strides, [], s)
     return dq, dk, dv
 
 
-def _sizes(v: Tensor, keys: Tensor, last: Tensor | None, queries: int, form: Form) -> Tensor:
+def _sizes(v: Tensor, keys: Tensor, ends: Tensor | None, queries: int, form: Form) -> Tensor:
     """The largest |v| and the smallest 1/|k| of each head, (B, G, 2), of the keys that are seen."""
     largest = torch.linalg.vector_norm(v, torch.inf, dim=3, dtype=torch.float32)
     smallest = keys if form.cosine else torch.ones_like(largest)
-    if last is not None:
+    if ends is not None:
         rows = torch.arange(v.shape[2], device=v.device) - (v.shape[2] - queries)
-        seen = (last >= rows.clamp(min=0))[:, None]
+        seen = (ends[:, 0] >= rows.clamp(min=0))[:, None]
         largest = torch.where(seen, largest, 0.0)
         smallest = torch.where(seen, smallest, torch.inf)
     return torch.stack([largest.amax(-1), smallest.amin(-1)], -1)
 
 
-def _kept(q, out, exact, guide, stats, keys):
-    return out if q.dtype == torch.float32 else exact, guide, stats, keys
+def _kept(q, out, rest, stats, keys):
+    return out, rest, stats, keys
 
 
 _forward, _ = fused.operators(
-    "lssar::triton_{}_v4",
+    "lssar::triton_{}_v5",
     device=None,
     forward=_compute_forward,
     outputs=_forward_outputs,
-    results=5,
+    results=4,
     keep=_kept,
-    kept="exact guide stats keys",
+    kept="out rest stats keys",
     backward=_compute_backward,
 )
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):
-    """The first key that each row sees and the last row that sees each key, with their strides
-    over the batch; None where every row sees all keys up to its own."""
+    """The first key that each row sees, and the ends of what sees each key, with their strides
+    over the batch; None where every row sees all keys up to its own.
+
+    The ends (B, 2, Lk) are the last row that may see a key, and the first one, of those that see
+    anything, from which on not all of the rows see it."""
     first = Span(first, window or None).firsts(q, k)
     if first is None:
         return None, 0, None, 0
     queries, keys = q.shape[2], k.shape[2]
     rows = torch.arange(queries, device=q.device)
     last = first.new_full((len(first), keys + 1), -1)
-    last = last.scatter_reduce(1, first, rows.expand_as(first), "amax").cummax(1).values
+    last = last.scatter_reduce(1, first, rows.expand_as(first), "amax").cummax(1).values[:, :keys]
+    sees = first <= rows + (keys - queries)
+    least = first.where(sees, 0).cummax(1).values
+    places = torch.arange(keys, device=q.device).expand(len(first), keys).contiguous()
+    until = torch.searchsorted(least, places, right=True)
+    ends = torch.stack((last, until), 1).to(torch.int32)
     several = len(first) > 1
-    first, last = first.to(torch.int32).contiguous(), last[:, :keys].to(torch.int32).contiguous()
-    return first, several * queries, last, several * keys
+    return first.to(torch.int32).contiguous(), several * queries, ends, several * keys
 
 
 def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings, **flags):
@@ -336,12 +321,12 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
     (batch, heads, rows, d), (groups, keys), d_v = q.shape, k.shape[1:3], v.shape[3]
     block_d, block_v = padded(d), padded(d_v)
     side, programs = ("BLOCK_N", groups) if name == "dkv" else ("BLOCK_M", heads)
-    kernel, fixed = _kernel(name, max(block_d, block_v), q.element_size(), rows <= DECODE_ROWS)
+    kernel, options = _kernel(name, max(block_d, block_v), q)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        kernel[lambda meta: (-(-blocked // meta[side]), batch * programs)](
+        kernel[(-(-blocked // options[side]), batch * programs)](
             *tensors, *strides, heads, heads // groups, rows, keys, batch * heads * rows,
-            keys.bit_length(), *numbers, s.p, s.alpha, float(s.train_length),
-            FORM=form, d=d, d_v=d_v, BLOCK_D=block_d, BLOCK_V=block_v, **flags, **fixed,
+            *numbers, s.p, s.alpha, float(s.train_length),
+            FORM=form, d=d, d_v=d_v, BLOCK_D=block_d, BLOCK_V=block_v, **flags, **options,
         )  # fmt: skip
 
 
@@ -360,20 +345,14 @@ def kernel_function(name: str):
     return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
 
 
-@functools.cache
-def _kernel(name: str, block_d: int, width: int, decode: bool):
-    """The kernel and its block sizes: tuned among CONFIGS on a GPU, fixed in the interpreter."""
-    import triton
-
+def _kernel(name: str, block_d: int, q: Tensor):
+    """The kernel and its tiles: of `triton_table.py` on a GPU, fixed in the interpreter."""
     kernel = kernel_function(name)
     if interpreting():
         from lssar import triton_interpreter
 
         triton_interpreter.install()
         return kernel, INTERPRETED
-    configs = DECODE_CONFIGS[name] if decode else CONFIGS[name, max(block_d, 64), width]
-    choices = [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in configs
-    ]
-    return triton.autotune(choices, key=["length_class", "heads", "FORM"])(kernel), {}
+    major, minor = torch.cuda.get_device_capability(q.device)
+    shape = triton_table.tiles(name, block_d, 8 * q.element_size(), 10 * major + minor)
+    return kernel, dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), shape, strict=True))

@@ -3,10 +3,10 @@
 Run by tests/lssar/test_kernel_triton.py in a process of its own, as TRITON_INTERPRET=1 must be set
 before triton is first imported. By hand: TRITON_INTERPRET=1 pytest tests/triton_interpreted.py
 
-Products are those of lssar/triton_interpreter.py, which rounds as tensor cores do; the bar is
-twice what eager loses that computes in fp32 and rounds its results to the type of its input.
+Products are those of lssar/triton_interpreter.py, which rounds as tensor cores do, or truncates.
 """
 
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import cpu_kernel
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from lssar import fused, triton_op
+from lssar import backends, fused, reference, triton_op
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
@@ -75,8 +75,25 @@ def inputs(kind, rows, keys, d, heads=2, seed=0, batch=1, groups=None, d_v=None)
 KINDS = ("random", "near-uniform", "peaked", "leaning", "huge", "opposite", "mixed")
 
 
+@contextmanager
+def rounded_products(dtype):
+    """Let eager multiply as it does under autocast: operands and products in 16 bits."""
+    exact = reference.grouped_product
+
+    def product(a, b):
+        return exact(a.to(dtype).float(), b.to(dtype).float()).to(dtype).float()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "grouped_product", product)
+        patch.setattr(backends, "grouped_product", product)
+        yield
+
+
 def check(kind, rows, keys, d, m, dtype=FP32, first=None, by_luck=False, **shape):
-    """The kernel loses at most twice what eager loses on the same input in the same type.
+    """Compare what the kernel and eager lose on the same input, against float64.
+
+    In fp32 at most twice as much; in 16 bits, where eager multiplies as under autocast, at most
+    twice of the output and three times of gradients, as FlashAttention's tests have it.
 
     Few rows need many heads: in one ill-conditioned row either may be lucky. `m` may be a p.
     `by_luck`: one row makes up most of the error, and eager's worst over five roundings of the
@@ -94,17 +111,19 @@ def check(kind, rows, keys, d, m, dtype=FP32, first=None, by_luck=False, **shape
 
     exact = run(partial(attention, "eager"), tensors, grad, torch.float64)
     alike = [tensors, *cpu_kernel.rounded(*tensors)] if by_luck else [tensors]
-    eager = [errors(run(partial(attention, "eager"), x, grad, dtype), exact) for x in alike]
+    with nullcontext() if dtype == FP32 else rounded_products(dtype):
+        eager = [errors(run(partial(attention, "eager"), x, grad, dtype), exact) for x in alike]
     lost = [max(x) for x in zip(*eager, strict=True)]
     kernel = run(partial(attention, "triton"), tensors, grad, dtype)
     assert all(x.isfinite().all() for x in kernel)
-    floors = dict.fromkeys(NAMES, FLOOR)
+    floors = dict.fromkeys(NAMES, FLOOR if dtype == FP32 else torch.finfo(dtype).eps / 4)
     if m.parameter_init is not None:
         floors["dparams"] = 2**-19  # a sum over all rows that nearly cancels: either may be lucky
     for (name, floor), ours, theirs in zip(
         floors.items(), errors(kernel, exact), lost, strict=True
     ):
-        assert ours <= 2 * theirs + floor, f"{name}: {ours:.1e}, eager loses {theirs:.1e}"
+        bar = 2 if name == "out" or dtype == FP32 else 3
+        assert ours <= bar * theirs + floor, f"{name}: {ours:.1e}, eager loses {theirs:.1e}"
 
 
 @pytest.mark.parametrize("p", POWERS)
@@ -278,7 +297,7 @@ def test_nothing_of_size_l_squared_is_saved():
 def test_operators_pass_opcheck(p, dtype, first):
     (q, k, v), grad = inputs("random", 5, 9, 16, groups=1, d_v=8)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-    forward, backward = torch.ops.lssar.triton_forward_v4, torch.ops.lssar.triton_backward_v4
+    forward, backward = torch.ops.lssar.triton_forward_v5, torch.ops.lssar.triton_backward_v5
     phi, flags = ("softplus", fused.COSINE | fused.L1) if p else ("exp", fused.L1)
     asked = (0, fused.PHI.index(phi), flags, p, 0.0, 0.0, 1024)
     out, exact, *rest = forward(q, k, v, first, *asked, True)

@@ -2,8 +2,7 @@
 
 `check_launches()` lets `triton_op` run its kernels in the interpreter, and puts the arguments of
 each launch to Triton's own specialisation first: their types must be those that `benchmark.py
-compile` compiles, integers must fit in 32 bits, and the grid must fit a GPU for every configuration
-that the kernel may be tuned to.
+kernels` compiles, integers must fit in 32 bits, and the grid must fit a GPU.
 """
 
 import functools
@@ -15,7 +14,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.triton_compile import _source
-from lssar import triton_op
+from lssar import triton_op, triton_table
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # by axis of the grid
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,11 +33,11 @@ def check_launches() -> list[Launch]:
     launches: list[Launch] = []
     plain = triton_op._kernel
 
-    def checked(name, block_d, width, decode):
-        kernel, fixed = plain(name, block_d, width, decode)
-        decoding = triton_op.DECODE_CONFIGS[name]
-        configs = decoding if decode else triton_op.CONFIGS[name, max(block_d, 64), width]
-        return _Checked(name, kernel, configs, launches), fixed
+    def checked(name, block_d, q):
+        kernel, fixed = plain(name, block_d, q)
+        bits = 8 * q.element_size()
+        configs = [triton_table.tiles(name, block_d, bits, card) for card in triton_table.TILES]
+        return _Checked(name, kernel, list(dict.fromkeys(configs)), launches), fixed
 
     triton_op._kernel = checked
     return launches
@@ -55,7 +54,7 @@ class _Checked:
         def launch(*arguments, **constants):
             for config in self.configs:
                 tiles = {"BLOCK_M": config[0], "BLOCK_N": config[1]}
-                check_grid(self.name, grid(constants | tiles))
+                check_grid(self.name, grid)
                 found = specialised(self.kernel.fn, arguments, constants | tiles)
                 self.launches.append(Launch(self.name, config, check(self.name, found, config)))
             host = torch.ops.stand_in.on_host  # the interpreter's own way to the host needs CUDA
