@@ -50,6 +50,27 @@ def test_the_paper_needs_27_fineweb_8_sweep_3_pi_and_6_edu_runs():
     assert rest == {f"{s}-p{p}" for s in ("softmax", "lssar") for p in (1, 5, 10, 20)}
 
 
+def test_a_run_is_trained_at_the_rate_of_its_row_or_mechanism(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    space = Workspace(SCALES["nano"])
+    runs = all_runs("nano")
+    rates = SCALES["nano"].rates
+    own = load_config("configs/nano-softmax.toml").train.lr
+    fine_tuned = load_config("configs/nano-pi.toml").train.lr
+    wanted = {
+        "softmax": own,
+        "ssmax": rates["ssmax"],
+        "lssar-p15": rates["lssar"],
+        "lssar-p3": rates["lssar-p3"],
+        "passkey-lssar": rates["lssar"],
+        "pi-2x": fine_tuned,
+        "lssar-muon": 2e-2,
+    }
+    assert len(set(wanted.values())) == 6
+    for key, rate in wanted.items():
+        assert space.config(runs[key], seed=0).train.lr == rate, key
+
+
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
     monkeypatch.chdir(ROOT)
