@@ -418,8 +418,8 @@ _SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
 # `fused.unfused` says which of these do not go together.
 _FUSED = _SOFTMAX | fused.KNOWN
 
-# In order of preference: on a CPU our kernel before PyTorch's, which takes twice as long and is left
-# what the kernel cannot do or where it cannot be built; on a GPU PyTorch's, which has run there.
+# In order of preference. On a CPU our kernel comes before PyTorch's, which takes twice as long and
+# stands in where ours cannot be built. On a GPU PyTorch's comes first: ours has not run there yet.
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(cpu.compute, _FUSED, "cpu", _cpu_missing),
     "sdpa": Backend(_sdpa, _SOFTMAX),

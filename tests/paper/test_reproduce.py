@@ -66,7 +66,6 @@ def test_a_run_is_trained_at_the_rate_of_its_row_or_mechanism(monkeypatch):
         "pi-2x": fine_tuned,
         "lssar-muon": 2e-2,
     }
-    assert len(set(wanted.values())) == 6
     for key, rate in wanted.items():
         assert space.config(runs[key], seed=0).train.lr == rate, key
 
