@@ -174,7 +174,7 @@ def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch,
 
 
 def test_uncommitted_code_is_refused_unless_allowed_and_then_marked(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # its runs/ may be in use, or another user's, in the checkout
     monkeypatch.setattr(command, "ROOT", tmp_path)
     for words in ("init -q", "commit -q --allow-empty -m a"):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
