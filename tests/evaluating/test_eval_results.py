@@ -3,13 +3,14 @@
 import math
 import re
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from eval_helpers import tiny_model, write_checkpoint
 
 from evaluating.checkpoints import Variant, labels, open_checkpoints
-from evaluating.protocol import say_left_out
+from evaluating.protocol import progress, say_left_out
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
 from support import command
@@ -205,3 +206,13 @@ def test_a_variant_that_a_model_cannot_have_is_left_out_with_the_reason(tmp_path
     found = open_checkpoints([str(tmp_path / name) for name in ("softmax", "lssar")])
     say_left_out(found, [Variant("YaRN", "yarn")])
     assert re.fullmatch("YaRN is left out for lssar: [^:]*cosine[^:]*\n", capsys.readouterr().err)
+
+
+def test_a_bar_is_shown_on_a_terminal_and_by_one_process_only(monkeypatch, capsys):
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        for enabled in (True, False):
+            with progress(2, "passkey", "prompt", enabled) as bar:
+                bar.update()
+            shown = "passkey" in capsys.readouterr().err
+            assert shown == (terminal and enabled), (terminal, enabled)
