@@ -30,16 +30,17 @@ def soak(times: int, folder: Path) -> Told:
     while child.poll() is None:
         if found := sample(child.pid):
             samples.append(found)
-        time.sleep(0.25)
+        time.sleep(0.05)
     assert child.code == 0, child.shown()
     memory, files = ([s[i] for s in samples] for i in (0, 1))
     quarter = len(samples) // 4
     middle = statistics.median(memory[quarter : 2 * quarter])
     # Before the end, where the loss curve is drawn.
-    end = statistics.median(memory[-quarter - quarter // 4 : -quarter // 4])
+    last = slice(-quarter - quarter // 4, -quarter // 4)
+    end = statistics.median(memory[last])
     growth = end - middle
     assert growth < 8, f"{growth:.1f} MB more in the last quarter than in the second"
-    opened = statistics.median(files[quarter : 2 * quarter]), statistics.median(files[-quarter:])
+    opened = statistics.median(files[quarter : 2 * quarter]), statistics.median(files[last])
     assert opened[1] <= opened[0], f"open files: {opened}"
     kept = list((folder / "runs/nano-lssar/checkpoints").iterdir())
     assert len(kept) <= 6, kept
