@@ -48,7 +48,7 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--spread", action="store_true", help="segments from all over the set")
     parser.add_argument("--segment", type=positive, help="default: the longest length")
     parser.add_argument("--within-documents", action="store_true", help="long documents only")
-    parser.add_argument("--no-figures", action="store_true")
+    parser.add_argument("--no-figures", action="store_true", help="print and record only")
     parser.add_argument("--short", action="store_true", help="print one table, draw nothing")
     return parser
 

@@ -34,7 +34,9 @@ def make_parser() -> Parser:
     parser.add_argument("--planets", required=True, type=Path, help="of physics/simulate.py")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--states", type=whole(10), default=5000, help="nearest to labelled states")
-    parser.add_argument("--engine", default="auto", choices=("auto", "pysr", "operon"))
+    parser.add_argument(
+        "--engine", default="auto", choices=("auto", "pysr", "operon"), help="auto: PySR, or Operon"
+    )
     for name, default in EFFORT.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help="of a regression")
     return parser
