@@ -255,7 +255,7 @@ def train(run: Run, stop: StopSignal) -> int:
         if step == started + 1:
             layers = config.model_config().all_layers
             used = dict.fromkeys(str(used_backend(layer.attention)) for layer in layers)
-            log.say(f"attention  computed by backend {', '.join(used)}")
+            log.backends(list(used))
 
         # Once in a while: report the loss and the speed.
         if step % config.log.interval == 0 or finished:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from evaluating.checkpoints import Checkpoint, Variant, open_checkpoints, variants
 from evaluating.results import Results
+from lssar.backends import used_backends
 from training import distributed
 from training.distributed import World
 
@@ -43,9 +44,14 @@ def arithmetic(precision: str, device) -> Iterator[str]:
         torch.set_float32_matmul_precision(before)
 
 
+def made_with() -> dict:
+    """Return what the last digits of a number depend on besides its settings."""
+    threads = torch.get_num_threads()
+    return {"torch": torch.__version__, "threads": threads, "attention": used_backends()}
+
+
 def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool = True) -> Results:
-    """Begin or continue a results file whose records name torch's version and threads."""
-    made_with = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    """Begin or continue a results file whose records say what computed them."""
     results = Results(path, kind, settings, about, made_with=made_with)
     if results.records and say:
         print(f"continuing {path}: {len(results.records)} finished numbers are kept")

@@ -64,6 +64,13 @@ class RunLog(contextlib.ExitStack):
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
 
+    def backends(self, used: list[str]) -> None:
+        """Say what computes the attention, and keep it in run.json."""
+        self.say(f"attention  computed by backend {', '.join(used)}")
+        if self.world.is_main:
+            self._about["attention"] = used
+            files.write_json(self.path / RUN, self._about)
+
     def step(self, step: int, *, seconds_left: float, **values: float | None) -> None:
         """Record a measurement of training: on the screen, in metrics.jsonl and in wandb."""
         self._record(step=step, **values)

@@ -24,6 +24,7 @@ from eval_extrapolation import main, position_buckets
 from evaluating import extrapolation_report as report
 from evaluating.results import Record, Results, read_results
 from evaluating.targets import Targets
+from lssar.backends import BACKENDS
 from lssar.errors import UserError
 from support import plots
 
@@ -328,6 +329,7 @@ def test_results_name_what_made_them(workspace):
     for record in results.records:
         assert record.details["torch"] == torch.__version__
         assert record.details["threads"] == torch.get_num_threads()
+        assert record.details["attention"]["softmax"] in BACKENDS
         assert record.command and record.revision
 
 

@@ -1,5 +1,6 @@
 """The attention backend that a run or a dry run names, and the one that computes."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,8 @@ def test_a_run_names_the_backend_that_its_first_step_used(
     assert train_here(*given) == 0
     assert said_backend(capsys.readouterr().err) == expected
     assert set(ran) == {expected}
+    (record,) = tmp_path.rglob("run.json")
+    assert json.loads(record.read_text())["attention"] == [expected]
     assert train_here(*given, "--dry-run", "--device", "cpu") == 0
     assert f"planned for cpu: backend {expected}\n" in capsys.readouterr().out
 
