@@ -96,9 +96,25 @@ def span_of(first: Tensor | None, m: Mechanism, q: Tensor, k: Tensor) -> Span:
             f"first must be an integer tensor (B, Lq) or (Lq,), here ({batch}, {queries}); "
             f"got {first.dtype} {tuple(first.shape)}; lssar.spans.padding makes one of a mask"
         )
+    if queries == k.shape[2] and _looks_like_a_mask(first):
+        raise UserError(
+            "first has the zeros and ones of a padding mask; lssar.spans.padding makes first of "
+            "left padding, attend_padded takes any mask"
+        )
     if first.device != q.device:
         raise UserError(f"first is on {first.device}, q on {q.device}; move one of them")
     return Span(first.reshape(-1, queries).to(torch.int64).clamp(0, k.shape[2]), window)
+
+
+def _looks_like_a_mask(first: Tensor) -> bool:
+    """Tell whether this is the mask of tokens before padding: ones, then zeros.
+
+    As places, they would hide the first key from the early queries and show it to the late ones.
+    Other masks can be meant as places. A GPU is not waited for.
+    """
+    if first.device.type != "cpu" or not can_look_at(first):
+        return False
+    return bool((first.diff(dim=-1) < 0).any() and (first >= 0).all() and (first <= 1).all())
 
 
 def zero_unseen_values(v: Tensor, first: Tensor) -> Tensor:

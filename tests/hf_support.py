@@ -53,7 +53,9 @@ def build(kind: str, attention: str) -> PreTrainedModel:
     """With this attention, or in its language part if it has others."""
     model_class, whole = getattr(transformers, TYPES[kind]), CONFIG_MAPPING[kind]
     from_config = AutoModelForCausalLM.from_config
-    if whole.has_no_defaults_at_init:  # of encoder and decoder, where only the latter is built here
+    try:
+        whole()
+    except (TypeError, ValueError):  # of encoder and decoder, where only the latter is built here
         whole, from_config = model_class.config_class, model_class._from_config
     for given in ({"text_config": attention}, attention):
         torch.manual_seed(0)
@@ -92,7 +94,8 @@ def tried(kind: str) -> str:
         )
         return f"not tried: {reason}"
     except Exception as error:  # whatever it is, it is not ours
-        return f"not tried: a tiny one fails with its own attention ({type(error).__name__})"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:100].replace("|", "/")
+        return f"not tried: a tiny one fails with its own attention ({reason})"
     try:
         with torch.no_grad():
             ours = build(kind, "lssar-softmax")(**given).logits

@@ -54,6 +54,9 @@ def test_every_type_works_or_says_why_not():
             except Exception as error:  # whatever it is, it must not occur
                 failures[kind] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     assert failures == {}
+    # A few need other sizes; if it is many, it is not their sizes that are wrong.
+    untried = {kind: said for kind, said in outcomes.items() if said.startswith("not tried")}
+    assert len(untried) <= len(TYPES) / 10, untried
     for kind, expected in SAMPLE.items():
         if kind in outcomes:  # types go, too
             assert outcomes[kind].startswith(expected), (kind, outcomes[kind])

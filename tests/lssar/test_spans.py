@@ -205,3 +205,20 @@ def test_shifted_keys_are_those_of_the_token_before_in_the_same_sequence(dtype):
             for j in range(9):
                 own = j == 0 or j in rows[b]
                 assert torch.equal(got[b, :, j], k[b, :, j if own else j - 1])
+
+
+def test_a_padding_mask_is_not_taken_for_first():
+    q, k, v = torch.randn(3, 2, 1, 5, 8).unbind()
+    right = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with pytest.raises(UserError, match=r"zeros and ones of a padding mask; lssar\.spans\.padding"):
+        attend(q, k, v, first=right)
+    with pytest.raises(UserError, match=r"got torch\.bool .*; lssar\.spans\.padding"):
+        attend(q, k, v, first=right.bool())
+    meant = {
+        "a document from the second token on": [0, 1, 1, 1, 1],
+        "a window of four": [0, 0, 0, 0, 1],
+        "one token of padding": [1, 1, 1, 1, 1],
+    }
+    for what, first in meant.items():
+        out = attend(q, k, v, first=torch.tensor(first))
+        assert out.isfinite().all(), what
