@@ -157,7 +157,9 @@ def visibility(
     config=None,
     **_,
 ) -> Tensor:
-    """The mask for all layers of one kind, from what transformers knows of the call."""
+    """Return the mask for all layers of one kind, from what transformers knows of the call."""
+    if any(setting.startswith("indexer_") for setting in getattr(config, "__dict__", ())):
+        _refuse(mechanism, config, "a choice of keys (indexer)")  # made from the mask itself
     if isinstance(q_offset, Tensor) and can_look_at(q_offset):
         q_offset = int(q_offset)
     fixed = isinstance(q_offset, Tensor)  # a static cache in a compiled graph

@@ -75,7 +75,7 @@ def check(model: nn.Module) -> nn.Module:
 def _watch(model: PreTrainedModel) -> None:
     """Look at the model's calls, and at what it is saved and switched with."""
     setattr(model, WATCHED, True)
-    _check_parts(model, _requested_attention())
+    _check_request()
     _check_attention(model)
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after)
@@ -93,7 +93,7 @@ def _save_pretrained(model: PreTrainedModel, *args, **options):
 
 def _set_attn_implementation(model: PreTrainedModel, attn_implementation, *args, **options) -> None:
     wanted = attn_implementation
-    _check_parts(model, wanted)
+    _check_parts(model.config, wanted)
     if isinstance(wanted, dict):
         wanted = wanted.get("", model.config._attn_implementation)
     type(model).set_attn_implementation(model, attn_implementation, *args, **options)
@@ -104,33 +104,32 @@ def _set_attn_implementation(model: PreTrainedModel, attn_implementation, *args,
             _check_attention(part)
 
 
-def _requested_attention() -> Any:
-    """Return the `attn_implementation` that the model which is being built was asked for.
+def _check_request() -> None:
+    """Check the `attn_implementation` that the model which is being built was asked for.
 
     Of a dict, transformers ignores what names no part of the model. The Auto classes still hold it
     in the arguments of their functions that are running; a class's own `from_pretrained` does not.
     """
     frame = sys._getframe()
     while frame := frame.f_back:
-        if frame.f_globals.get("__name__", "").startswith("transformers."):
-            for value in frame.f_locals.values():
-                if type(value) is dict and isinstance(value.get("attn_implementation"), dict):
-                    return value["attn_implementation"]
-    return None
+        if not frame.f_globals.get("__name__", "").startswith("transformers.models.auto."):
+            continue
+        config = frame.f_locals.get("config")
+        for value in frame.f_locals.values():
+            if type(value) is dict and config is not None:
+                _check_parts(config, value.get("attn_implementation"))
 
 
-def _check_parts(model: PreTrainedModel, wanted: Any) -> None:
+def _check_parts(config, wanted: Any) -> None:
     """Refuse a dict that gives one of our mechanisms to a part that the model does not have."""
-    if not isinstance(wanted, dict) or model.config.base_config_key:  # a part of another model
+    if not isinstance(wanted, dict):
         return
-    parts = model.config.sub_configs
+    parts = config.sub_configs
     for part, name in wanted.items():
         if part and part not in parts and isinstance(name, str) and name in REGISTERED:
             known = ", ".join(map(repr, parts))
             remedy = f"choose from {known}" if known else f"give attn_implementation={name!r}"
-            raise UserError(
-                f"{type(model).__name__} has no part {part!r} to take {name!r}; {remedy}"
-            )
+            raise UserError(f"{family_of(config)} has no part {part!r} to take {name!r}; {remedy}")
 
 
 # --- adapters ------------------------------------------------------------------------------------
