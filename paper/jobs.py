@@ -38,7 +38,6 @@ from training.estimate import (
 )
 
 SINKS = 4  # as StreamingLLM keeps
-PHYSICS_CONFIGS = {"nano": "physics-nano", "single": "physics-single", "paper": "physics-109m"}
 
 
 @dataclass(frozen=True)
@@ -378,6 +377,13 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
 
 
 def physics_configs(scale: Scale) -> list[Config]:
-    stem = PHYSICS_CONFIGS[scale.name]
-    names = ("softmax", "lssar", "magnitude", "vector")
-    return [load_config(f"configs/{stem}-{name}.toml") for name in names]
+    """Return what scripts/table_physics.sh trains with one seed: pre-training, then forces."""
+    stem = "configs/physics-nano" if scale.name == "nano" else "configs/physics-109m"
+    smaller = ["--model.preset=45m"] if scale.name == "single" else []
+    fewer = ["--train.steps=3906"] if scale.name == "single" else []
+    found = []
+    for attention in ("--attention.name=softmax", "--attention.name=lssar"):
+        found.append(load_config(f"{stem}.toml", [*smaller, *fewer, attention]))
+        for task in ("magnitude", "vector"):
+            found.append(load_config(f"{stem}-{task}.toml", [*smaller, attention]))
+    return found

@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc_per_node=8 physics/train.py configs/physics-109m-lssar.toml
+"""torchrun --standalone --nproc_per_node=8 physics/train.py configs/physics-109m.toml
 
 Pre-trains a model of orbits. Everything else is as in train.py: its options, --resume, exit codes.
 """

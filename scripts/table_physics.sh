@@ -22,10 +22,10 @@ if [ "${1:-}" != --run ]; then
   exec python reproduce.py physics --scale "$SCALE" "$@"
 fi
 
-gpus=''
+gpus='' smaller=() fewer=()
 case $SCALE in
   nano)
-    data=corpora/physics-nano size=nano launch=(python) points=101 sequences=20000
+    data=corpora/physics-nano size=nano config=physics-nano launch=(python) points=101 sequences=20000
     shape=(--points "$points" --bins 500)
     # Of planets as light as the paper's no model can tell the mass: it moves the star by less than a bin.
     orbits=(--heavy --planets 1 --sequences "$sequences" --val-sequences 500 --shard-sequences 5000)
@@ -35,8 +35,11 @@ case $SCALE in
     export OMP_NUM_THREADS=1 # the last bits of a run depend on it
     ;;
   single | paper)
-    data=corpora/physics size=109m points=1000 sequences=10000000 seeds=${SEEDS:-0}
-    [ "$SCALE" = single ] && data=corpora/physics-single size=single sequences=2000000 gpus=${GPUS:-1}
+    data=corpora/physics size=109m config=physics-109m points=1000 sequences=10000000 seeds=${SEEDS:-0}
+    if [ "$SCALE" = single ]; then # the 45M model's shape, a fifth of the sequences
+      data=corpora/physics-single size=single sequences=2000000 gpus=${GPUS:-1}
+      smaller=(--model.preset=45m) fewer=(--train.steps=3906)
+    fi
     gpus=${gpus:-${GPUS:-8}} launch=(torchrun --standalone "--nproc_per_node=$gpus")
     shape=(--points "$points") orbits=(--sequences "$sequences") forces=() search=()
     ;;
@@ -56,16 +59,18 @@ runs=()
 for seed in ${seeds//,/ }; do
   for attention in softmax lssar; do
     name="physics-$size-$attention" && [ "$seed" = 0 ] || name+="-s$seed"
-    "${launch[@]}" physics/train.py "configs/physics-$size-$attention.toml" --resume "--train.seed=$seed" "--log.name=$name"
+    "${launch[@]}" physics/train.py "configs/$config.toml" --resume "--attention.name=$attention" "--train.seed=$seed" \
+      "--log.name=$name" "--data.directory=$data/orbits" ${smaller[@]+"${smaller[@]}"} ${fewer[@]+"${fewer[@]}"}
     runs+=("runs/$name")
   done
 done
 
 echo "== 3/4 fine-tuning on forces"
 for run in "${runs[@]}"; do
-  for task in magnitude vector; do
-    python physics/force.py "$task" "$run" --config "configs/physics-$size-$task.toml"
-  done
+  python physics/force.py magnitude "$run" --config "configs/$config-magnitude.toml" "--data.directory=$data/forces" \
+    ${smaller[@]+"${smaller[@]}"}
+  python physics/force.py vector "$run" --config "configs/$config-vector.toml" "--data.directory=$data/planets" \
+    ${smaller[@]+"${smaller[@]}"}
 done
 
 echo "== 4/4 symbolic regression, figures"

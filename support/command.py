@@ -76,7 +76,15 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     Exit code 0, 2 for a user's mistake or output that could not be written, 130 on Ctrl-C, 141
     where nobody reads its output any more. Any other traceback is a bug of ours.
     """
-    sys.exit(_exit_code(main))
+    code = _exit_code(main)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # One of several processes: threads that gloo leaves behind may abort an interpreter that
+        # shuts down, after everything is done.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _exit_code(main: Callable[[list[str]], int | None]) -> int:

@@ -31,7 +31,7 @@ COMMANDS = {
     "physics/simulate.py": ["orbits", "--out", "x"],
     "physics/force.py": ["magnitude", "runs/x", "--config", "configs/physics-nano-magnitude.toml"],
     "physics/discover.py": ["--forces", "x", "--planets", "x", "--out", "x.json"],
-    "physics/train.py": ["configs/physics-nano-lssar.toml"],
+    "physics/train.py": ["configs/physics-nano.toml"],
 }
 ANSWERS_LATE = {"physics/train.py"}  # it is train.py with another model, and imports that first
 

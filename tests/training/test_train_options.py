@@ -98,7 +98,7 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     middle = (700 + 18865) // 2
     assert learning_rate(config, middle) == pytest.approx(3e-4, rel=1e-3)
     assert learning_rate(config, 18865) == pytest.approx(0)
-    fine_tune = load_config(ROOT / "configs/gpt2-124m-lssar-pi-4k.toml")
+    fine_tune = load_config(ROOT / "configs/gpt2-124m-lssar-pi.toml")
     assert learning_rate(fine_tune, 1999) == 6e-5
 
 
