@@ -44,10 +44,13 @@ def arithmetic(precision: str, device) -> Iterator[str]:
         torch.set_float32_matmul_precision(before)
 
 
-def made_with() -> dict:
-    """Return what the last digits of a number depend on besides its settings."""
-    threads = torch.get_num_threads()
-    return {"torch": torch.__version__, "threads": threads, "attention": used_backends()}
+def made_with(run: dict) -> dict:
+    """Return what the last digits of a run's numbers depend on besides its settings."""
+    found = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    attention = run.get("model", {}).get("attention", {})
+    if "name" in attention:
+        found["attention"] = used_backends(attention["name"])
+    return found
 
 
 def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool = True) -> Results:

@@ -58,7 +58,7 @@ class Results:
     def __init__(
         self, path: Path, kind: str, settings: dict, about: dict, made_with=None, replace_all=False
     ):
-        """Begin or continue a file; the details of a record get what `made_with()` returns.
+        """Begin or continue a file; `made_with(run)` goes into the details of its records.
 
         With `replace_all`, an existing file is not read, and the next `save` replaces it.
         """
@@ -70,7 +70,7 @@ class Results:
         self.about = files.finite(about)
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
-        self._made_with = made_with or dict
+        self._made_with = made_with or (lambda run: {})
         self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
         self._claim: files.Claim | None = None
         self._opened_as = self._version()
@@ -109,11 +109,11 @@ class Results:
     def add(self, *records: Record, save: bool = True) -> None:
         """Add the numbers of one measurement, all or none, in place of those they replace."""
         replaced = {r.key for r in records}
-        made_with = self._made_with()
         self.records = [r for r in self.records if r.key not in replaced]
         for record in records:
             if not record.command:  # else it was measured before
-                record = replace(record, **self._stamp, details=record.details | made_with)
+                details = record.details | self._made_with(self.runs.get(record.run, {}))
+                record = replace(record, **self._stamp, details=details)
             self.records.append(Record(**files.finite(asdict(record))))
         if save:
             self.save()

@@ -369,6 +369,11 @@ def used_backend(m: Mechanism) -> str | None:
     return _used.get((m.name, m.window))
 
 
+def used_backends(name: str) -> list[str]:
+    """Return the backends that this process' latest calls of the mechanism took, of any window."""
+    return sorted({backend for (used, _), backend in _used.items() if used == name})
+
+
 # --- the backends --------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ LOSS = Record("loss", "a", 1.5, length=8)
 
 
 def begin(path, **settings) -> Results:
-    results = Results(path, "kind", settings, about={}, made_with=lambda: {"threads": 3})
+    results = Results(path, "kind", settings, about={}, made_with=lambda run: {"threads": 3})
     results.runs["a"] = {"run": "name of a", "seed": 4}
     return results
 
