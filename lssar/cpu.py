@@ -32,7 +32,7 @@ UNKNOWN_ACTIVATION = 2
 def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     """Compute any mechanism that `fused.unfused` lets through, in float32."""
     dtype = v.dtype
-    q, k, settings = fused.kernel_inputs(q.float(), k.float(), m, params, span)
+    q, k, settings = fused.kernel_inputs(q.float(), k.float(), m, params, span, cosines=True)
     v = v.float()
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     plain = type(q) is type(k) is type(v) is Tensor

@@ -422,7 +422,7 @@ void finish_keys(const Task& task, const KeySums* sums, int chunks, float* scrat
       for (int64_t x = 0; x < vcols; x++) dv[x] += from[x];
     }
     float* to = c.dk.row(task.b, task.group, j);
-    if (c.has(COSINE))
+    if (c.unit_keys())
       through_normalise(task.key(j), dk, 1.f, task.d, to);
     else
       std::copy(dk, dk + task.d, to);

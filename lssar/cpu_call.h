@@ -19,11 +19,14 @@ struct View {  // (B, H, L, d) float32, unit stride along d; data is null where 
 };
 
 enum Flags : int64_t {  // what is not the plain case; named in fused.py
-  COSINE = 1,           // scores are log d log N cos(q, k)
+  COSINE = 1,           // scores are log d log N cos(q, k), unless LOG_L or ROOT_D
   L1 = 2,               // rows are divided by the sum of their absolute values
   LOG_N = 4,            // the bias is -log N
   RECENTRE = 8,         // 1/N is subtracted from the weights of rows beyond the third
   RECENTRE_L1 = 16,     // and they are normalised again
+  LOG_L = 32,           // scores are log d log L cos(q, k), L = train_length
+  ROOT_D = 64,          // scores are sqrt(d) cos(q, k)
+  UNIT_KEYS = 128,      // keys are divided by their length, queries are given
 };
 
 struct Call {  // `KernelCall` in cpu.py, field by field; the size is checked when the library is loaded
@@ -34,6 +37,7 @@ struct Call {  // `KernelCall` in cpu.py, field by field; the size is checked wh
   int64_t first_b;        // its stride over the batch
   View q, k, v, out, stats, guide, dout, dq, dk, dvalue;
   bool has(Flags flag) const { return flags & flag; }
+  bool unit_keys() const { return has(COSINE) || has(UNIT_KEYS); }
   bool spans() const { return first || window; }
   void expect(const View& x, int64_t some_heads, int64_t rows, int64_t width) const {
     use_huge_pages(x.data, batch * some_heads * rows * width * sizeof(float));
@@ -120,10 +124,13 @@ struct Block {  // up to `rows` consecutive queries of a head
       m[r] = inverse_m[r] = 1.f;
     }
     lo_all = std::min(lo_all, hi_all);
-    float log_d = std::log((float)c.d), root = 1.f / std::sqrt((float)c.d);
+    float log_d = std::log((float)c.d), constant = 1.f / std::sqrt((float)c.d);
+    if (c.has(LOG_L)) constant = log_d * std::log((float)c.train_length);
+    if (c.has(ROOT_D)) constant = std::sqrt((float)c.d);
+    bool log_n = c.has(COSINE) && !c.has(LOG_L) && !c.has(ROOT_D);
     for (int r = 0; r < task.rows; r += W) {
       vf log2_n = log2v(load(count + r)), to_unit = all(unit == 1.f ? LN_2 : 1.f);
-      store(scale + r, c.has(COSINE) ? all(log_d) * log2_n * to_unit : all(root * unit));
+      store(scale + r, log_n ? all(log_d) * log2_n * to_unit : all(constant * unit));
       store(shift + r, c.has(LOG_N) ? -log2_n * to_unit : all((float)c.bias * unit));
     }
     mixed = c.alpha != 0;
@@ -163,7 +170,7 @@ inline void pack_queries(Block& block, float* q) {
 }
 
 inline float key_factor(const Task& task, int64_t j) {
-  return task.call.has(COSINE) ? 1.f / std::max(norm(task.key(j), task.d), EPS) : 1.f;
+  return task.call.unit_keys() ? 1.f / std::max(norm(task.key(j), task.d), EPS) : 1.f;
 }
 
 // Scores of n keys, which are read where they lie: to[r * row + j * key]. Both directions take the

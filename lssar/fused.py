@@ -20,7 +20,7 @@ KNOWN = {
     "post": ("none", "negate", "recentre", "recentre, l1"),
     "numerics": ("safe",),
 }
-OWN_SCALES = ("1/sqrt(d)", "log d log N")  # others are factors of q
+OWN_SCALES = ("1/sqrt(d)", "log d log N")  # of every kernel; others are factors of q
 CAN_SHARPEN = ("exp", "sigmoid", "softplus")
 LARGEST_HEAD_DIM = 256
 # Flags in cpu_call.h
@@ -29,6 +29,16 @@ L1 = 2
 LOG_N = 4
 RECENTRE = 8
 RECENTRE_L1 = 16
+LOG_L = 32
+ROOT_D = 64
+UNIT_KEYS = 128
+# The cosines that the CPU kernel makes of q and k itself; with a scale per head, of k alone.
+COSINE_FLAGS = {
+    "log d log N": COSINE,
+    "log d log L": COSINE | LOG_L,
+    "sqrt(d)": COSINE | ROOT_D,
+    "s log d log N": UNIT_KEYS,
+}
 
 
 class Settings(NamedTuple):
@@ -58,17 +68,23 @@ def unfused(m: Mechanism) -> str | None:
 
 
 def kernel_inputs(
-    q, k, m: Mechanism, params: Tensor | None, span: Span
+    q, k, m: Mechanism, params: Tensor | None, span: Span, *, cosines: bool = False
 ) -> tuple[Tensor, Tensor, Settings]:
     """Return q, k and the settings with which a kernel computes the mechanism.
 
     A factor of a query is multiplied here, outside of the kernel; see `finish` for the output.
+    `cosines`: the kernel knows COSINE_FLAGS.
     """
-    if m.scale not in OWN_SCALES:
+    scaling = COSINE if m.scale == "log d log N" else 0
+    if cosines and not m.sharpened:
+        scaling = COSINE_FLAGS.get(m.scale, 0)
+    if m.scale not in OWN_SCALES and not scaling & COSINE:
         count = None if params is None else span.counts(q, k)
-        q, k = over_root_d(q, k, m, params, count)
+        keys = k[:, :, :0] if scaling else k  # which the kernel divides by their lengths
+        q, keys = over_root_d(q, keys, m, params, count)
+        k = k if scaling else keys
     flags = {
-        COSINE: m.scale == "log d log N",
+        scaling: True,
         L1: m.norm == "l1",
         LOG_N: m.bias == "-log N",
         RECENTRE: m.post.startswith("recentre"),
