@@ -34,7 +34,7 @@ SAMPLE = {  # what a type is an example of
     "gpt_oss": "refused: learned sinks",
     "git": "refused: computes its own attention",  # chooses a class by the attention's name
     "got_ocr2": WORKS,  # an image part that computes its own
-    "qwen4_exp_text": "refused: a mask that the model has combined",  # in silence, once
+    "qwen4_exp_text": "refused: a choice of keys (indexer)",  # in silence, once
     "xlstm": "refused: computes its own attention, or has none",
     "blt": "refused: attention that is not causal",
     "gemma4_assistant": "refused: a mask in which a token sees other keys",  # in silence, once
