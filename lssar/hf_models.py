@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -110,14 +110,15 @@ def _check_request() -> None:
     Of a dict, transformers ignores what names no part of the model. The Auto classes still hold it
     in the arguments of their functions that are running; a class's own `from_pretrained` does not.
     """
-    frame = sys._getframe()
-    while frame := frame.f_back:
-        if not frame.f_globals.get("__name__", "").startswith("transformers.models.auto."):
-            continue
+    frame = sys._getframe().f_back
+    while frame is not None:
         config = frame.f_locals.get("config")
-        for value in frame.f_locals.values():
-            if type(value) is dict and config is not None:
-                _check_parts(config, value.get("attn_implementation"))
+        of_auto_class = frame.f_globals.get("__name__", "").startswith("transformers.models.auto.")
+        if of_auto_class and config is not None:
+            for value in frame.f_locals.values():
+                if type(value) is dict:
+                    _check_parts(config, value.get("attn_implementation"))
+        frame = frame.f_back
 
 
 def _check_parts(config, wanted: Any) -> None:
@@ -347,7 +348,7 @@ PACKED_AND_MASKED = (
 )
 
 
-def _covers(mask, positions: Tensor) -> bool:
+def _covers(mask: Any, positions: Tensor) -> TypeGuard[Tensor]:
     """Tell whether a mask says of each position whether it is a token."""
     return isinstance(mask, Tensor) and mask.shape == positions.shape
 

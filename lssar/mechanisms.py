@@ -45,7 +45,11 @@ FLAT = 2.0
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One attention mechanism. `get_mechanism(name, **overrides)` makes a variant of an entry."""
+    """One attention mechanism. `get_mechanism(name, **overrides)` makes a variant of an entry.
+
+    mine = Mechanism("mine", "Mine", scale="sqrt(d)", phi="softplus", p=4)
+    out = attend(q, k, v, mine)
+    """
 
     name: str
     label: str  # for tables and figures
