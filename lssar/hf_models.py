@@ -112,11 +112,10 @@ def _check_request() -> None:
     """
     frame = sys._getframe().f_back
     while frame is not None:
-        config = frame.f_locals.get("config")
-        of_auto_class = frame.f_globals.get("__name__", "").startswith("transformers.models.auto.")
-        if of_auto_class and config is not None:
+        if frame.f_globals.get("__name__", "").startswith("transformers.models.auto."):
+            config = frame.f_locals.get("config")
             for value in frame.f_locals.values():
-                if type(value) is dict:
+                if type(value) is dict and config is not None:
                     _check_parts(config, value.get("attn_implementation"))
         frame = frame.f_back
 
