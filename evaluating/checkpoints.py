@@ -11,6 +11,13 @@ from torch import Tensor
 
 from data.tokeniser import TOKENISERS, Tokeniser, get_tokeniser
 from evaluating.results import AS_TRAINED, Results
+from evaluating.variants import (
+    CURRENT_LENGTH,
+    STRETCHES,
+    alpha_name,
+    exponent_name,
+    window_name,
+)
 from lssar.errors import UserError
 from lssar.mechanisms import uses_setting
 from model import GPT
@@ -109,9 +116,6 @@ def series_label(run: str, variant: str) -> str:
     return run if variant == AS_TRAINED else f"{run}, {variant}"
 
 
-STRETCHES = {"pi": "PI", "ntk": "NTK", "yarn": "YaRN"}  # of RoPE, to the evaluation length
-
-
 @dataclass(frozen=True)
 class Variant:
     """Changes one setting of a trained model, without retraining.
@@ -181,15 +185,16 @@ def variants(arguments, checkpoints: list[Checkpoint]) -> list[Variant]:
     """List the variants: as trained, then those of the command line, checked on the models."""
     chosen = [Variant()]
     sinks = arguments.sinks
-    for key in ("p", "alpha", "window"):
-        chosen += [Variant(f"{key}={v:g}", key, v) for v in getattr(arguments, key)]
+    chosen += [Variant(exponent_name(p), "p", p) for p in arguments.p]
+    chosen += [Variant(alpha_name(alpha), "alpha", alpha) for alpha in arguments.alpha]
+    chosen += [Variant(window_name(window), "window", window) for window in arguments.window]
     if sinks and not arguments.window:
         raise UserError(f"--sinks {sinks} are kept beside a window; give --window too")
     for window in arguments.window if sinks else ():
-        chosen.append(Variant(f"window={window}, sinks={sinks}", "window", window, sinks))
+        chosen.append(Variant(window_name(window, sinks), "window", window, sinks))
     chosen += [Variant(STRETCHES[key], key) for key in STRETCHES if getattr(arguments, key)]
     if arguments.current_length:
-        chosen.append(Variant("L=current", "length", "current"))
+        chosen.append(Variant(CURRENT_LENGTH, "length", "current"))
     for variant in chosen:
         lacking = [variant.needs(checkpoint.config) for checkpoint in checkpoints]
         if all(lacking):

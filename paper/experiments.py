@@ -14,11 +14,16 @@ from pathlib import Path
 
 from evaluating.results import AS_TRAINED
 from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
+from evaluating.variants import CURRENT_LENGTH, NTK, YARN, alpha_name, window_name
+from lssar.errors import UserError, did_you_mean
 
 EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
 USUAL_SCALES = ("nano", "single", "paper")  # of a table
 # Lengths to evaluate at, in training lengths.
 FACTORS = {EXTRAPOLATION: (1, 2, 4, 8, 16), PASSKEY: (1, 1.5, 2, 4, 8)}
+SINKS = 4  # as StreamingLLM keeps
+# Windows of rows, by name: they are of the training length, and keep so many sinks beside it.
+WINDOWS = {"window": 0, f"window, sinks={SINKS}": SINKS}
 
 
 @cache
@@ -118,8 +123,14 @@ class Row:
     key: str
     title: str
     run: str  # may contain {factor}, the column's
-    variant: str = AS_TRAINED  # "window": one of the training length, also with ", sinks=4"
+    variant: str = AS_TRAINED  # as records name it, or one of WINDOWS
     control: bool = False  # not in the paper
+
+    def variant_at(self, train_length: int) -> str:
+        """Return the variant as records of this training length name it."""
+        if self.variant in WINDOWS:
+            return window_name(train_length, WINDOWS[self.variant])
+        return self.variant
 
 
 @dataclass(frozen=True)
@@ -174,10 +185,24 @@ def _load_table(name: str, scale: Scale, fields: dict, data: dict) -> Table:
     notes = (of_scale(data["notes"][note], scale) for note in given.pop("notes", ()))
     rows = tuple(_load_row(row, data["rows"]) for row in given.pop("rows"))
     columns = tuple(_load_columns(given))
+    if "measure" not in given:  # else its own command names the variants
+        check_variants(name, rows, scale.name)
     given["panels"] = tuple(given.get("panels", ("",)))
     given["script"] = f"scripts/{given.get('script', f'table_{name}')}.sh"
     more = {"unit": unit, "notes": tuple(filter(None, notes))}
     return Table(name, rows=rows, columns=columns, **{"title": printed["title"]} | given | more)
+
+
+def check_variants(table: str, rows: Sequence[Row], scale: str) -> None:
+    """Refuse a row with a variant that no evaluation of a run makes."""
+    alphas = {alpha_name(alpha) for run in all_runs(scale).values() for alpha in run.alphas}
+    made = [AS_TRAINED, *WINDOWS, *sorted(alphas), CURRENT_LENGTH, NTK, YARN]
+    for row in rows:
+        if row.variant not in made:
+            raise UserError(
+                f"tables.toml: row {row.key!r} of {table!r} has an unknown variant: "
+                f"{did_you_mean(row.variant, made)}"
+            )
 
 
 def _load_row(given: str | dict, known: dict) -> Row:

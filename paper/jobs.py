@@ -21,8 +21,9 @@ from pathlib import Path
 from data.shards import MANIFEST
 from evaluating.checkpoints import open_checkpoints
 from evaluating.results import AS_TRAINED, read_results
+from evaluating.variants import CURRENT_LENGTH, NTK, YARN, alpha_name, window_name
 from lssar.errors import UserError
-from paper.experiments import FACTORS, PASSKEY, Run, Scale, Table, all_runs
+from paper.experiments import FACTORS, PASSKEY, SINKS, Run, Scale, Table, all_runs
 from paper.tables import merge
 from support.files import lookup, make_folder, read_text
 from training.checkpoint import find, read_description
@@ -36,8 +37,6 @@ from training.estimate import (
     gpu_hours,
     planned_backends,
 )
-
-SINKS = 4  # as StreamingLLM keeps
 
 
 @dataclass(frozen=True)
@@ -149,16 +148,20 @@ def evaluation_job(run: Run, seed: int, space: Workspace, kind: str) -> Job:
     scale, config = space.scale, space.config(run, seed)
     name, directory = config.log.name, str(config.run_directory)
     out = space.evaluations / f"{kind}-{name}.json"
-    window = f"window={scale.train_length}"
-    more = {}  # options, with the variants that they add
+    window = scale.train_length
+    options, variants = [], [AS_TRAINED]
     if kind == PASSKEY or run.windows:
-        more[f"--{window}"] = [window]
+        options.append(f"--window={window}")
+        variants.append(window_name(window))
     if run.alphas:
-        more[f"--alpha={','.join(map(str, run.alphas))}"] = [f"alpha={a:g}" for a in run.alphas]
+        options.append(f"--alpha={','.join(map(str, run.alphas))}")
+        variants += [alpha_name(alpha) for alpha in run.alphas]
     if run.current:
-        more["--current-length"] = ["L=current"]
+        options.append("--current-length")
+        variants.append(CURRENT_LENGTH)
     if run.stretched and kind != PASSKEY:
-        more[f"--sinks={SINKS} --ntk --yarn"] = [f"{window}, sinks={SINKS}", "NTK", "YaRN"]
+        options += [f"--sinks={SINKS}", "--ntk", "--yarn"]
+        variants += [window_name(window, SINKS), NTK, YARN]
     if kind == PASSKEY:
         factors, processes = FACTORS[PASSKEY], 1
         words = ["passkey.py", directory, f"--form={run.form}"]
@@ -169,8 +172,7 @@ def evaluation_job(run: Run, seed: int, space: Workspace, kind: str) -> Job:
         words += [f"--segment={scale.length(max(FACTORS[kind]))}"]
         words += ["--spread"] if scale.spread else []
     lengths = [scale.length(factor) for factor in factors]
-    words += [f"--lengths={','.join(map(str, lengths))}", *" ".join(more).split(), f"--out={out}"]
-    variants = [AS_TRAINED, *itertools.chain(*more.values())]
+    words += [f"--lengths={','.join(map(str, lengths))}", *options, f"--out={out}"]
     done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
     command = python(*words, processes=processes)
     label = "passkey" if kind == PASSKEY else "evaluate"

@@ -56,8 +56,9 @@ class Cell:
 def compare(first: Cell, second: Cell, factor: float = 1.0) -> Interval | None:
     """Return first - factor * second, paired by seed, with its interval over seeds and text.
 
-    None where they share no seed, or one of the seeds overflowed: the others alone are those that
-    went well. With a factor of 1.04, a cell that is certainly below zero rose by less than 4 %.
+    Return None if no seed is shared or a shared seed overflowed: dropping it would keep only the
+    runs that went well. A factor of 1.04 asks whether `first` rose by less than 4 %: the result is
+    then below zero.
     """
     seeds = [seed for seed in first.values if seed in second.values]
     pairs = [(first.values[seed], second.values[seed]) for seed in seeds]
@@ -99,9 +100,7 @@ class FilledTable:
         return any(self.cell(row, column).n for row in rows for column in columns)
 
     def _records(self, row: Row, column: Column) -> list[tuple[dict, Record]]:
-        variant = row.variant
-        if variant == "window" or variant.startswith("window,"):
-            variant = variant.replace("window", f"window={self.scale.train_length}", 1)
+        variant = row.variant_at(self.scale.train_length)
         place = (column.run(row.run), column.quantity, variant, column.task)
         length = self.scale.length(column.factor)
         if length is not None:

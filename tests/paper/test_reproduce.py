@@ -21,6 +21,7 @@ from paper.experiments import (
     Table,
     all_runs,
     all_tables,
+    check_variants,
     load_toml,
     paper_numbers,
 )
@@ -114,6 +115,13 @@ def test_every_row_names_a_run_that_exists(scale):
                 assert row.variant != "L=current" or run.current
         assert not table.records or table.records in all_tables(scale)
         assert table.baseline is None or table.baseline in {row.key for row in table.rows}
+
+
+def test_a_row_whose_variant_no_evaluation_makes_is_refused():
+    for variant in ("window=256", "window, sinks=5", "alpha=0.10", "alpha=7", "ntk", "L = current"):
+        row = Row("softmax", "Softmax", "softmax", variant)
+        with pytest.raises(UserError, match="'softmax' of 'far' has an unknown variant"):
+            check_variants("far", [row], "nano")
 
 
 @pytest.mark.parametrize("scale", SCALES)
