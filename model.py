@@ -106,7 +106,7 @@ class GPT(nn.Module):
         m = c.attention
         stretch = (c.head_dim, c.interpolation, c.scaling, m.train_length)
         rope = rope_at(place, *stretch)
-        if m.sinks:  # which stand right before the window
+        if m.sinks:  # queries also get RoPE at the position where sinks appear: before the window
             rope += rope_at((m.window + m.sinks - 1 - place).clamp(max=0), *stretch)
         return rope
 
@@ -131,7 +131,7 @@ class GPT(nn.Module):
         return self
 
     def use_backend(self, name: str) -> "GPT":
-        """Compute attention with one of `lssar.BACKENDS`, or "auto"."""
+        """Compute attention with one of `lssar.backends.BACKENDS`, or "auto"."""
         for block in self.blocks:
             block.attention.backend = name
         return self

@@ -52,7 +52,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data.identity import identity, resumed
+from data.identity import check_data_unchanged, identity
 from data.loader import Batches
 from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
@@ -233,7 +233,7 @@ def warn_of_changes(
 ) -> None:
     """Warn if data or machine are not those of the checkpoint; refuse other data."""
     folder = batches.train_set.directory
-    changed = resumed(state["data"], data, folder, accept_data)
+    changed = check_data_unchanged(state["data"], data, folder, accept_data)
     for warning in (changed, other_machine(state["machine"], machine(world))):
         if warning:
             log.say(f"warning: {warning}")
@@ -331,8 +331,10 @@ def backward(run: Run, inputs: Tensor, targets: Tensor, divisor: float, sync: bo
 
 
 def rehearse(run: Run) -> None:
-    """Hold gradients, optimiser and activations beside one another, as every step but the first
-    does. Changes nothing, and needs no other rank."""
+    """Run two micro-batches and a skipped optimiser step, to see whether a step fits the memory.
+
+    The weights do not change, and no other rank takes part.
+    """
     skip = torch.ones((), dtype=torch.bool, device=run.world.device)
     try:
         for _ in range(2):
@@ -387,7 +389,8 @@ def validate(run: Run) -> None:
     for inputs, targets in run.batches.validation():
         with run.autocast:
             mean = run.model(inputs.to(device), targets.to(device))
-        count = int(targets.isfinite().sum())  # a missing label is NaN
+        # Text targets all count; of orbit labels, those that are not NaN.
+        count = int(targets.isfinite().sum())
         size = 0 if lengths is None else lengths[targets.numpy()].sum()
         total += torch.tensor([mean.item() * count, count, size], dtype=torch.float64)
     summed, tokens, size = run.world.sum(total).tolist()

@@ -19,7 +19,7 @@ SAMPLED = "sample "
 
 
 def identity(*splits: Tokens) -> dict:
-    """What a checkpoint records of the data, as plain values."""
+    """Describe the data for a checkpoint: the manifest's hash; of each file size, time, content."""
     directory, files = splits[0].directory, {}
     for name, sha256 in (item for split in splits for item in split.files.items()):
         with reading(directory / name):
@@ -31,7 +31,7 @@ def identity(*splits: Tokens) -> dict:
 
 
 def _hash(path: Path, size: int) -> str:
-    """sha256 of a small file; of a large one, that of a sample, and marked as such."""
+    """Return the sha256 of a small file; of a large one, that of a sample, and marked as such."""
     if size <= BLOCKS * BLOCK_BYTES:
         return sha256_of(path)
     digest = hashlib.sha256()
@@ -42,7 +42,7 @@ def _hash(path: Path, size: int) -> str:
     return SAMPLED + digest.hexdigest()
 
 
-def resumed(saved: dict, now: dict, directory: Path, accept: bool) -> str | None:
+def check_data_unchanged(saved: dict, now: dict, directory: Path, accept: bool) -> str | None:
     """Refuse data other than the saved unless accepted; return a warning, if there is one."""
     other = list(_differences(saved, now))
     if other:

@@ -13,8 +13,8 @@ grouped by the distance to the earlier occurrence: (L, 2L], (2L, 4L], ... up to 
     --task   mqar, flipflop, copy or passkey, for a model trained on it (data/prepare.py): the
              answers in `--segments` sequences of 16 L. The score is 1 for the right token, else 0,
              as the loss means nothing where the answer is out of view. Only answers farther than
-             layers x L count, which stacked windows of L do not reach. In the benefit, a share of
-             right answers below that of a guess counts as a guess.
+             layers x L count, which stacked windows of L do not reach. In the benefit, an accuracy
+             below chance counts as chance.
 
 "Only the last L" is a fresh context: the L tokens before the target, computed alone. A sliding
 window of L would be cheaper, but each layer passes on what its own window saw: the last of n layers
@@ -22,13 +22,13 @@ sees n L tokens. It is a way to use far context, not the control (`--window` add
 The fresh context costs L tokens per target; at most 4,096 targets are drawn.
 
 The far-context benefit is positive when far context helps: the loss in near minus in full context,
-or the right answers in full minus in near. The verdict follows from its 95 % interval by Student's
-t, over 30 blocks of neighbouring segments, or over seeds where several are given:
+or the right answers in full minus in near. The verdict is the first that fits its 95 % interval by
+Student's t, over 30 blocks of neighbouring segments, or over seeds where several are given:
 
     ignores far context     the interval lies within 0.02 nats, or 0.05 in accuracy, of zero
-    uses far context        else, the whole interval is above zero
-    harmed by far context   else, it is below zero, or the loss overflows
-    open                    else
+    uses far context        the interval lies above zero
+    harmed by far context   the interval lies below zero, or the loss overflows
+    open                    anything else
 
 A task is judged only where it was learned: if any seed gives fewer than 90 % right answers in
 sequences of L tokens (1x), the verdict is "not learned at 1x", whatever the benefit.

@@ -246,9 +246,8 @@ void norms(const Strip& strip, PlainRows& rows) {
   }
 }
 
-// Sums of weights times values are of weights times UNIT where they would overflow: weights add up
-// to less than 2^31, so these are finite, and their mean is if v is. They are of weights over UNIT
-// where a row's weights add up to less than FAINT: their products with values would vanish.
+// Sums are taken of w UNIT where w v would overflow, and of w / UNIT where a row's weights total
+// less than FAINT and w v would vanish. Weights total less than 2^31, so both are finite.
 constexpr float UNIT = 0x1p-32f, FAINT = 0x1p-90f;
 
 // to[x] = value(x) / unit; whether all is finite. In UNIT only what was not finite before is

@@ -3,7 +3,7 @@
 A saved model's config records the mechanism: it is loaded with it, and a warning is given where it
 is run with another. A variant under a name of its own must be registered before it is loaded. A
 model whose layers do not call our function is refused when it is built, or by its first forward.
-Packed sequences are computed without a cache: packed sequences cannot be cached.
+Packed batches run without a KV cache, which has no place for several sequences in one row.
 
 No class of transformers is changed. Models are seen while they are built, by a hook of torch, and
 what is added is added to the model itself.

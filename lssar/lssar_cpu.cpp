@@ -16,8 +16,9 @@
 // A row whose keys are all alike (M below the rounding of f: LSSAR_FLAT, which the build takes from
 // reference.py) is the case p = 1, mu = 0.
 //
-// Both directions take a block of rows against tiles of keys. Of sharpened rows only the entries that
-// count (r >= 2^-20 / N) are weighed and multiplied, where they are few; ds stays dense through E.
+// Both directions process a block of rows against tiles of keys. In sharpened rows, entries with
+// r < 2^-20 / N are skipped where most are that small; ds stays dense because E is added to every
+// seen key.
 // Keys that no row of a block sees are not looked at. Blocks never depend on the number of threads:
 // out and dq have the same bits for any number, dk and dv for the same number of chunks per head.
 #include "cpu_backward.h"

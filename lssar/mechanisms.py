@@ -28,8 +28,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "scale": ("1/sqrt(d)", "s log N / sqrt(d)", *COSINES),
     "bias": ("none", "-log L", "-log N"),
     "phi": (*("exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"),),
-    # What a row is divided by; or a stick, of which each key back from the query breaks off phi,
-    # and the query's own key keeps what is left.
+    # How a row is normalised. "stick": walking back from the query, each key takes the share phi
+    # of what is left; the query's own key takes the rest.
     "norm": ("l1", "none", "L", "gamma sqrt(N/2)", "stick"),
     "post": ("none", "negate", "recentre", "recentre, l1"),
     "length": ("train", "current"),  # what L is: train_length, or the number of keys
@@ -118,7 +118,7 @@ class Mechanism:
         return self.p is not None
 
     def exponents(self, row_count: Any) -> Any:
-        """The sharpening exponent of each row: p, or the adaptive p_i of a tensor of counts."""
+        """Return the sharpening exponent of each row: p, or the adaptive p_i of a tensor of counts."""
         if self.alpha == 0:
             return self.p
         growth = (row_count / self.train_length).sqrt() - 1

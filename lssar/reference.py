@@ -29,9 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
 }
 
-# Activations that are about e^x far below zero; gelu is about x e^(-x^2/2) / 32. They count as zero
-# where that is no normal number, in float32 below -87.3, or -12.9: what would be left of its digits
-# differs from one backend to another.
+# Far below zero these are about e^x, and gelu is x times about e^(-x^2/2) / 32. Where that is below
+# the smallest normal number (in float32 at x < -87.3, or -12.9) they are set to zero, because
+# backends would disagree on the digits left.
 VANISHING = ("sigmoid", "softplus", "mish", "gelu")
 
 # Rows 1..3 are not shifted: with so few keys nothing would be left above the mean.
@@ -100,7 +100,7 @@ def weights_of_span(q, k, m: Mechanism, head_scale, span: Span, decay: Tensor | 
 
 @torch.no_grad()
 def _score_bound(q, k, m: Mechanism, row_count: Tensor, head_scale) -> Tensor | float:
-    """The largest score each row could have; its rounding is a few eps of that."""
+    """Return the largest score each row could have; its rounding is a few eps of that."""
     d = q.shape[-1]
     if m.cosine:
         return _cosine_scale(d, m, row_count, head_scale)
@@ -129,7 +129,7 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, head_scale: Tensor | None) ->
 
 
 def over_root_d(q, k, m: Mechanism, head_scale, row_count: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q and k whose product over sqrt(d) is the score, for kernels that compute no other.
+    """Return q and k scaled so that q.k / sqrt(d) is the score, for kernels that know no other.
 
     `row_count` broadcasts against q (B, H, Lq, d); a scale without N needs none.
     """
@@ -145,7 +145,7 @@ def over_root_d(q, k, m: Mechanism, head_scale, row_count: Tensor | None) -> tup
 
 
 def _constant_scale(d: int, m: Mechanism) -> float | None:
-    """What cos(q, k) is multiplied by, where it does not depend on the row."""
+    """Return the factor of cos(q, k) if it does not depend on the row, else None."""
     constant = {"sqrt(d)": math.sqrt(d), "log d log L": math.log(d) * math.log(m.train_length)}
     return constant.get(m.scale)
 
@@ -153,7 +153,7 @@ def _constant_scale(d: int, m: Mechanism) -> float | None:
 def _cosine_scale(
     d: int, m: Mechanism, row_count: Tensor, head_scale: Tensor | None
 ) -> Tensor | float:
-    """What cos(q, k) is multiplied by."""
+    """Return the factor of cos(q, k)."""
     if (constant := _constant_scale(d, m)) is not None:
         return constant
     scale = math.log(d) * row_count.log()
@@ -161,7 +161,7 @@ def _cosine_scale(
 
 
 def _log_decay(decay: Tensor, queries: int) -> Tensor:
-    """What is left of key j at query i, (B, H, Lq, Lk): the sum of the log decays j + 1 .. i.
+    """Return the log decay from key j to query i, (B, H, Lq, Lk): the sum of decays j + 1 .. i.
 
     Counted from the last key, so that the large sums, and their rounding, are those of keys that
     are far away.
@@ -172,17 +172,17 @@ def _log_decay(decay: Tensor, queries: int) -> Tensor:
 
 
 def _of_the_rows(x: Tensor, rows: int) -> Tensor:
-    """x (..., Lk) at the last `rows` keys; zero before the first, where a row sees nothing."""
+    """Return x (..., Lk) at the last `rows` keys; zero before the first, where rows see nothing."""
     return F.pad(x, (rows - x.shape[-1], 0))
 
 
 def _sum_after(x: Tensor) -> Tensor:
-    """Of the entries after each one of the last dimension."""
+    """Return, for each entry of the last dimension, the sum of the entries after it."""
     return F.pad(x[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
 
 
 def _broken_stick(x: Tensor, visible: Tensor, own: Tensor) -> Tensor:
-    """sigmoid(x_ij) prod_{j<k<i} (1 - sigmoid(x_ik)); the query's own key gets the rest."""
+    """Return sigmoid(x_ij) prod_{j<k<i} (1 - sigmoid(x_ik)); the query's own key gets the rest."""
     before = visible & ~own
     kept = F.logsigmoid(-x).masked_fill(~before, 0)
     broken = torch.where(before, F.logsigmoid(x) + _sum_after(kept), -torch.inf)
@@ -190,14 +190,14 @@ def _broken_stick(x: Tensor, visible: Tensor, own: Tensor) -> Tensor:
 
 
 def grouped_product(a: Tensor, b: Tensor) -> Tensor:
-    """a (B, H, n, m) @ b (B, G, m, l), each of b's heads for H / G heads of a, without copies."""
+    """Return a (B, H, n, m) @ b (B, G, m, l), each of b's heads for H / G of a, without copies."""
     batch, groups = b.shape[:2]
     product = a.reshape(batch, groups, -1, a.shape[-1]) @ b
     return product.view(*a.shape[:3], b.shape[-1])
 
 
 def _activate(x: Tensor, visible: Tensor, m: Mechanism) -> Tensor:
-    """phi(x) on the visible keys, zero elsewhere."""
+    """Return phi(x) on the visible keys, zero elsewhere."""
     if m.phi == "exp":
         x = x.masked_fill(~visible, -torch.inf)
         if m.norm != "l1":
@@ -225,7 +225,7 @@ def _normalise(a: Tensor, m: Mechanism, row_count: Tensor, head_scale: Tensor | 
 
 
 def _l1(a: Tensor, signed: bool) -> Tensor:
-    """Rows divided by their l1-norm; a row of zeros attends to nothing and stays zero."""
+    """Divide rows by their l1-norm; a row of zeros attends to nothing and stays zero."""
     total = (a.abs() if signed else a).sum(-1, keepdim=True)
     return a / total.masked_fill(total == 0, 1)
 
@@ -313,7 +313,7 @@ def _broken_rule(q: Tensor, k: Tensor, v: Tensor | None) -> str | None:
 
 
 def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The log decay at each key, (1 or B, H, Lk), in the type the weights are computed in."""
+    """Return the log decay at each key, (1 or B, H, Lk), in the type the weights are computed in."""
     if decay is None:
         return None
     shape = (q.shape[0], q.shape[1], k.shape[2])

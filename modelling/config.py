@@ -94,7 +94,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Return plain JSON values; mechanisms by their names and changed settings."""
-        # Without defaults: the identity of a model has no key that is newer than the model.
+        # Leave defaults out: a field added later does not change the identity of older models.
         defaults = {f.name: f.default for f in fields(self) if f.name != "interpolation"}
         plain = {k: v for k, v in vars(self).items() if v != defaults.get(k)}
         plain["attention"] = _description(self.attention)

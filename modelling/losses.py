@@ -1,9 +1,8 @@
 """Cross-entropy of a linear head, without the logits of all tokens in memory.
 
-The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed for
-one chunk of tokens at a time, together with its loss and, in training, its gradients: these are
-linear in the incoming scalar, so the forward pass can finish them. Exact, and no logit is computed
-twice.
+The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed
+exactly, chunk by chunk. The loss is a scalar, so the forward pass also computes its gradients, up
+to the factor that arrives with the backward pass: no logit is computed twice.
 """
 
 import threading

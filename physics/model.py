@@ -81,7 +81,7 @@ class OrbitModel(nn.Module):
         return torch.stack(self._losses(token_losses, self.hidden(tokens), targets), dim=-1)
 
     def use_backend(self, name: str) -> "OrbitModel":
-        """Compute attention with one of `lssar.BACKENDS`, or "auto"."""
+        """Compute attention with one of `lssar.backends.BACKENDS`, or "auto"."""
         for block in self.blocks:
             block.attention.backend = name
         return self

@@ -161,7 +161,8 @@ def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, di
     for text in overrides:
         found |= _parse_override(text)
     places = [found.get(f"data.{key}", ("", ""))[1] for key in ("directory", "prepare")]
-    if places[0] != places[1]:  # the command makes the directory that it stands beside, no other
+    # An override of data.directory voids the config's data.prepare: that makes another folder.
+    if places[0] != places[1]:
         found["data.prepare"] = ("", places[0])
     config = _build(found)
     if not config.log.name:

@@ -46,7 +46,7 @@ class AttentionSection:
     length: str | None = None
     numerics: str | None = None
     window: int | None = None
-    backend: str = "auto"  # one of lssar.BACKENDS: how it is computed, not what
+    backend: str = "auto"  # one of lssar.backends.BACKENDS: how it is computed, not what
 
 
 @dataclass(frozen=True)

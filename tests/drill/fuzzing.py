@@ -26,7 +26,7 @@ import generate
 import passkey
 import train
 from data.far_tasks import ANSWER_TOKENS, make_prompt
-from data.identity import resumed
+from data.identity import check_data_unchanged
 from data.pipeline import Piece, encode_pieces
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
@@ -399,7 +399,7 @@ def trainer_state(times: int, folder: Path) -> Told:
             p.grad = torch.zeros_like(p)
         optimiser.step(torch.zeros((), dtype=torch.bool))
         restore_rng(found["rng"], world)
-        resumed(found["data"], data, subject.corpus, False)
+        check_data_unchanged(found["data"], data, subject.corpus, False)
         other_machine(found["machine"], machine(world))
         store.repair(path, progress, 2)
 

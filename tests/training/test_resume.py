@@ -12,7 +12,7 @@ from data_sets import write_set
 from eval_helpers import tiny_model
 from train_helpers import arguments, losses, make_corpus, train_here, weights
 
-from data.identity import BLOCK_BYTES, BLOCKS, identity, resumed
+from data.identity import BLOCK_BYTES, BLOCKS, check_data_unchanged, identity
 from data.loader import open_data
 from data.shards import open_split
 from lssar.errors import UserError
@@ -97,7 +97,7 @@ def test_a_copied_corpus_continues_bit_for_bit_without_a_word(corpus, six_steps,
 
 def check(saved: dict, folder: Path, accept: bool = False) -> str | None:
     now = identity(open_split(folder, "train"), open_split(folder, "val"))
-    return resumed(saved, now, folder, accept)
+    return check_data_unchanged(saved, now, folder, accept)
 
 
 def test_shards_without_a_manifest_are_known_by_their_sizes_and_samples(tmp_path):
@@ -146,7 +146,7 @@ def test_changed_labels_of_orbits_are_other_data(tmp_path):
     labels = tmp_path / "forces/labels_train.npy"
     overwrite(labels, labels.stat().st_size - 1, b"\x42")
     with pytest.raises(UserError, match=r"labels_train\.npy: other contents"):
-        resumed(saved, now(), tmp_path / "forces", False)
+        check_data_unchanged(saved, now(), tmp_path / "forces", False)
 
 
 @pytest.mark.parametrize("dry", [True, False])
