@@ -33,7 +33,7 @@ __all__ = [
 
 
 def lssa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Length-scaled softplus attention of q, k, v (..., L, d): equation equ:lengthscaleatt."""
+    """Compute length-scaled softplus attention of q, k, v (..., L, d): equ:lengthscaleatt."""
     L, d = q.shape[-2:]
     q = F.normalize(q, dim=-1)  # Q_i <- Q_i / |Q_i|_2
     k = F.normalize(k, dim=-1)  # K_i <- K_i / |K_i|_2
@@ -45,7 +45,7 @@ def lssa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def lssar(q: Tensor, k: Tensor, v: Tensor, p: float = 15) -> Tensor:
-    """LSSA with re-weighting: algorithm alg:lssar_detailed, equation equ:reweighting.
+    """Compute LSSA with re-weighting: algorithm alg:lssar_detailed, equation equ:reweighting.
 
     To be read, not run: x^p overflows float32, and a row of equal scores is 0 / 0. The library
     divides by the row's maximum first, and leaves such a row as stage 1 made it.
@@ -72,7 +72,7 @@ class Attention(nn.Module):
     """One attention layer of GPT-2: projections, positions, and any mechanism."""
 
     def __init__(self, width: int, heads: int, layer: Layer, number: int):
-        """`number`: of the layer in its model, from 0."""
+        """Make the layer that is `number` in its model, from 0."""
         super().__init__()
         self.heads = heads
         self.number = number

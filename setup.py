@@ -35,7 +35,7 @@ class Wheel(bdist_wheel):
         self.root_is_pure = not WITH_KERNELS
 
     def get_tag(self) -> tuple[str, str, str]:
-        """The kernel is called through ctypes: any Python of the system takes it."""
+        """Accept any Python of the system: the kernel is called through ctypes."""
         _, _, system = super().get_tag()
         return "py3", "none", system
 

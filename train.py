@@ -70,7 +70,7 @@ EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
 
 def main(argv: list[str], build: checkpoint.Build = GPT) -> int:
-    """`build` makes the model; physics/train.py gives another one than GPT-2."""
+    """Train the model that `build` makes, GPT-2 or that of physics/train.py."""
     arguments, overrides = parse_arguments(argv)
     size = arguments.world_size if arguments.dry_run else distributed.world_size()
     config = load_config(arguments.config, overrides, size)

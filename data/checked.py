@@ -1,8 +1,8 @@
 """Which shards were compared with the manifest's sha256, so that each is read for it only once.
 
-`.checked.jsonl` beside the shards has a line per comparison: the name, the sha256, size, times and
-inode. A shard is hashed again if its size, mtime, ctime or inode changed; a copy always is, as ctime
-cannot be set. In a read-only folder every open hashes again.
+`.checked.jsonl` beside the shards has a line per comparison: name, sha256, size, times and inode. A
+shard is hashed again if its size, mtime, ctime or inode changed; a copy always is, as ctime cannot
+be set. In a read-only folder every open hashes again.
 """
 
 import contextlib

@@ -50,7 +50,7 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
 
 @contextlib.contextmanager
 def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
-    """The hub's client. Any error is one line: its own share no base class across versions."""
+    """Yield the hub's client; any error is one line, as its own share no base class."""
     ensure_hub_cache()
     import huggingface_hub
 
@@ -62,7 +62,7 @@ def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
 
 
 def pinned_revision(out: Path, repository: str, advice: str) -> str:
-    """The commit that a set, finished or not, was begun with; of a new one, the newest."""
+    """Return the commit that a set, finished or not, was begun with; of a new one, the newest."""
     if begun := (recorded_settings(out) or {}).get("source", {}).get("revision"):
         return begun
     with _asking_hub(repository, advice) as hub:
@@ -70,7 +70,7 @@ def pinned_revision(out: Path, repository: str, advice: str) -> str:
 
 
 def _list_shards(repository: str, revision: str) -> dict[str, str]:
-    """The commit's shards in order: name -> sha256."""
+    """Return the commit's shards in order: name -> sha256."""
     with _asking_hub(repository, RERUN) as hub:
         tree = hub.HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
         found = {file.path: file.lfs.sha256 for file in tree if getattr(file, "lfs", None)}

@@ -67,7 +67,7 @@ class Windows:
         self.count = (tokens.total_tokens - 1) // length
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """(len(offsets), *shape) int64 tokens, copied once, from the mapped file."""
+        """Read (len(offsets), *shape) int64 tokens, copied once, from the mapped file."""
         batch = torch.empty((len(offsets), *self.shape), dtype=torch.int64, pin_memory=pin)
         self.tokens.fill(batch.numpy(), offsets)
         return batch
@@ -102,11 +102,11 @@ class Records(Windows):
         self.total_tokens = self.count * (points - 1)  # positions that a model reads
 
     def labels_of(self, offsets: np.ndarray) -> np.ndarray:
-        """How many labels each of these records has."""
+        """Count the labels of each of these records."""
         return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """With labels, both in one float32 tensor, which is exact for tokens."""
+        """Read tokens; with labels, both in one float32 tensor, which is exact for tokens."""
         batch = super().read(offsets, pin)
         if self.labels is None:
             return batch
@@ -115,7 +115,7 @@ class Records(Windows):
         return both.pin_memory() if pin else both
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (records, points - 1, channels) and their targets, of the same leading shape."""
+        """Return inputs (records, points - 1, channels) and targets of the same leading shape."""
         if self.labels is None:
             return super().split(batch)
         channels = self.shape[1]
@@ -128,7 +128,7 @@ Tokens = TokenSet | Records
 def open_data(
     directory: str | Path, split: str, *, vocab_size: int, channels=1, outputs=0, command=SIMULATE
 ) -> Tokens:
-    """What a model with these inputs and outputs reads: a stream of tokens, or records.
+    """Open what a model with these inputs and outputs reads: a stream of tokens, or records.
 
     `command` makes the folder: it is named where that is missing.
     """
@@ -190,7 +190,7 @@ class TrainLoader:
         self._ahead: dict[tuple[int, int], Future] = {}  # by step and part
 
     def _refuse_too_little(self, at_once: int) -> None:
-        """Naming the largest step of whole micro-batches that the data allow, if any."""
+        """Refuse too little data; name the largest step of whole micro-batches that they allow."""
         directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
         if self.windows < 1:
             few = f"has {tokens} training tokens, too few for length {length} and its targets"
@@ -203,7 +203,7 @@ class TrainLoader:
         raise UserError(f"{has}, {few}; {remedy} or add data")
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
-        """Token offsets at which the sequences of this step begin: `count` from `first`, or all."""
+        """Return the offsets at which this step's sequences begin: `count` from `first`, or all."""
         begin = step * self.global_batch + first
         numbers = np.arange(begin, begin + (self.global_batch if count is None else count))
         epochs, indices = np.divmod(numbers, self.windows)
@@ -214,13 +214,16 @@ class TrainLoader:
         return indices * self.source.stride
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(inputs, targets), each (micro_batch, length) int64, for every accumulation step."""
+        """Yield (inputs, targets), each (micro_batch, length) int64, per accumulation step."""
         for part in range(self.accumulation):
             yield self.source.split(self._take(step, part).to(self.device, non_blocking=True))
 
     def divisors(self, step: int) -> list[float]:
-        """What to divide each micro-batch's mean loss by so that their sum, averaged over ranks, is
-        the mean over the global batch: over its tokens, or its labels if some are missing."""
+        """Return one divisor per micro-batch.
+
+        Mean losses over them, summed, then averaged over ranks, are the mean over the global batch
+        (over its labels where some are missing).
+        """
         if self.source.labels is None:
             return [self.accumulation] * self.accumulation
         labels = self.source.labels_of(self.offsets(step))
@@ -229,7 +232,7 @@ class TrainLoader:
         return (max(1, labels.sum()) / (self.world_size * np.maximum(mine, 1))).tolist()
 
     def _take(self, step: int, part: int) -> Tensor:
-        """The micro-batch, read ahead if it was the next; the thread starts on the one after."""
+        """Return the micro-batch, which may be read already, and start to read the one after."""
         if self._thread is None:
             return self._read(step, part)
         batch = self._ahead.get((step, part)) or self._thread.submit(self._read, step, part)
@@ -269,7 +272,7 @@ class MixedLoader:
 def validation_windows(
     data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(inputs, targets) of this rank's share of the first windows of the split, in turn.
+    """Yield (inputs, targets) of this rank's share of the first windows of the split.
 
     They do not overlap: the same `total_tokens` targets at every length.
     """
@@ -295,7 +298,7 @@ class Batches:
     """Both sets of a run and their batches, as its config describes them."""
 
     def __init__(self, config, plan, rank: int = 0, device="cpu"):
-        """Refuses sets that are too small for one step or one validation."""
+        """Open both sets; refuse one that is too small for a step or a validation."""
         t = config.train
         directory, needs = config.data.directory, config.data_requirements()
         self.train_set, self.val_set = (open_data(directory, s, **needs) for s in ("train", "val"))

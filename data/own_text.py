@@ -195,7 +195,7 @@ class TextSource:
     """Local text, JSON lines and parquet files, in the order given."""
 
     def __init__(self, files, field, kind: dict, prefix="text", *, sample=None, skip_bad=False):
-        """`kind`: the description but for the files. No `sample`: no piece is validation."""
+        """Take, as `kind`, the description but for the files; no `sample`: no validation."""
         self.prefix = prefix
         self.files = files
         self._field = field
@@ -263,7 +263,7 @@ class TextSource:
 
     @contextlib.contextmanager
     def _skipping(self, index: int, line: str = "") -> Iterator[None]:
-        """With --skip-bad, leave out a file or line that is unusable in this block; else refuse."""
+        """Leave out a file or line that is unusable in this block, or refuse without --skip-bad."""
         try:
             yield
         except Unusable as problem:

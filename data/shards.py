@@ -44,7 +44,7 @@ def header_bytes(tokens: int) -> bytes:
 
 
 def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
-    """Token count of the shard, after checking header, size and a sample of its tokens."""
+    """Check header, size and a sample of the tokens; return the shard's token count."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         header, sample = file.read(HEADER_BYTES), file.read(2 * SAMPLE_TOKENS)
@@ -94,12 +94,12 @@ class TokenSet:
                 raise UserError(f"{path} changed while in use: {error}") from None
 
     def _find(self, offset: int) -> tuple[int, int]:
-        """The shard that holds the token at `offset`, and the token's place in it."""
+        """Return the shard that holds the token at `offset`, and the token's place in it."""
         index = int(np.searchsorted(self._borders, offset, side="right")) - 1
         return index, offset - int(self._borders[index])
 
     def slice(self, start: int, count: int) -> np.ndarray:
-        """uint16 tokens [start, start + count) of the split; a view when one shard holds them."""
+        """Return uint16 tokens [start, start + count) of the split; a view if possible."""
         if start < 0 or count < 0 or start + count > self.total_tokens:
             raise IndexError(f"tokens {start}..{start + count} of {self.total_tokens}")
         parts = []
@@ -110,7 +110,7 @@ class TokenSet:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
     def documents(self) -> np.ndarray:
-        """Where each document begins, with its end-of-text token, and the end of the split."""
+        """Return where each document begins, with its end-of-text token, and the split's end."""
         eot = TOKENISERS[self.tokeniser].eot if self.tokeniser else self.vocab_size - 1
         places = [np.array([0, self.total_tokens])]  # a split may begin within a document
         for start in range(0, self.total_tokens, 2**22):
@@ -159,7 +159,7 @@ def open_split(
 
 
 def _checked(directory: Path, shard: Shard, vocab_size: int | None) -> Shard:
-    """The shard with the token count of its header, which must be the manifest's."""
+    """Return the shard with the token count of its header, which must be the manifest's."""
     path = directory / shard.name
     tokens = check_shard(path, vocab_size=vocab_size)
     if shard.tokens not in (-1, tokens):
@@ -168,7 +168,7 @@ def _checked(directory: Path, shard: Shard, vocab_size: int | None) -> Shard:
 
 
 def list_shards(directory: Path, command: str = PREPARE) -> tuple[list[Shard], dict | None]:
-    """Every shard of the folder in order, by its manifest when there is one, else by the names."""
+    """Return the folder's shards in order, by its manifest if there is one, else by the names."""
     with reading(directory):
         names = {entry.name for entry in os.scandir(directory)}
     if PROGRESS in names:
@@ -205,7 +205,7 @@ def _require(sound: bool, what: str) -> None:
 
 
 def read_manifest(directory: Path) -> dict:
-    """The folder's manifest, with everything the code relies on checked."""
+    """Read the folder's manifest and check everything the code relies on."""
     with json_record(directory / MANIFEST) as record:
         manifest = unseal(record)
         shards = [Shard(**entry) for entry in manifest["shards"]]
@@ -225,7 +225,7 @@ def read_manifest(directory: Path) -> dict:
 
 
 def describe(directory: Path, command: str = SIMULATE) -> dict:
-    """The `records.json` of a set of records (data/loader.py)."""
+    """Read the `records.json` of a set of records (data/loader.py)."""
     path = directory / DESCRIPTION
     if not path.exists():
         what = f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records"
@@ -237,7 +237,7 @@ def describe(directory: Path, command: str = SIMULATE) -> dict:
 
 
 def describe_set(directory: str | Path) -> dict:
-    """For a file of results: where the set is, its checksums, and what it was made from."""
+    """Describe the set for a file of results: its folder, checksums and source."""
     path = Path(directory) / MANIFEST
     about = {"data": str(directory), "manifest_sha256": None, "tokens_sha256": None, "source": None}
     if path.exists():
@@ -256,7 +256,7 @@ def describe_set(directory: str | Path) -> dict:
 
 
 def verify(directory: str | Path) -> dict[str, int]:
-    """Re-read every byte of a set: sizes, sha256, ids and document count. Tokens per split."""
+    """Re-read every byte of a set: sizes, sha256, ids, document count; return tokens by split."""
     directory = Path(directory)
     shards, manifest = list_shards(directory)
     kind = TOKENISERS[manifest["tokeniser"] if manifest else "gpt2"]
@@ -278,7 +278,7 @@ def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
 
 
 def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int:
-    """EOTs in the shard, after checking that every id is in the vocabulary."""
+    """Count the EOTs in the shard; refuse an id that is not in the vocabulary."""
     tokens = TokenSet(directory, [shard]).slice(0, shard.tokens)
     check_ids(tokens, kind.vocab_size, directory / shard.name)
     blocks = np.array_split(

@@ -54,7 +54,7 @@ def write_manifest(
 
 
 def forget_progress(directory: Path) -> None:
-    """Called once the manifest is written, and by a rerun after a kill between the two."""
+    """Remove it once the manifest is written, or in a rerun after a kill between the two."""
     with files.writing(directory):
         for path in (*directory.glob("*.bin.tmp"), directory / PROGRESS):
             path.unlink(missing_ok=True)

@@ -245,8 +245,11 @@ class Backend:
         return "it takes q, k and v of one type" if mixed else None
 
 
-def _constant(function: Callable) -> Callable:
-    """torch.compiler.assume_constant_result, which would import all of torch's compiler now."""
+def trace_constant(function: Callable) -> Callable:
+    """Mark a function as constant for torch.compile, without importing the compiler.
+
+    This is what torch.compiler.assume_constant_result does.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -334,7 +337,7 @@ def _fastest(m: Mechanism, call: Call) -> str:
     return name
 
 
-@_constant
+@trace_constant
 def _exporting_to_onnx() -> bool:
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
@@ -342,7 +345,7 @@ def _exporting_to_onnx() -> bool:
 KERNELS = {"cpu": "cpu", "cuda": "triton"}  # by device
 
 
-@_constant
+@trace_constant
 @functools.cache
 def _say_row_blocks(mechanism: str, kernel: str, reason: str) -> None:
     _warn(
@@ -359,7 +362,7 @@ def _warn(text: str) -> None:
 _used: dict[tuple[str, int | None], str] = {}
 
 
-@_constant  # in a compiled graph the choice is made while tracing
+@trace_constant  # in a compiled graph the choice is made while tracing
 def _record(mechanism: str, window: int | None, backend: str) -> None:
     _used[mechanism, window] = backend
 
@@ -402,12 +405,12 @@ def _sdpa(q, k, v, m: Mechanism, head_scale, span: Span) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-@_constant
+@trace_constant
 def _cpu_missing() -> str | None:
     return _with_notice("CPU", cpu.unavailable())
 
 
-@_constant
+@trace_constant
 def _triton_missing() -> str | None:
     return _with_notice("GPU", triton_op.unavailable())
 

@@ -9,7 +9,7 @@ class UserError(ValueError):
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """The tail of an "unknown name" message: the nearest option, or all of them."""
+    """Return the tail of an "unknown name" message: the nearest option, or all of them."""
     options = sorted(options)
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(options)}"

@@ -72,7 +72,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:
-    """One attention layer as transformers calls it: the output as (B, Lq, H, d), no weights."""
+    """Compute a layer as transformers calls it: the output as (B, Lq, H, d), no weights."""
     hf_models.note_call()
     config = getattr(module, "config", None)
     if is_causal is False or not getattr(module, "is_causal", True):
@@ -110,7 +110,7 @@ def _refuse(mechanism: Mechanism, config, what: str) -> NoReturn:
 
 
 def _apart(seen: Arrangement | None, bounds: Tensor, query, key) -> Arrangement | str:
-    """Packed sequences by their bounds (0, ..., Lq), as flash attention takes them."""
+    """Separate packed sequences by their bounds (0, ..., Lq), as flash attention takes them."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         shape = f"queries {tuple(query.shape)}, keys {tuple(key.shape)}"
         return f"cu_seq_lens_q for {shape}; give one row and no cache"
@@ -193,9 +193,9 @@ def visibility(
 
 
 def _counts(mask_function, tokens: Tensor, places, offset: int, more: bool) -> Tensor | None:
-    """How many tokens each query sees by a mask function of transformers, (B, queries).
+    """Count the tokens each query sees by a mask function of transformers, (B, queries).
 
-    None if it sees others than a span up to itself, as may be where there are more keys."""
+    Return None if it sees others than a span up to itself, as may be where there are more keys."""
     if more:  # a causal mask hides the next key from the last query
         tokens = F.pad(tokens, (0, 1), value=True)
     batch, keys = tokens.shape
@@ -231,7 +231,7 @@ def _full(batch: int, queries: int, keys: int, device: torch.device | str, forms
 
 
 def _packed(a: Arrangement, batch: int, queries: int, device: torch.device | str) -> Tensor:
-    """An arrangement as a mask."""
+    """Return an arrangement as a mask."""
     if a.first is None:
         return _full(batch, queries, a.end, device)
     if a.keys is None or a.queries is None:
@@ -243,7 +243,7 @@ def _packed(a: Arrangement, batch: int, queries: int, device: torch.device | str
 
 
 def _unpacked(mask: Tensor, queries: int) -> Arrangement | str:
-    """The arrangement in a mask, or what it is instead."""
+    """Return the arrangement in a mask, or say what it is instead."""
     if mask.dim() != 4 or mask.dtype not in MARKS:
         return f"a mask of shape {tuple(mask.shape)}; give the padding mask (batch, keys)"
     if 0 not in mask.stride() and not mask.is_meta:  # no longer a view, or of three rows

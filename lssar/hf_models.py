@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
-from lssar.backends import _constant  # runs while a graph is traced, and leaves nothing in it
+from lssar.backends import trace_constant  # runs while a graph is traced, and leaves nothing in it
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, Mechanism
 
@@ -181,7 +181,7 @@ def _check_record(record: dict) -> None:
 
 @contextmanager
 def _recorded(model: PreTrainedModel) -> Iterator[None]:
-    """While the model is saved, its configs say with which attention it runs."""
+    """Record in the configs, while the model is saved, with which attention it runs."""
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     before = {id(m.config): (m.config, dict(vars(m.config))) for m in models}
     try:
@@ -239,7 +239,7 @@ def _check_attention(model: PreTrainedModel) -> None:
 
 
 def _asks_the_interface(model: type[PreTrainedModel]) -> bool:
-    """Whether the attention layers of the model's file look up the attention by its name."""
+    """Tell whether the layers of the model's file look up the attention by its name."""
     try:
         code = inspect.getsource(sys.modules[model.__module__])
     except (KeyError, OSError, TypeError):
@@ -268,18 +268,18 @@ def _refuse_model(model: PreTrainedModel, name: str):
 _calls = threading.local()
 
 
-@_constant
+@trace_constant
 def note_call() -> None:
-    """One of our mechanisms computes a layer."""
+    """Note that one of our mechanisms computes a layer."""
     _calls.count = getattr(_calls, "count", 0) + 1
 
 
-@_constant
+@trace_constant
 def _note_start(model: str) -> None:
     setattr(_calls, model, getattr(_calls, "count", 0))
 
 
-@_constant
+@trace_constant
 def _called_since(model: str) -> bool:
     return getattr(_calls, "count", 0) > getattr(_calls, model, 0)
 
@@ -307,7 +307,7 @@ def _after(model: PreTrainedModel, args: tuple, output) -> None:
 
 
 def _packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> dict:
-    """Options under which transformers tells packed sequences apart: no cache, no padding mask."""
+    """Return options that make transformers separate packed sequences: no cache, no mask."""
     mask, cache = options.get("attention_mask"), options.get("past_key_values")
     if torch.compiler.is_compiling():
         wanted = options.get("use_cache")

@@ -118,7 +118,7 @@ class Mechanism:
         return self.p is not None
 
     def exponents(self, row_count: Any) -> Any:
-        """Return the sharpening exponent of each row: p, or the adaptive p_i of a tensor of counts."""
+        """Return the sharpening exponent of each row: p, or the adaptive p_i for its count."""
         if self.alpha == 0:
             return self.p
         growth = (row_count / self.train_length).sqrt() - 1

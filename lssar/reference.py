@@ -75,7 +75,7 @@ def _working_type(q: Tensor) -> torch.dtype:
 
 
 def weights_of_span(q, k, m: Mechanism, head_scale, span: Span, decay: Tensor | None) -> Tensor:
-    """`attention_weights` of arguments that have been checked; the caller turns autocast off."""
+    """Return `attention_weights` of checked arguments; the caller turns autocast off."""
     dtype, queries, keys = _working_type(q), q.shape[-2], k.shape[-2]
     q, k = q.to(dtype), k.to(dtype)
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
@@ -241,7 +241,7 @@ def _post_step(a: Tensor, m: Mechanism, row_count: Tensor, visible: Tensor) -> T
 
 
 def sharpen(stage_one, m: Mechanism, row_count, score_bound: Tensor | float = 0.0) -> Tensor:
-    """l1(relu(N A - 1[N > 3])^p), the re-weighting of stage-one rows A.
+    """Return l1(relu(N A - 1[N > 3])^p), the re-weighting of stage-one rows A.
 
     Scaling a row changes nothing, so the safe form raises y / max(y) in [0, 1] to the power. A row
     whose largest excess over its mean is rounding noise (all keys alike) has nothing to sharpen:
@@ -313,7 +313,7 @@ def _broken_rule(q: Tensor, k: Tensor, v: Tensor | None) -> str | None:
 
 
 def decay_of(decay: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return the log decay at each key, (1 or B, H, Lk), in the type the weights are computed in."""
+    """Return the log decay at each key, (1 or B, H, Lk), in the type of the computation."""
     if decay is None:
         return None
     shape = (q.shape[0], q.shape[1], k.shape[2])
