@@ -26,8 +26,7 @@ FLASH = "flash softmax"
 ESTIMATED = (80, 90)  # architectures whose rates are known
 _COSINE = {"phi": "softplus", "cosine": True}
 FORMS = {"lssar": Form(**_COSINE, power=15), "lssa": Form(**_COSINE)}
-FORMS |= {"softmax": Form("exp", online=True), "adaptive p": Form(**_COSINE, power=0)}
-FORMS |= {f"{name}, spans": replace(FORMS[name], spans=True) for name in ("lssar", "lssa")}
+FORMS |= {"softmax": Form("exp", online=True), "lssar, spans": replace(FORMS["lssar"], spans=True)}
 # Of arguments by name, where they are not the tensors' own (pointers), three strides, or i32.
 TYPES = dict.fromkeys(("KEYS", "STATS", "DELTA", "RANGE"), "*fp32")
 TYPES |= dict.fromkeys(("FIRST", "ENDS"), "*i32")
@@ -39,14 +38,13 @@ def jobs(first_only: bool = False) -> list[dict]:
     """Every compilation: LSSAR on every card, and on an A100 and an H100 what else is common."""
     wanted = [(sm, 64, "bf16", "lssar") for sm in ESTIMATED]
     if not first_only:
+        for form in ("lssar", "lssa", FLASH):
+            wanted += [(sm, d, "bf16", form) for d in (64, 128) for sm in ESTIMATED]
         for sm in triton_table.TILES:
             half = "fp16" if sm in triton_table.WITHOUT_BF16 else "bf16"
             wanted += [(sm, d, half, "lssar") for d in (64, 128)]
-        for sm in ESTIMATED:
-            wanted += [(sm, d, "bf16", form) for d in (64, 128) for form in FORMS]
-            wanted += [(sm, d, "bf16", FLASH) for d in (64, 128)]
-            wanted += [(sm, 256, "bf16", "lssar"), (sm, 64, "fp16", "lssar")]
-        wanted += [(80, d, "fp32", "lssar") for d in (64, 128)]
+        wanted += [(sm, 64, "bf16", "lssar, spans") for sm in ESTIMATED]
+        wanted += [(80, 64, "fp16", "lssar"), (80, 64, "fp32", "lssar"), (80, 256, "bf16", "lssar")]
     found = []
     for sm, d, dtype, form in dict.fromkeys(wanted):
         for kernel in KERNELS:

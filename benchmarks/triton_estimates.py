@@ -22,7 +22,7 @@ from support.files import write_json
 from support.text import table
 
 DEVICES = {80: "A100", 90: "H100"}
-SHOWN = ("lssar", "lssa", "softmax")
+SHOWN = ("lssar", "lssa")
 
 
 def estimates(rows: list[dict]) -> list[dict]:
@@ -48,10 +48,11 @@ def estimates(rows: list[dict]) -> list[dict]:
     return found
 
 
-def estimate_table(found: list[dict]) -> str:
+def markdown_table(found: list[dict]) -> str:
     """Slowest pipe / calibrated / serial, as docs/kernels.md has them."""
     columns = [(device, d) for device in DEVICES.values() for d in (64, 128)]
-    lines = []
+    lines = ["| | " + " | ".join(f"{device}, D = {d}" for device, d in columns) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
     for form in SHOWN:
         for passes in ("forward", "forward+backward"):
             cells = []
@@ -60,8 +61,8 @@ def estimate_table(found: list[dict]) -> str:
                 (row,) = (r for r in found if place.items() <= r.items())
                 values = (row[how] for how in ("slowest", "calibrated", "serial"))
                 cells.append(" / ".join(f"{value:.2f}" for value in values))
-            lines.append([f"{form}, {passes}", *cells])
-    return table(["", *(f"{device}, D = {d}" for device, d in columns)], lines)
+            lines.append(f"| {form.upper()}, {passes} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(args: Namespace) -> None:
@@ -81,7 +82,7 @@ def main(args: Namespace) -> None:
     if not args.first:
         found["estimates"] = estimates(rows)
         print("\ntime / flash softmax's in Triton: slowest pipe / calibrated / serial")
-        print(estimate_table(found["estimates"]))
+        print(markdown_table(found["estimates"]))
     if args.out:
         write_json(args.out, found)
         print(f"written: {args.out}")

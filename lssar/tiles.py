@@ -148,9 +148,14 @@ def activate(t, FORM: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def slope_bound(top, PHI: tl.constexpr):
+def slope_bound(top, FORM: tl.constexpr):
     """No slope of a row is much larger, `top` being at least its largest |phi|."""
-    return 2.0 * tl.sqrt(top) if PHI == "relu2" else tl.zeros_like(top) + 1.0
+    bound = tl.zeros_like(top) + 1.0
+    if FORM.phi == "relu2":
+        bound = 2.0 * tl.sqrt(top)
+    elif FORM.phi == "softplus" or FORM.phi == "sigmoid":
+        bound = tl.minimum(top, 1.0)
+    return tl.maximum(bound, 1e-30)
 
 
 @triton.jit

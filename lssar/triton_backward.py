@@ -102,11 +102,13 @@ def dq_kernel(
 
     unit, key_unit, inv_unit = zeros + 1.0, 1.0, zeros + 1.0
     if dtype == tl.float16:
-        bound = tiles.slope_bound(1.0 / tl.maximum(factor, TINY), FORM.phi)
-        bound *= tiles.length(do) * tl.load(RANGE + 2 * shared)
-        unit = tl.maximum(bound, TINY) / ROOM
+        bound = tl.maximum(tiles.length(do) * tl.load(RANGE + 2 * shared), TINY)
+        unit = bound / ROOM
+        steepest = tiles.slope_bound((1.0 + offset) / tl.maximum(factor, TINY), FORM)
+        bound *= steepest
         key_unit = 1.0 / tl.maximum(tl.load(RANGE + 2 * shared + 1), TINY)
         inv_unit = 1.0 / unit
+        inv_slope = key_unit / steepest
     CORRECTED: tl.constexpr = FORM.centred and dtype == tl.float32
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     flat_acc, side_acc = acc, acc
@@ -134,7 +136,7 @@ def dq_kernel(
             if FORM.cosine:
                 slope *= inv_k
             if dtype == tl.float16:
-                slope *= key_unit
+                slope *= inv_slope[:, None]
             if masked:
                 slope = tl.where(seen, slope, 0.0)
                 t = tl.where(seen, t, 0.0)
@@ -165,7 +167,9 @@ def dq_kernel(
         share = tiles.load_vector(STATS + plane * SHARE, first_row, inside, BLOCK_M)
         dense = share * coef * pull
     dq = acc * (coef * unit)[:, None] - flat_acc * dense[:, None]
-    dq *= (row_scale / key_unit)[:, None]
+    dq *= row_scale[:, None]
+    if dtype == tl.float16:
+        dq *= (steepest / key_unit)[:, None]
     q = tiles.load_again(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
     if FORM.cosine:
         dq = tiles.through_norm(q, dq)
@@ -177,7 +181,7 @@ def dq_kernel(
     tl.store(deltas + 2 * plane, dense * row_scale, mask=inside)
     if dtype == tl.float16:
         size = tl.maximum(tiles.length(q), NORM_EPS)
-        bound = (coef * bound + tl.abs(dense)) * row_scale
+        bound = (coef * bound + tl.abs(dense) * steepest) * row_scale
         tl.store(deltas + 3 * plane, bound * size, mask=inside)
         tl.store(deltas + 4 * plane, size, mask=inside)
 

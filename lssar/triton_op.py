@@ -8,32 +8,33 @@ tensors, slowly, with the products of `triton_interpreter.py`.
 
 import functools
 import importlib.util
-import math
-import os
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from lssar import fused, triton_table
+from lssar import fused, key_parts, triton_table
 from lssar.errors import UserError
-from lssar.folders import ensure_writable
-from lssar.fused import COSINE, L1, LOG_N, PHI, RECENTRE_L1, Settings, readable, room_like
-from lssar.mechanisms import SIGNED, Mechanism
+from lssar.fused import COSINE, Settings, readable, room_like
+from lssar.mechanisms import Mechanism
 from lssar.reference import UNSHIFTED_ROWS
 from lssar.spans import Span, zero_unseen_values
+from lssar.triton_form import (
+    Form,
+    form_of,
+    interpreting,
+    kernel_function,
+    launch,
+    padded,
+    scale_and_bias,
+    sum_unit,
+)
 
 ROW_STATISTICS = 7  # planes of the saved row statistics; named in `tiles.py`
 MOST_HEADS = 65535  # of a launch: programs along the second axis of a grid
 MOST_STATISTICS = 2**31 // ROW_STATISTICS - 1  # rows of all heads: places have 32 bits
 INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
-
-
-def interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unavailable() -> str | None:
@@ -117,75 +118,6 @@ def _mean_value(v: Tensor, span: Span, q: Tensor) -> Tensor:
     return mean.to(q.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-# --- what a kernel is compiled for ---------------------------------------------------------------
-
-MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kernel each
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a kernel is compiled for, besides its tiles."""
-
-    phi: str
-    power: int | None = None  # None: not sharpened; 0: a real p, or one for each row
-    cosine: bool = False
-    l1: bool = True
-    recentre: bool = False  # subtract the mean and normalise again
-    bias: bool = False
-    log_n: bool = False  # the bias is a multiple of log N
-    spans: bool = False
-    online: bool = False  # sums are relative to the largest |f| so far (of exp, the largest score)
-
-    @property
-    def sharp(self) -> bool:
-        return self.power is not None
-
-    @property
-    def centred(self) -> bool:
-        """The row's mean is subtracted, and the backward has a term for it."""
-        return self.sharp or self.recentre
-
-    @property
-    def signed(self) -> bool:
-        return self.recentre or self.phi in SIGNED
-
-    @property
-    def biased(self) -> bool:
-        return (self.bias or self.log_n) and not (self.phi == "exp" and self.l1)
-
-    @property
-    def shifted(self) -> bool:
-        """The backward adds something to a row's scores."""
-        return self.biased or (self.phi == "exp" and self.l1)
-
-    @property
-    def loose(self) -> bool:
-        """One key may have all of a row's weight, and the others none."""
-        return self.l1 and not (self.centred or self.online or self.cosine)
-
-
-def form_of(s: Settings, keys: int, spans: bool, dtype: torch.dtype) -> Form:
-    power = None
-    if s.p:
-        adaptive = s.alpha != 0 and keys > s.train_length
-        whole = not adaptive and s.p == int(s.p) and s.p <= MAX_INTEGER_P
-        power = int(s.p) if whole else 0
-    l1 = bool(s.flags & L1)
-    recentre = bool(s.flags & RECENTRE_L1)
-    plain = l1 and power is None and not recentre
-    return Form(
-        phi=PHI[s.phi],
-        power=power,
-        cosine=bool(s.flags & COSINE),
-        l1=l1,
-        recentre=recentre,
-        bias=s.bias != 0,
-        log_n=bool(s.flags & LOG_N),
-        spans=spans,
-        online=plain and (PHI[s.phi] == "exp" or dtype == torch.float16),
-    )
-
-
 # --- the operators -------------------------------------------------------------------------------
 
 
@@ -195,6 +127,11 @@ def _compute_forward(q, k, v, first, *settings_and_save):
     s = Settings(*settings)
     out, rest, stats, keys = _forward_outputs(q, k, v, first, *settings_and_save)
     q, k, v = readable(q), readable(k), readable(v)
+    if not save and key_parts.takes(q, k):
+        if out.numel():
+            first, *_ = _spans(first, s.window, q, k)
+            key_parts.attend_few_rows(q, k, v, first, s, out)
+        return out, rest, stats, keys
     if keys.numel():
         torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32, out=keys)
         if s.flags & COSINE:
@@ -204,29 +141,11 @@ def _compute_forward(q, k, v, first, *settings_and_save):
     if out.numel():
         first, first_stride, *_ = _spans(first, s.window, q, k)
         form = form_of(s, k.shape[2], first is not None, q.dtype)
-        numbers = [*_scale_and_bias(form, s, q.shape[3]), _sum_unit(form, q, k)]
+        numbers = [*scale_and_bias(form, s, q.shape[3]), sum_unit(form, q, k.shape[2])]
         tensors = [q, k, v, keys, first, out, rest, stats]
         strides = [*(x.stride()[:3] for x in (q, k, v, out)), first_stride]
         _launch("forward", form, q, k, v, q.shape[2], tensors, strides, numbers, s, SAVE=save)
     return out, rest, stats, keys
-
-
-def _scale_and_bias(form: Form, s: Settings, d: int) -> tuple[float, float]:
-    """What turns q.k into a score in the units of the kernels."""
-    base_2 = 1.0 if form.phi in ("exp", "sigmoid", "softplus") else math.log(2)
-    scale = math.log(d) * base_2 if form.cosine else base_2 / math.sqrt(d) / math.log(2)
-    bias = -base_2 if form.log_n else s.bias * base_2 / math.log(2)
-    return scale, bias
-
-
-def _sum_unit(form: Form, q: Tensor, k: Tensor) -> float:
-    """What weights are multiplied by while they are summed: sums are below one then, and with
-    values near the largest float32 stay finite. In fp16 small weights would be subnormal."""
-    if q.dtype == torch.float16:
-        return 2.0**14
-    keys = k.shape[2]
-    largest = 1 + math.log(q.shape[3]) * math.log2(keys)
-    return 2.0 ** -math.ceil(math.log2(keys * largest)) if form.l1 else 1.0
 
 
 def _forward_outputs(q, k, v, first, *settings_and_save):
@@ -234,7 +153,7 @@ def _forward_outputs(q, k, v, first, *settings_and_save):
     s = Settings(*settings)
     # Zeros: a mechanism leaves what it does not need unwritten, and an output must be determined.
     stats = q.new_zeros((save * ROW_STATISTICS, *q.shape[:3]), dtype=torch.float32)
-    key_norms = bool(s.flags & COSINE) or s.p != 0
+    key_norms = (bool(s.flags & COSINE) or s.p != 0) and (save or not key_parts.takes(q, k))
     keys = q.new_empty(k.shape[:3] if key_norms else (0,), dtype=torch.float32)
     rounded = save and q.dtype != torch.float32
     rest = room_like(q, v.shape[3]) if rounded else q.new_empty(0)
@@ -322,36 +241,17 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
     block_d, block_v = padded(d), padded(d_v)
     side, programs = ("BLOCK_N", groups) if name == "dkv" else ("BLOCK_M", heads)
     kernel, options = _kernel(name, max(block_d, block_v), q)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        kernel[(-(-blocked // options[side]), batch * programs)](
-            *tensors, *strides, heads, heads // groups, rows, keys, batch * heads * rows,
-            *numbers, s.p, s.alpha, float(s.train_length),
-            FORM=form, d=d, d_v=d_v, BLOCK_D=block_d, BLOCK_V=block_v, **flags, **options,
-        )  # fmt: skip
-
-
-def padded(d: int) -> int:
-    """The head dim of the tiles: the next power of two, and tl.dot's smallest is 16."""
-    return max(16, 1 << (d - 1).bit_length())
-
-
-def kernel_function(name: str):
-    """The Triton function "forward", "dq" or "dkv"."""
-    # Triton keeps what it compiles below the home folder, and fails where that cannot be.
-    home, kept = os.environ.get("TRITON_HOME") or "~", "Triton's compiled kernels"
-    ensure_writable("TRITON_CACHE_DIR", f"{home}/.triton/cache", "triton", kept)
-    from lssar import triton_backward, triton_forward
-
-    return getattr(triton_forward if name == "forward" else triton_backward, f"{name}_kernel")
+    numbers = [heads, heads // groups, rows, keys, batch * heads * rows, *numbers]
+    arguments = [*tensors, *strides, *numbers, s.p, s.alpha, float(s.train_length)]
+    grid = (-(-blocked // options[side]), batch * programs)
+    widths = {"d": d, "d_v": d_v, "BLOCK_D": block_d, "BLOCK_V": block_v}
+    launch(name, kernel, grid, arguments, q, FORM=form, **widths, **flags, **options)
 
 
 def _kernel(name: str, block_d: int, q: Tensor):
     """The kernel and its tiles: of `triton_table.py` on a GPU, fixed in the interpreter."""
     kernel = kernel_function(name)
     if interpreting():
-        from lssar import triton_interpreter
-
-        triton_interpreter.install()
         return kernel, INTERPRETED
     major, minor = torch.cuda.get_device_capability(q.device)
     shape = triton_table.tiles(name, block_d, 8 * q.element_size(), 10 * major + minor)

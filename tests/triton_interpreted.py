@@ -6,6 +6,8 @@ before triton is first imported. By hand: TRITON_INTERPRET=1 pytest tests/triton
 Products are those of lssar/triton_interpreter.py, which rounds as tensor cores do, or truncates.
 """
 
+import itertools
+import math
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from lssar import backends, fused, reference, triton_op
+from lssar import backends, fused, key_parts, reference, triton_op
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
@@ -122,8 +124,10 @@ def check(kind, rows, keys, d, m, dtype=FP32, first=None, by_luck=False, **shape
     for (name, floor), ours, theirs in zip(
         floors.items(), errors(kernel, exact), lost, strict=True
     ):
-        bar = 2 if name == "out" or dtype == FP32 else 3
-        assert ours <= bar * theirs + floor, f"{name}: {ours:.1e}, eager loses {theirs:.1e}"
+        bar = (2 if name == "out" or dtype == FP32 else 3) * theirs + floor
+        if math.isnan(theirs):  # eager overflows; the kernel must have a digit
+            bar = 0.25
+        assert ours <= bar, f"{name}: {ours:.1e}, eager loses {theirs:.1e}"
 
 
 @pytest.mark.parametrize("p", POWERS)
@@ -221,6 +225,56 @@ def test_decode_equals_prefill():
     whole = lssar(q, k, v, p=15)
     step = lssar(q[:, :, -1:], k, v, p=15)
     assert torch.allclose(whole[:, :, -1:], step, atol=1e-6)
+
+
+def test_accuracy_of_a_few_rows_over_keys_in_parts():
+    """The parts that a GPU splits a cache into, and with them those of three ranks."""
+    cases = itertools.product(("lssar", "lssa", "softmax-reweighted"), (FP32, BF16, FP16), (1, 5))
+    for name, dtype, rows in cases:
+        m = MECHANISMS[name]
+        (q, k, v), _ = inputs("random", rows, 301, 24, heads=8, groups=2)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        exact = attend(q.double(), k.double(), v.double(), m, backend="eager")
+        with torch.no_grad():
+            whole = attend(q, k, v, m, backend="triton")
+        places = [0, 70, 200]
+        keys = k.split([70, 130, 101], dim=2)
+        values = v.split([70, 130, 101], dim=2)
+        ranks = list(zip(places, keys, values, strict=True))
+        sums = torch.cat([key_parts.row_sums(q, x, m, at, 301) for at, x, _ in ranks], dim=1)
+        found = [key_parts.row_values(q, x, y, m, sums, at, 301) for at, x, y in ranks]
+        parts = torch.cat([x for x, _ in found])
+        sizes = torch.cat([x for _, x in found], dim=1)
+        split = key_parts.combine(parts, sizes, q, m)
+        for out in (whole, split):
+            error = ((out.double() - exact).norm() / exact.norm()).item()
+            assert error < (torch.finfo(dtype).eps if dtype != FP32 else 2e-6), (name, dtype, rows)
+        if name != "softmax-reweighted":  # whose exp is relative to its largest
+            scores = (
+                math.log(24)
+                * math.log(301)
+                * torch.cosine_similarity(
+                    q[:, :, -1:, None].double(),
+                    k.repeat_interleave(4, 1)[:, :, None].double(),
+                    dim=-1,
+                )
+            )
+            mean = torch.nn.functional.softplus(scores).mean(-1)[:, :, 0] / math.log(2)
+            torch.testing.assert_close(
+                sums[0, :, :, :, -1].sum(0).double() / 301, mean, rtol=1e-3, atol=1e-4
+            )
+
+
+def test_keys_in_parts_refuse_what_they_cannot_split():
+    q = torch.randn(1, 2, 1, 16)
+    k = torch.randn(1, 2, 9, 16)
+    for call in (
+        lambda: key_parts.row_sums(q, k, get_mechanism("lssar", window=3), 0, 9),
+        lambda: key_parts.row_sums(q, k, MECHANISMS["lssar"], 1, 9),
+        lambda: key_parts.row_sums(q.expand(1, 2, 65, 16), k, MECHANISMS["lssar"], 0, 9),
+    ):
+        with pytest.raises(UserError, match="keys in parts"):
+            call()
 
 
 def test_strided_heads_equal_contiguous_ones():

@@ -1,5 +1,6 @@
-"""benchmark.py counts: what is counted, what it is put beside, and what was recorded."""
+"""benchmark.py kernels: what is counted, what it is put beside, and what was recorded."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,34 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.triton_counts import (
-    BOTH,
-    COUNTED,
-    DEVICES,
-    FLASH,
-    HEAD_DIMS,
-    KERNELS,
-    LABELS,
-    RATES,
-    count,
-    draw,
-    jobs,
-    loops,
-    ratios,
-    work,
-)
-from evaluating.results import read_results
+import benchmark
+from benchmarks.triton_compile import FLASH
+from benchmarks.triton_counts import ASSUMED, RATES, calibrated, loops, together, work
+from benchmarks.triton_estimates import estimates, markdown_table
 from lssar.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "results" / "triton_counts.json"
-# Matrix products per tile, of (rows x D) by (D x keys) or their like, by the formulas: scores, and
-# of an fp32 tile two each, as it is multiplied in two parts.
-PRODUCTS = {
-    FLASH: {"forward": 2, "dq": 3, "dkv": 4},
-    "lssar": {"forward": 1 + 1 + 2 + 2, "dq": 4, "dkv": 5},  # a first pass; out and the guide
-    "plain": {"forward": 1 + 2, "dq": 2 + 2, "dkv": 3 + 2},
-}
+RECORDED = ROOT / "results" / "triton_kernels.json"
 
 SASS = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
@@ -114,104 +95,51 @@ for M, N in ((32, 16), (16, 32)):
 
 @pytest.fixture(scope="module")
 def recorded():
-    return read_results(RECORDED)
-
-
-def clocks(recorded):
-    return [r for r in recorded.records if r.quantity == "clocks_per_element"]
-
-
-def test_the_record_covers_every_kernel_and_says_what_it_is(recorded):
-    assert (
-        "estimate" in recorded.about["status"] and "not run on hardware" in recorded.about["status"]
-    )
-    assert len(recorded.about["assumptions"]) > 3
-    expected = {
-        (run, f"{kernel}, D={d}, {device}")
-        for run in (FLASH, *LABELS.values())
-        for kernel in (*KERNELS, BOTH)
-        for d in HEAD_DIMS
-        for device in DEVICES.values()
-    }
-    assert {(r.run, r.variant) for r in clocks(recorded)} == expected
-    assert str(ROOT) not in RECORDED.read_text()
+    return json.loads(RECORDED.read_text())
 
 
 def test_recorded_products_are_those_of_the_formulas(recorded):
+    """Matrix products per tile, of (rows x D) by (D x keys) or their like, and the row sum."""
+    products = {
+        FLASH: {"forward": 2, "dq": 3, "dkv": 4},
+        "lssa": {"forward": 2, "dq": 3, "dkv": 4},
+        "lssar": {"forward": 3, "dq": 4, "dkv": 4},
+    }
     checked = 0
-    for r in clocks(recorded):
-        kernel, d, _ = r.variant.split(", ")
-        if kernel == BOTH:
-            continue
-        kind = FLASH if r.run == FLASH else "lssar" if r.run == LABELS["lssar"] else "plain"
-        assert r.details["work"]["tensor"] == 2 * int(d[2:]) * PRODUCTS[kind][kernel], (
-            r.run,
-            r.variant,
-        )
-        checked += 1
-    assert checked == (1 + len(COUNTED)) * 3 * 2 * 2
+    for row in recorded["kernels"]:
+        if row["form"] in products and "work" in row and row["dtype"] == "bf16":
+            d = row["head_dim"]
+            expected = 2 * d * products[row["form"]][row["kernel"]]
+            if row["form"] != FLASH and row["kernel"] == "forward":
+                expected += 2 * 16
+            if d <= 128:
+                assert row["work"]["tensor"] == expected, row
+                checked += 1
+    assert checked == 3 * 3 * 2 * 2
 
 
-def test_recorded_clocks_and_ratios_follow_from_the_counts(recorded):
-    devices = {device: RATES[sm] for sm, device in DEVICES.items()}
-    sums, found = {}, {(r.run, r.variant): r.value for r in clocks(recorded)}
-    for r in clocks(recorded):
-        kernel, *place = r.variant.split(", ")
-        if kernel != BOTH:
-            times = {kind: n / devices[place[1]][kind] for kind, n in r.details["work"].items()}
-            assert r.value == pytest.approx(max(times.values()))
-            assert times[r.details["slowest"]] == max(times.values())
-            sums[r.run, *place] = sums.get((r.run, *place), 0) + r.value
-    for (run, *place), total in sums.items():
-        assert found[run, ", ".join([BOTH, *place])] == pytest.approx(total)
-    for r in recorded.records:
-        if r.quantity == "ratio":
-            assert r.value == pytest.approx(found[r.run, r.variant] / found[FLASH, r.variant])
+def test_recorded_estimates_follow_from_the_counts_and_meet_published_speeds(recorded):
+    rows = recorded["kernels"]
+    for found, expected in zip(recorded["estimates"], estimates(rows), strict=True):
+        assert found == pytest.approx(expected)
+    for sm, published in ASSUMED["published"].items():
+        d = published["head_dim"]
+        place = {"form": FLASH, "sm": int(sm), "head_dim": d, "kernel": "forward"}
+        (row,) = (r for r in rows if place.items() <= r.items())
+        clocks = together(row["clocks"], calibrated(row["clocks"], d, int(sm)))
+        least = 4 * d / RATES[int(sm)]["tensor"]
+        assert least / clocks * published["peak"] == pytest.approx(published["teraflops"], rel=1e-3)
+    for row in recorded["estimates"]:
+        assert row["slowest"] > 0 and row["serial"] > 0
 
 
-def test_the_figure_has_every_mechanism_on_both_devices(recorded, tmp_path):
-    for device in DEVICES.values():
-        for label in LABELS.values():
-            values = ratios(recorded.records, label, device)
-            assert set(values) == {f"{k}, D={d}" for k in (*KERNELS, BOTH) for d in HEAD_DIMS}
-    assert all(path.exists() for path in draw(recorded.records, tmp_path / "x.json"))
-    assert RECORDED.with_suffix(".png").exists() and RECORDED.with_suffix(".pdf").exists()
-
-
-def test_the_readme_has_what_was_recorded(recorded):
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    for label in LABELS.values():
-        cells = []
-        for d in HEAD_DIMS:
-            for device in DEVICES.values():
-                values = ratios(recorded.records, label, device)
-                cells.append(" / ".join(f"{values[f'{k}, D={d}']:.1f}" for k in ("forward", BOTH)))
-        assert f"  | {label} | {' | '.join(cells)} |" in lines
-
-
-def test_a_kernel_is_counted_again_as_recorded(recorded, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wanted = {"mechanism": "lssar", "head_dim": 64, "sm": 90, "kernel": "dq"}
-    (job,) = (job for job in jobs() if wanted.items() <= job.items())
-    found = count(job)
-    place = (LABELS["lssar"], "dq, D=64, H100")
-    (r,) = (r for r in clocks(recorded) if (r.run, r.variant) == place)
-    assert r.details["work"] == pytest.approx(found["work"])
-    assert r.details["config"] == list(found["config"])
-
-
-@pytest.mark.slow
-def test_every_kernel_is_counted_again_as_recorded(recorded, tmp_path):
-    out = tmp_path / "x.json"
-    command = [sys.executable, "benchmark.py", "counts", "--workers", "2", "--out", str(out)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    again = read_results(out)
-    assert [(r.key, r.value) for r in again.records] == [(r.key, r.value) for r in recorded.records]
+def test_the_documentation_has_the_recorded_table(recorded):
+    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for line in markdown_table(recorded["estimates"]).splitlines():
+        assert line in text
 
 
 def test_the_interpreter_is_refused(monkeypatch):
-    import benchmark
-
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(UserError, match="TRITON_INTERPRET=1 is set"):
-        benchmark.main(["counts"])
+        benchmark.main(["kernels"])

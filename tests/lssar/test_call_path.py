@@ -63,6 +63,6 @@ def test_a_layer_reaches_the_launch_of_triton_in_few_frames(monkeypatch):
 
             return launch
 
-    monkeypatch.setattr(triton_op, "_kernel", lambda *_: (Watched(), {}))
+    monkeypatch.setattr(triton_op, "_kernel", lambda *_: (Watched(), triton_op.INTERPRETED))
     run_model("triton")
     assert seen and max(map(len, seen)) <= MOST_FRAMES, seen
