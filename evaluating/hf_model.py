@@ -1,6 +1,5 @@
 """Wraps a checkpoint's model as a model of transformers; `export_hf.py` copies this file."""
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -42,13 +41,6 @@ class LssarConfig(PreTrainedConfig):
                 "(model.WEIGHTS_VERSION): export the checkpoint again"
             )
         return super().from_dict(config_dict, **options)
-
-    def to_dict(self) -> dict:
-        """Return the fields; peft asks for them before it looks for its default targets."""
-        if "peft" in sys.modules:  # whose table of targets knows no other people's models
-            known = sys.modules["peft"].utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-            known.setdefault(self.model_type, ["qkv"])
-        return super().to_dict()
 
 
 class Seen:

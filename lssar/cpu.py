@@ -41,7 +41,8 @@ def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     elif save:
         out = _Direct.apply(q, k, v, span.first, settings)
     else:
-        out = _forward(q, k, v, span.first, *settings, save)[0]
+        out = room_like(q, v.shape[3])
+        _run(_kernel().lssar_forward, settings, span.first, {"q": q, "k": k, "v": v}, {"out": out})
     return fused.finish(out, q, k, m, params, span).to(dtype)
 
 
@@ -65,8 +66,9 @@ class View(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor) -> "View":
-        """Return the view of a tensor; an empty one stands for none."""
-        return cls(x.data_ptr(), *x.stride()[:3]) if x.ndim == 4 else cls()
+        """Return the view of a tensor (B, H, L, d)."""
+        batch, head, row, _ = x.stride()
+        return cls(x.data_ptr(), batch, head, row)
 
 
 class KernelCall(ctypes.Structure):
@@ -147,18 +149,22 @@ def _run(function, settings: Settings, first: Tensor | None, inputs: dict, outpu
         for x in outputs.values():
             x.zero_()
         return
+    batch, heads, queries, head_dim = q.shape
+    groups, keys = k.shape[1:3]
     call = KernelCall(
-        batch=q.shape[0],
-        heads=q.shape[1],
-        groups=k.shape[1],
-        queries=q.shape[2],
-        keys=k.shape[2],
-        head_dim=q.shape[3],
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
         value_dim=v.shape[3],
         threads=torch.get_num_threads(),
         **settings._asdict(),
-        **{name: View.of(x) for name, x in (inputs | outputs).items()},
     )
+    for name, x in (*inputs.items(), *outputs.items()):
+        if x.ndim == 4:  # else it is empty, and stands for none
+            setattr(call, name, View.of(x))
     if first is not None:
         first = first.contiguous()
         call.first = first.data_ptr()
