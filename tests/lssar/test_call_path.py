@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention import Attention
-from lssar import cpu, triton_op
+from lssar import cpu, triton_form, triton_op
 from model import GPT, preset
 
 ROOT = Path(__file__).parents[2]
@@ -56,13 +56,10 @@ def test_a_layer_reaches_the_launch_of_triton_in_few_frames(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     seen = []
 
-    class Watched:
-        def __getitem__(self, grid):
-            def launch(*arguments, **constants):
-                seen.append(frames_from_the_layer())
+    def watched(*arguments, **constants):
+        seen.append([*frames_from_the_layer(), "launch"])
 
-            return launch
-
-    monkeypatch.setattr(triton_op, "_kernel", lambda *_: (Watched(), triton_op.INTERPRETED))
+    for module in (triton_op, triton_form):
+        monkeypatch.setattr(module, "launch", watched)
     run_model("triton")
     assert seen and max(map(len, seen)) <= MOST_FRAMES, seen
