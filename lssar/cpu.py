@@ -29,10 +29,10 @@ NO_MEMORY = 1  # Status in lssar_cpu.cpp
 UNKNOWN_ACTIVATION = 2
 
 
-def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+def compute(q, k, v, m: Mechanism, head_scale: Tensor | None, span: Span) -> Tensor:
     """Compute any mechanism that `fused.unfused` lets through, in float32."""
     dtype = v.dtype
-    q, k, settings = fused.kernel_inputs(q.float(), k.float(), m, params, span, cosines=True)
+    q, k, settings = fused.kernel_inputs(q.float(), k.float(), m, head_scale, span, cosines=True)
     v = v.float()
     save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     plain = type(q) is type(k) is type(v) is Tensor
@@ -43,7 +43,7 @@ def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     else:
         out = room_like(q, v.shape[3])
         _run(_kernel().lssar_forward, settings, span.first, {"q": q, "k": k, "v": v}, {"out": out})
-    return fused.finish(out, q, k, m, params, span).to(dtype)
+    return fused.finish(out, q, k, m, head_scale, span).to(dtype)
 
 
 def most_keys(head_dim: int) -> int:
@@ -55,7 +55,7 @@ def most_keys(head_dim: int) -> int:
 
 
 class View(ctypes.Structure):
-    """A float32 tensor (B, H, L, d) with unit stride along d: `View` of cpu_call.h."""
+    """Describes a float32 tensor (B, H, L, d) with unit stride along d: `View` of cpu_call.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -72,7 +72,7 @@ class View(ctypes.Structure):
 
 
 class KernelCall(ctypes.Structure):
-    """The arguments of the kernel's functions: `Call` of cpu_call.h, field by field."""
+    """Holds the arguments of the kernel's functions: `Call` of cpu_call.h, field by field."""
 
     _fields_ = (
         ("batch", ctypes.c_int64),
@@ -105,6 +105,15 @@ class KernelCall(ctypes.Structure):
     )
 
 
+def call_layout() -> list[str]:
+    """Return `STRUCTURE.FIELD=OFFSET` of every field of a call, and its size."""
+    layout = []
+    for structure, name in ((View, "View"), (KernelCall, "KernelCall")):
+        for field, *_ in structure._fields_:
+            layout.append(f"{name}.{field}={getattr(structure, field).offset}")
+    return [*layout, f"bytes={ctypes.sizeof(KernelCall)}"]
+
+
 def load(*extra: str) -> ctypes.CDLL:
     """Build the kernel if need be and load its two functions, which take a `KernelCall`."""
     library = build(*extra)
@@ -112,11 +121,13 @@ def load(*extra: str) -> ctypes.CDLL:
         kernel = ctypes.CDLL(str(library))
     except OSError as error:
         raise Unavailable(f"cannot load {library}: {error}") from None
-    kernel.lssar_call_size.restype = ctypes.c_int64
-    size = kernel.lssar_call_size()
-    if size != ctypes.sizeof(KernelCall):
+    kernel.lssar_call_layout.restype = ctypes.c_char_p
+    taken = kernel.lssar_call_layout().decode().split()
+    given = call_layout()
+    other = sorted({*taken} ^ {*given})
+    if other:
         raise Unavailable(
-            f"{library} takes a call of {size} bytes, not {ctypes.sizeof(KernelCall)}; "
+            f"{library} does not take the call of this version ({', '.join(other[:4])}); "
             "KernelCall in cpu.py and Call in cpu_call.h differ"
         )
     for function in (kernel.lssar_forward, kernel.lssar_backward):
@@ -177,7 +188,7 @@ def _run(function, settings: Settings, first: Tensor | None, inputs: dict, outpu
 
 
 def _outputs(q, k, v, first, *settings_and_save):
-    """Make room for the output, and for what a backward pass needs: row statistics, a guide."""
+    """Allocate the output, the row statistics and, where the mean is subtracted, the guide."""
     *settings, save = settings_and_save
     nothing = q.new_empty(0)
     stats = q.new_empty((*q.shape[:3], ROW_STATISTICS)) if save else nothing

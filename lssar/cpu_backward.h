@@ -298,18 +298,20 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
   bool exp_l1 = std::is_same<Phi, Exp>::value && c.has(L1);
   std::fill(g.cut, g.cut + ROWS, INFINITY);
   for (int r = 0; r < block.rows; r++) {
-    const float *dout = block.of(c.dout, r), *out = block.of(c.out, r);
+    const float *dout = block.of(c.grad_out, r), *out = block.of(c.out, r);
     const float* stat = block.of(c.stats, r);
     float scale, *scaled = at.dout + r * cols;
     if (task.sharp()) {
-      scale = stat[3] > 0.f ? 1.f / stat[3] : 0.f;
-      if (stat[4] != block.p[r]) block.stage_one(r);
-      if (stat[3] > 0.f) block.shape(r, stat[0], stat[1], stat[2]);
-      block.shift[r] = stat[6];
+      float l = stat[SharpStat::TOTAL];
+      scale = l > 0.f ? 1.f / l : 0.f;
+      if (stat[SharpStat::P] != block.p[r]) block.stage_one(r);
+      if (l > 0.f)
+        block.shape(r, stat[SharpStat::MEAN], stat[SharpStat::MEAN_REST], stat[SharpStat::RANGE]);
+      block.shift[r] = stat[SharpStat::SHIFT];
     } else {
-      scale = stat[3] / stat[6];
-      if (stat[6] == 0.f) scale = 0.f;
-      if (exp_l1) block.shift[r] = -stat[0];
+      scale = stat[PlainStat::INVERSE] / stat[PlainStat::AGAIN];
+      if (stat[PlainStat::AGAIN] == 0.f) scale = 0.f;
+      if (exp_l1) block.shift[r] = -stat[PlainStat::TOP];
     }
     pack_rows(dout, 0, 1, dv, cols, &scale, scaled);
     pack_rows(out, 0, 1, dv, cols, nullptr, at.out + r * cols);
@@ -318,12 +320,12 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
       continue;
     }
     if (!task.sharp()) {
-      float l = stat[3] > 0.f ? 1.f / stat[3] : 0.f;
+      float inverse = stat[PlainStat::INVERSE], l = inverse > 0.f ? 1.f / inverse : 0.f;
       if (c.has(RECENTRE) && block.shifted(r)) g.mean[r] = l / block.count[r];
       const float* base = c.has(RECENTRE) ? block.of(c.guide, r) : out;
       if (c.has(RECENTRE_L1)) {
         g.d[r] = tile_dot(out, scaled, dv);
-        g.pull[r] = (float)(precise_dot(base, scaled, dv) - (double)g.d[r] * stat[7]);
+        g.pull[r] = (float)(precise_dot(base, scaled, dv) - (double)g.d[r] * stat[PlainStat::PULL]);
       } else if (c.has(L1)) {
         g.d[r] = tile_dot(base, scaled, dv);
       }
@@ -332,7 +334,7 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
     int32_t same = r;
     sparse_dot(1, &same, at.out + r * cols, at.dout, cols, g.d + r, (int)cols);
     g.slope[r] = block.p[r] * block.inverse_m[r];
-    g.cut[r] = stat[5];
+    g.cut[r] = stat[SharpStat::CUT];
     if (block.mu[r] == 0.f) continue;
     g.pull[r] =
         (float)(-block.p[r] / block.count[r] * precise_dot(dout, block.of(c.guide, r), dv));
@@ -389,7 +391,7 @@ void backward_block(const Task& task, const BackwardScratch& at, int64_t head, i
     }
   }
   for (int r = 0; r < block.rows; r++) {
-    float *to = block.of(c.dq, r), *dq = at.dq + r * task.cols;
+    float *to = block.of(c.grad_q, r), *dq = at.dq + r * task.cols;
     if (c.has(COSINE))
       through_normalise(block.query(r), dq, block.scale[r], task.d, to);
     else
@@ -411,7 +413,7 @@ struct KeySums {  // of one chunk: dk and dv, [key - from][cols]
 void finish_keys(const Task& task, const KeySums* sums, int chunks, float* scratch) {
   const Call& c = task.call;
   int64_t cols = task.cols, vcols = task.vcols;
-  for (int64_t j = 0; j < c.lk; j++) {
+  for (int64_t j = 0; j < c.keys; j++) {
     float *dk = scratch, *dv = scratch + cols;
     std::fill(scratch, scratch + cols + vcols, 0.f);
     for (int i = 0; i < chunks; i++) {
@@ -421,12 +423,12 @@ void finish_keys(const Task& task, const KeySums* sums, int chunks, float* scrat
       from = sums[i].dv + (j - sums[i].from) * vcols;
       for (int64_t x = 0; x < vcols; x++) dv[x] += from[x];
     }
-    float* to = c.dk.row(task.b, task.group, j);
+    float* to = c.grad_k.row(task.b, task.group, j);
     if (c.unit_keys())
       through_normalise(task.key(j), dk, 1.f, task.d, to);
     else
       std::copy(dk, dk + task.d, to);
-    std::copy(dv, dv + task.dv, c.dvalue.row(task.b, task.group, j));
+    std::copy(dv, dv + task.dv, c.grad_v.row(task.b, task.group, j));
   }
 }
 
@@ -440,9 +442,9 @@ bool backward_task(Task& task, Arena& arena, float* dk, float* dv) {
   int64_t keys = task.keys();
   if (dk) at.dk = dk, at.dv = dv;
   for (int64_t j = 0; j < keys; j++) at.inverse[j] = key_factor(task, task.from + j);
-  pack_rows(task.key(task.from), c.k.l, keys, task.d, task.cols, at.inverse, at.k);
+  pack_rows(task.key(task.from), c.k.row_stride, keys, task.d, task.cols, at.inverse, at.k);
   for (int64_t j : task.bad_keys) std::fill_n(at.k + (j - task.from) * task.cols, task.cols, 0.f);
-  pack_rows(task.value(task.from), c.v.l, keys, task.dv, task.vcols, nullptr, at.v);
+  pack_rows(task.value(task.from), c.v.row_stride, keys, task.dv, task.vcols, nullptr, at.v);
   std::fill(at.dk, at.dk + keys * task.cols, 0.f);
   std::fill(at.dv, at.dv + keys * task.vcols, 0.f);
   for (int64_t h = 0; h < task.heads(); h++)

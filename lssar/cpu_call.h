@@ -9,13 +9,22 @@ constexpr int SPAN = 96;   // keys of a tile, backward
 constexpr int TILE = 1024;  // forward: scores of ROWS x TILE stay in the second cache
 constexpr int NEAR = 1536;  // forward: rows of a task whose keys are few enough for that cache
 constexpr int DIRECT = 4;  // up to this many queries (decoding), keys are read where they lie
-constexpr int STATS = 8;   // numbers saved of each row
+constexpr int STATS = 8;   // numbers saved of each row: PlainStat or SharpStat
 constexpr float EPS = 1e-12f;  // as F.normalize
+
+struct PlainStat {  // numbers of a row that is not sharpened
+  enum { TOP, INVERSE, AGAIN, PULL };
+};
+struct SharpStat {  // numbers of a sharpened row
+  enum { MEAN, MEAN_REST, RANGE, TOTAL, P, CUT, SHIFT };
+};
 
 struct View {  // (B, H, L, d) float32, unit stride along d; data is null where there is none
   float* data;
-  int64_t b, h, l;  // strides
-  float* row(int64_t i, int64_t j, int64_t k) const { return data + i * b + j * h + k * l; }
+  int64_t batch_stride, head_stride, row_stride;
+  float* row(int64_t b, int64_t h, int64_t l) const {
+    return data + b * batch_stride + h * head_stride + l * row_stride;
+  }
 };
 
 enum Flags : int64_t {  // what is not the plain case; named in fused.py
@@ -29,13 +38,13 @@ enum Flags : int64_t {  // what is not the plain case; named in fused.py
   UNIT_KEYS = 128,      // keys are divided by their length, queries are given
 };
 
-struct Call {  // `KernelCall` in cpu.py, field by field; the size is checked when the library is loaded
-  int64_t batch, heads, groups, lq, lk, d, dv, threads;
+struct Call {  // `KernelCall` in cpu.py, which compares the fields' names and places when it loads this
+  int64_t batch, heads, groups, queries, keys, head_dim, value_dim, threads;
   int64_t train_length, window, phi, flags;
   double p, alpha, bias;  // p = 0: not sharpened
-  const int64_t* first;   // (B, lq) or (lq,): the first key that each row sees; null: the first
-  int64_t first_b;        // its stride over the batch
-  View q, k, v, out, stats, guide, dout, dq, dk, dvalue;
+  const int64_t* first;   // (B, Lq) or (Lq,): the first key that each row sees; null: the first
+  int64_t first_stride;   // over the batch
+  View q, k, v, out, stats, guide, grad_out, grad_q, grad_k, grad_v;
   bool has(Flags flag) const { return flags & flag; }
   bool unit_keys() const { return has(COSINE) || has(UNIT_KEYS); }
   bool spans() const { return first || window; }
@@ -49,7 +58,7 @@ struct Seen {
   int64_t lo, hi;
 };
 inline Seen seen_by(const Call& c, int64_t b, int64_t i) {
-  int64_t hi = c.lk - c.lq + i + 1, lo = c.first ? c.first[b * c.first_b + i] : 0;
+  int64_t hi = c.keys - c.queries + i + 1, lo = c.first ? c.first[b * c.first_stride + i] : 0;
   if (c.window) lo = std::max(lo, hi - c.window);
   return {std::min(lo, hi), hi};
 }
@@ -57,7 +66,7 @@ inline Seen seen_by(const Call& c, int64_t b, int64_t i) {
 struct Task {  // rows [begin, end) of every query head of one head of keys
   const Call& call;
   int64_t b, group, begin, end;
-  int64_t d = call.d, cols = round_up(call.d, W), dv = call.dv, vcols = round_up(call.dv, W);
+  int64_t d = call.head_dim, cols = round_up(call.head_dim, W), dv = call.value_dim, vcols = round_up(call.value_dim, W);
   int64_t low = 0, to = 0;  // the keys that some of its rows see
   int64_t from = 0;         // low, down to a multiple of PANEL
   int64_t widest = 0;        // keys of a block, with room for alignment
@@ -67,10 +76,10 @@ struct Task {  // rows [begin, end) of every query head of one head of keys
   Task(const Call& c, int64_t b, int64_t group, int64_t begin, int64_t end)
       : call(c), b(b), group(group), begin(begin), end(end) {
     // Fewer rows that differ waste fewer scores: four microkernels, or one panel backward.
-    rows = !c.spans() ? ROWS : c.dq.data ? ROWS / 3 : ROWS / 2;
-    low = c.lk;
+    rows = !c.spans() ? ROWS : c.grad_q.data ? ROWS / 3 : ROWS / 2;
+    low = c.keys;
     for (int64_t i = begin; i < end; i += rows) {
-      int64_t lo = c.lk, hi = 0;
+      int64_t lo = c.keys, hi = 0;
       for (int64_t j = i; j < std::min(end, i + rows); j++) {
         Seen s = seen_by(c, b, j);
         if (s.lo < s.hi) lo = std::min(lo, s.lo), hi = s.hi;
@@ -124,9 +133,9 @@ struct Block {  // up to `rows` consecutive queries of a head
       m[r] = inverse_m[r] = 1.f;
     }
     lo_all = std::min(lo_all, hi_all);
-    float log_d = std::log((float)c.d), constant = 1.f / std::sqrt((float)c.d);
+    float log_d = std::log((float)c.head_dim), constant = 1.f / std::sqrt((float)c.head_dim);
     if (c.has(LOG_L)) constant = log_d * std::log((float)c.train_length);
-    if (c.has(ROOT_D)) constant = std::sqrt((float)c.d);
+    if (c.has(ROOT_D)) constant = std::sqrt((float)c.head_dim);
     bool log_n = c.has(COSINE) && !c.has(LOG_L) && !c.has(ROOT_D);
     for (int r = 0; r < task.rows; r += W) {
       vf log2_n = log2v(load(count + r)), to_unit = all(unit == 1.f ? LN_2 : 1.f);
@@ -178,7 +187,7 @@ inline float key_factor(const Task& task, int64_t j) {
 inline void score_direct(const Block& block, int64_t first, int64_t n, const float* q, float* to,
                          int64_t row, int64_t key) {
   const Task& task = block.task;
-  int64_t d = task.d, ld = task.call.k.l;
+  int64_t d = task.d, ld = task.call.k.row_stride;
   for (int64_t j = 0; j < n; j++) {
     const float* k = task.key(first + j);
     float factor[4], s[4];
@@ -218,7 +227,7 @@ constexpr bool CAN_SHARPEN = std::is_same<Phi, Exp>::value || std::is_same<Phi, 
 
 // Chunks of rows that a head of keys is cut into, so that the tasks divide evenly.
 inline int chunks_per_head(const Call& c) {
-  int64_t heads = c.batch * c.groups, blocks = (c.lq + ROWS - 1) / ROWS;
+  int64_t heads = c.batch * c.groups, blocks = (c.queries + ROWS - 1) / ROWS;
   if (heads >= 8 * c.threads) return 1;
   int64_t chunks = c.threads / std::gcd(heads, c.threads);
   return (int)std::max<int64_t>(1, std::min({chunks, blocks / 2, (int64_t)8}));
@@ -226,9 +235,9 @@ inline int chunks_per_head(const Call& c) {
 
 // First row of chunk i of n: equal shares of the keys seen, at whole blocks
 inline int64_t chunk_begin(const Call& c, int i, int n) {
-  if (i == n) return c.lq;
-  if (c.spans()) return c.lq * i / n / ROWS * ROWS;
-  double before = (double)(c.lk - c.lq), rows = (double)c.lq;
+  if (i == n) return c.queries;
+  if (c.spans()) return c.queries * i / n / ROWS * ROWS;
+  double before = (double)(c.keys - c.queries), rows = (double)c.queries;
   double work = (before * rows + rows * rows / 2) * i / n;
   return (int64_t)(std::sqrt(before * before + 2 * work) - before) / ROWS * ROWS;
 }

@@ -48,12 +48,12 @@ void place_keys(const Task& task, ForwardScratch& at) {
   int64_t keys = task.keys();
   at.v = at.packed_v, at.ldv = task.vcols;
   if (!at.packed(task))
-    at.v = task.value(task.from), at.ldv = c.v.l;
+    at.v = task.value(task.from), at.ldv = c.v.row_stride;
   else
-    pack_rows(task.value(task.from), c.v.l, keys, task.dv, task.vcols, nullptr, at.packed_v);
+    pack_rows(task.value(task.from), c.v.row_stride, keys, task.dv, task.vcols, nullptr, at.packed_v);
   if (!task.direct) {
     for (int64_t j = 0; j < keys; j++) at.inverse[j] = key_factor(task, task.from + j);
-    pack_panels(task.key(task.from), c.k.l, keys, task.d, at.inverse, at.panels);
+    pack_panels(task.key(task.from), c.k.row_stride, keys, task.d, at.inverse, at.panels);
     for (int64_t key : task.bad_keys) {
       int64_t j = key - task.from;
       float* column = at.panels + j / PANEL * PANEL * task.d + j % PANEL;
@@ -297,8 +297,10 @@ Unfit write_plain(const Block& block, const ForwardScratch& at, const PlainRows&
     if (!c.stats.data) continue;
     float* stat = block.of(c.stats, r);
     std::fill_n(stat, STATS, 0.f);
-    stat[0] = std::isfinite(rows.top[r]) ? rows.top[r] : 0.f;
-    stat[3] = rows.inverse[r], stat[6] = rows.again[r], stat[7] = rows.pull[r];
+    stat[PlainStat::TOP] = std::isfinite(rows.top[r]) ? rows.top[r] : 0.f;
+    stat[PlainStat::INVERSE] = rows.inverse[r];
+    stat[PlainStat::AGAIN] = rows.again[r];
+    stat[PlainStat::PULL] = rows.pull[r];
   }
   return unfit;
 }

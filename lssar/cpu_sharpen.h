@@ -314,8 +314,14 @@ void sharp_block(Block& block, const ForwardScratch& at) {
       rescue(task, at, r, rows.n[r], at.val, to, [&](float y, int64_t) { return y * inverse; });
     if (c.stats.data) {
       float* stat = block.of(c.stats, r);
-      stat[0] = block.mu[r], stat[1] = block.mu_rest[r], stat[2] = block.m[r], stat[3] = l;
-      stat[4] = block.p[r], stat[5] = rows.cut[r], stat[6] = block.shift[r], stat[7] = 0.f;
+      std::fill_n(stat, STATS, 0.f);
+      stat[SharpStat::MEAN] = block.mu[r];
+      stat[SharpStat::MEAN_REST] = block.mu_rest[r];
+      stat[SharpStat::RANGE] = block.m[r];
+      stat[SharpStat::TOTAL] = l;
+      stat[SharpStat::P] = block.p[r];
+      stat[SharpStat::CUT] = rows.cut[r];
+      stat[SharpStat::SHIFT] = block.shift[r];
     }
     if (!GUIDE) continue;
     float *guide = block.of(c.guide, r), *g = at.guide + r * cols;

@@ -68,7 +68,7 @@ def unfused(m: Mechanism) -> str | None:
 
 
 def kernel_inputs(
-    q, k, m: Mechanism, params: Tensor | None, span: Span, *, cosines: bool = False
+    q, k, m: Mechanism, head_scale: Tensor | None, span: Span, *, cosines: bool = False
 ) -> tuple[Tensor, Tensor, Settings]:
     """Return q, k and the settings with which a kernel computes the mechanism.
 
@@ -79,9 +79,9 @@ def kernel_inputs(
     if cosines and not m.sharpened:
         scaling = COSINE_FLAGS.get(m.scale, 0)
     if m.scale not in OWN_SCALES and not scaling & COSINE:
-        count = None if params is None else span.counts(q, k)
+        count = None if head_scale is None else span.counts(q, k)
         keys = k[:, :, :0] if scaling else k  # which the kernel divides by their lengths
-        q, keys = over_root_d(q, keys, m, params, count)
+        q, keys = over_root_d(q, keys, m, head_scale, count)
         k = k if scaling else keys
     flags = {
         scaling: True,
@@ -102,14 +102,14 @@ def kernel_inputs(
     return q, k, settings
 
 
-def finish(out: Tensor, q, k, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+def finish(out: Tensor, q, k, m: Mechanism, head_scale: Tensor | None, span: Span) -> Tensor:
     """Multiply a kernel's output by the factors of its rows that the kernel leaves out."""
     if m.phi == "softplus" and m.norm != "l1":
         out = out * math.log(2)  # the kernel's softplus is over ln 2
     if m.norm == "L":
         out = out / m.train_length
-    elif m.norm == "gamma sqrt(N/2)" and params is not None:
-        out = out / (params.view(-1, 1, 1) * (span.counts(q, k) / 2).sqrt())
+    elif m.norm == "gamma sqrt(N/2)" and head_scale is not None:
+        out = out / (head_scale.view(-1, 1, 1) * (span.counts(q, k) / 2).sqrt())
     return -out if m.post == "negate" else out
 
 

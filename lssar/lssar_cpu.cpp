@@ -21,21 +21,40 @@
 // seen key.
 // Keys that no row of a block sees are not looked at. Blocks never depend on the number of threads:
 // out and dq have the same bits for any number, dk and dv for the same number of chunks per head.
+#include <cstddef>
+#include <string>
+
 #include "cpu_backward.h"
 #include "cpu_sharpen.h"
 
 // What the two functions return
 enum Status { DONE = 0, NO_MEMORY = 1, UNKNOWN_ACTIVATION = 2 };
 
-extern "C" int64_t lssar_call_size() { return sizeof(Call); }
+// The fields of a call and where they are, for cpu.py to compare with its own
+extern "C" const char* lssar_call_layout() {
+#define VIEW_FIELD(name) "View." #name "=" + std::to_string(offsetof(View, name)) + " "
+#define FIELD(name) "KernelCall." #name "=" + std::to_string(offsetof(Call, name)) + " "
+  static const std::string layout = std::string() +
+      VIEW_FIELD(data) + VIEW_FIELD(batch_stride) + VIEW_FIELD(head_stride) +
+      VIEW_FIELD(row_stride) +
+      FIELD(batch) + FIELD(heads) + FIELD(groups) + FIELD(queries) + FIELD(keys) +
+      FIELD(head_dim) + FIELD(value_dim) + FIELD(threads) + FIELD(train_length) + FIELD(window) +
+      FIELD(phi) + FIELD(flags) + FIELD(p) + FIELD(alpha) + FIELD(bias) + FIELD(first) +
+      FIELD(first_stride) + FIELD(q) + FIELD(k) + FIELD(v) + FIELD(out) + FIELD(stats) +
+      FIELD(guide) + FIELD(grad_out) + FIELD(grad_q) + FIELD(grad_k) + FIELD(grad_v) +
+      "bytes=" + std::to_string(sizeof(Call));
+#undef VIEW_FIELD
+#undef FIELD
+  return layout.c_str();
+}
 
 extern "C" int lssar_forward(const Call* call) {
   const Call& c = *call;
   if (c.phi < 0 || c.phi >= ACTIVATIONS) return UNKNOWN_ACTIVATION;
   int chunks = chunks_per_head(c);
-  if (c.spans()) chunks = std::max<int>(chunks, c.lq / NEAR);
+  if (c.spans()) chunks = std::max<int>(chunks, c.queries / NEAR);
   int64_t tasks = c.batch * c.groups * chunks;
-  c.expect(c.out, c.heads, c.lq, c.dv), c.expect(c.guide, c.heads, c.lq, c.dv);
+  c.expect(c.out, c.heads, c.queries, c.value_dim), c.expect(c.guide, c.heads, c.queries, c.value_dim);
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
@@ -57,10 +76,10 @@ extern "C" int lssar_backward(const Call* call) {
   int chunks = chunks_per_head(c);
   int64_t heads = c.batch * c.groups, tasks = heads * chunks;
   Arena shared;  // dk and dv of every chunk, when a head has several
-  int64_t wide = c.lk * round_up(c.d, W), values = c.lk * round_up(c.dv, W);
+  int64_t wide = c.keys * round_up(c.head_dim, W), values = c.keys * round_up(c.value_dim, W);
   if (chunks > 1 && !shared.reserve((wide + values) * tasks)) return NO_MEMORY;
-  c.expect(c.dq, c.heads, c.lq, c.d), c.expect(c.dk, c.groups, c.lk, c.d);
-  c.expect(c.dvalue, c.groups, c.lk, c.dv);
+  c.expect(c.grad_q, c.heads, c.queries, c.head_dim), c.expect(c.grad_k, c.groups, c.keys, c.head_dim);
+  c.expect(c.grad_v, c.groups, c.keys, c.value_dim);
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {

@@ -223,12 +223,13 @@ def test_an_activation_without_its_case_is_an_error(monkeypatch):
 
 
 def test_a_library_of_another_layout_is_not_used(monkeypatch):
-    class Longer(ctypes.Structure):
-        _fields_ = (*cpu.KernelCall._fields_, ("more", ctypes.c_int64))
-
-    monkeypatch.setattr(cpu, "KernelCall", Longer)
-    with pytest.raises(cpu.Unavailable, match=r"in cpu_call\.h differ"):
-        cpu.load()
+    fields = cpu.KernelCall._fields_
+    swapped = (fields[1], fields[0], *fields[2:])  # of one size
+    for changed in ((*fields, ("more", ctypes.c_int64)), swapped):
+        other = type("Other", (ctypes.Structure,), {"_fields_": changed})
+        monkeypatch.setattr(cpu, "KernelCall", other)
+        with pytest.raises(cpu.Unavailable, match=r"in cpu_call\.h differ"):
+            cpu.load()
 
 
 def test_importing_builds_nothing(tmp_path):
