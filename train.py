@@ -20,33 +20,15 @@ import contextlib
 import math
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass, field
 
 from lssar.errors import UserError
-from support.command import Parser, answer_early, out_of_memory, positive, run
-from training.config import Config, load_config, read_config
-from training.gpus import GPUS
-
-
-def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """Return the options, and `--section.key=value` arguments that change the config."""
-    parser = Parser(__doc__)
-    parser.add_argument("config", help="a file of configs/")
-    for flag in ("--resume", "--accept-data", "--dry-run", "--status"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--world-size", type=positive, default=1, help="for --dry-run")
-    parser.add_argument("--gpu", choices=tuple(GPUS), help="for --dry-run")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    arguments, overrides = parser.parse_known_args(argv)
-    if arguments.gpu and not (arguments.dry_run and arguments.device in ("auto", "cuda")):
-        raise UserError(f"--gpu {arguments.gpu} only works with --dry-run on CUDA; leave it out")
-    read_config(arguments.config, overrides)  # raises for a name that does not exist
-    return arguments, overrides
-
+from support.command import answer_early, out_of_memory, run
+from training.arguments import TrainingParser
+from training.config import Config, load_config
 
 if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(parse_arguments)
+    answer_early(TrainingParser(__doc__).parse)
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +53,7 @@ EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
 def main(argv: list[str], build: checkpoint.Build = GPT) -> int:
     """Train the model that `build` makes, GPT-2 or that of physics/train.py."""
-    arguments, overrides = parse_arguments(argv)
+    arguments, overrides = TrainingParser(__doc__).parse(argv)
     size = arguments.world_size if arguments.dry_run else distributed.world_size()
     config = load_config(arguments.config, overrides, size)
     config, notice = config.cut_warmup()

@@ -31,7 +31,7 @@ ROUNDS = 6
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """A pseudo-random permutation of range(size), computed only for these indices.
+    """Permute range(size) pseudo-randomly, computing the permutation at these indices only.
 
     A Feistel network permutes the next larger range of 4^k numbers; a result outside range(size)
     is permuted again until it falls inside, which keeps the map one-to-one.
