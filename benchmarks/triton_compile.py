@@ -41,14 +41,14 @@ def jobs(first_only: bool = False) -> list[dict]:
         for form in ("lssar", "lssa", FLASH):
             wanted += [(sm, d, "bf16", form) for d in (64, 128) for sm in ESTIMATED]
         for sm in triton_table.TILES:
-            half = "fp16" if sm in triton_table.WITHOUT_BF16 else "bf16"
-            wanted += [(sm, d, half, "lssar") for d in (64, 128)]
+            wanted += [(sm, d, "bf16", "lssar") for d in (64, 128)]
         wanted += [(sm, 64, "bf16", "lssar, spans") for sm in ESTIMATED]
         wanted += [(80, 64, "fp16", "lssar"), (80, 64, "fp32", "lssar"), (80, 256, "bf16", "lssar")]
     found = []
     for sm, d, dtype, form in dict.fromkeys(wanted):
         for kernel in KERNELS:
-            config = triton_table.tiles(kernel, d, 32 if dtype == "fp32" else 16, sm)
+            plain = form == "lssa"
+            config = triton_table.tiles(kernel, d, 32 if dtype == "fp32" else 16, plain, sm)
             if form == FLASH:
                 from benchmarks.flash_softmax import CONFIGS as PLAIN
 
@@ -77,7 +77,8 @@ def resources(job: dict) -> dict:
         "shared_bytes": compiled.metadata.shared,
     }
     rows, keys, warps, _ = config
-    return job | found | cost(sass, rows * keys / (32 * warps), job["sm"])
+    counted = job["sm"] if job["dtype"] == "bf16" else None
+    return job | found | cost(sass, rows * keys / (32 * warps), counted)
 
 
 def compile_for(architecture: int, kernel, head_dim: int, dtype: str, form: Form, config: tuple):

@@ -58,10 +58,10 @@ def work(loop: list[str]) -> Counter:
     return done
 
 
-def cost(sass: str, elements: float, sm: int) -> dict:
+def cost(sass: str, elements: float, sm: int | None) -> dict:
     """Spills inside of the loops, and the clocks of each kind of work per score element.
 
-    `elements` of a tile are those of one thread. Of an architecture without rates, the spills."""
+    `elements` of a tile are those of one thread. Without rates of the architecture, the spills."""
     found = loops(sass)
     spills = sum(name.startswith(("STL", "LDL")) for loop in found for name in loop)
     if sm not in RATES:

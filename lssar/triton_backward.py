@@ -109,7 +109,7 @@ def dq_kernel(
         key_unit = 1.0 / tl.maximum(tl.load(RANGE + 2 * shared + 1), TINY)
         inv_unit = 1.0 / unit
         inv_slope = key_unit / steepest
-    CORRECTED: tl.constexpr = FORM.centred and dtype == tl.float32
+    CORRECTED: tl.constexpr = FORM.l1 and dtype == tl.float32
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     flat_acc, side_acc = acc, acc
     pull, missed, side_sum = zeros, zeros, zeros
@@ -144,7 +144,11 @@ def dq_kernel(
                 pull += tl.sum(t, 1)
                 flat_acc = tiles.dot(slope, k, flat_acc)
             if CORRECTED:
-                side = r if FORM.sharp else tiles.sign(z)
+                side = tl.zeros_like(z) + 1.0
+                if FORM.sharp:
+                    side = r
+                elif FORM.signed:
+                    side = tiles.sign(z)
                 missed += tl.sum(z * t, 1)
                 side_sum += tl.sum(side, 1)
                 side_acc = tiles.dot(side * slope, k, side_acc)
@@ -157,15 +161,17 @@ def dq_kernel(
         weight = tiles.load_vector(STATS + plane * WEIGHT, first_row, inside, BLOCK_M)
         coef *= weight
         missed *= weight
-    if CORRECTED:
-        missed = (delta + missed) - delta  # as rounded: E is that of the D which is subtracted
-        delta += missed
-        pull -= missed * side_sum
-        acc -= missed[:, None] * side_acc
-    dense = zeros
+    share = zeros
     if FORM.centred:
-        share = tiles.load_vector(STATS + plane * SHARE, first_row, inside, BLOCK_M)
-        dense = share * coef * pull
+        share = coef * tiles.load_vector(STATS + plane * SHARE, first_row, inside, BLOCK_M)
+    dense = share * pull
+    kept = dense
+    if CORRECTED:
+        acc -= missed[:, None] * side_acc
+        dense = share * (pull - missed * side_sum)
+        rounded = (delta + missed) - delta
+        delta += missed
+        kept = share * (pull - rounded * side_sum)  # E of the D that is rounded
     dq = acc * (coef * unit)[:, None] - flat_acc * dense[:, None]
     dq *= row_scale[:, None]
     if dtype == tl.float16:
@@ -178,7 +184,7 @@ def dq_kernel(
     deltas = DELTA + pair.to(tl.int64) * q_length + rows
     tl.store(deltas, delta, mask=inside)
     tl.store(deltas + plane, coef * row_scale, mask=inside)
-    tl.store(deltas + 2 * plane, dense * row_scale, mask=inside)
+    tl.store(deltas + 2 * plane, kept * row_scale, mask=inside)
     if dtype == tl.float16:
         size = tl.maximum(tiles.length(q), NORM_EPS)
         bound = (coef * bound + tl.abs(dense) * steepest) * row_scale

@@ -276,6 +276,7 @@ def forward_kernel(
         if FORM.sharp and dtype == tl.float32:
             tl.store(stats + plane * WEIGHT, inv_l * unit, mask=inside)
         elif FORM.sharp:
+            tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
             inv_l = tiles.root(inv_l, exponent)
         if FORM.online and FORM.phi == "exp":
             tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))

@@ -43,7 +43,14 @@ def unavailable() -> str | None:
         return "triton is not installed; pip install triton"
     if problem := _broken():
         return problem
-    return None if interpreting() or torch.cuda.is_available() else "no GPU is visible"
+    if interpreting():
+        return None
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < triton_table.OLDEST:
+        return f"Triton has no tensor cores on sm_{major}{minor}; sm_{triton_table.OLDEST} has"
+    return None
 
 
 @functools.cache
@@ -240,7 +247,7 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
     (batch, heads, rows, d), (groups, keys), d_v = q.shape, k.shape[1:3], v.shape[3]
     block_d, block_v = padded(d), padded(d_v)
     side, programs = ("BLOCK_N", groups) if name == "dkv" else ("BLOCK_M", heads)
-    kernel, options = _kernel(name, max(block_d, block_v), q)
+    kernel, options = _kernel(name, form, max(block_d, block_v), q)
     numbers = [heads, heads // groups, rows, keys, batch * heads * rows, *numbers]
     arguments = [*tensors, *strides, *numbers, s.p, s.alpha, float(s.train_length)]
     grid = (-(-blocked // options[side]), batch * programs)
@@ -248,11 +255,12 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
     launch(name, kernel, grid, arguments, q, FORM=form, **widths, **flags, **options)
 
 
-def _kernel(name: str, block_d: int, q: Tensor):
+def _kernel(name: str, form: Form, block_d: int, q: Tensor):
     """The kernel and its tiles: of `triton_table.py` on a GPU, fixed in the interpreter."""
     kernel = kernel_function(name)
     if interpreting():
         return kernel, INTERPRETED
     major, minor = torch.cuda.get_device_capability(q.device)
-    shape = triton_table.tiles(name, block_d, 8 * q.element_size(), 10 * major + minor)
+    bits = 8 * q.element_size()
+    shape = triton_table.tiles(name, block_d, bits, not form.centred, 10 * major + minor)
     return kernel, dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), shape, strict=True))

@@ -33,10 +33,13 @@ def check_launches() -> list[Launch]:
     launches: list[Launch] = []
     plain = triton_op._kernel
 
-    def checked(name, block_d, q):
-        kernel, fixed = plain(name, block_d, q)
+    def checked(name, form, block_d, q):
+        kernel, fixed = plain(name, form, block_d, q)
         bits = 8 * q.element_size()
-        configs = [triton_table.tiles(name, block_d, bits, card) for card in triton_table.TILES]
+        configs = [
+            triton_table.tiles(name, block_d, bits, not form.centred, card)
+            for card in triton_table.TILES
+        ]
         return _Checked(name, kernel, list(dict.fromkeys(configs)), launches), fixed
 
     triton_op._kernel = checked

@@ -180,7 +180,7 @@ def test_every_mechanism_is_traced_on_fake_cuda_tensors(name):
         first = torch.zeros(2, 9, device=device, dtype=torch.int64)
         out = attend(q, k, v, m, first=first, backend="triton")
         settings = (5, 0, 2, m.p or 0.0, 0.0, 0.0, 1024)
-        _, *saved = torch.ops.lssar.triton_forward_v5(q, k, v, first, *settings, True)
+        saved = torch.ops.lssar.triton_forward_v5(q, k, v, first, *settings, True)
         grads = torch.ops.lssar.triton_backward_v5(out, q, k, v, first, *saved, *settings)
     assert (out.shape, out.dtype, out.device.type) == ((2, 4, 9, 8), BF16, device)
     for x, grad in zip((q, k, v), grads, strict=True):

