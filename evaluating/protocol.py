@@ -100,7 +100,7 @@ def measuring(arguments, kind: str, settings: dict, about: dict, world: World) -
 
 @contextmanager
 def kept_on_interrupt(path: Path) -> Iterator[None]:
-    """On Ctrl-C, say where the finished numbers are."""
+    """Say where the finished numbers are, on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

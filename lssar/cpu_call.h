@@ -38,7 +38,8 @@ enum Flags : int64_t {  // what is not the plain case; named in fused.py
   UNIT_KEYS = 128,      // keys are divided by their length, queries are given
 };
 
-struct Call {  // `KernelCall` in cpu.py, which compares the fields' names and places when it loads this
+// `KernelCall` in cpu.py, field by field; names and offsets are compared when this is loaded
+struct Call {
   int64_t batch, heads, groups, queries, keys, head_dim, value_dim, threads;
   int64_t train_length, window, phi, flags;
   double p, alpha, bias;  // p = 0: not sharpened
@@ -66,7 +67,8 @@ inline Seen seen_by(const Call& c, int64_t b, int64_t i) {
 struct Task {  // rows [begin, end) of every query head of one head of keys
   const Call& call;
   int64_t b, group, begin, end;
-  int64_t d = call.head_dim, cols = round_up(call.head_dim, W), dv = call.value_dim, vcols = round_up(call.value_dim, W);
+  int64_t d = call.head_dim, cols = round_up(d, W);
+  int64_t dv = call.value_dim, vcols = round_up(dv, W);
   int64_t low = 0, to = 0;  // the keys that some of its rows see
   int64_t from = 0;         // low, down to a multiple of PANEL
   int64_t widest = 0;        // keys of a block, with room for alignment

@@ -54,7 +54,8 @@ extern "C" int lssar_forward(const Call* call) {
   int chunks = chunks_per_head(c);
   if (c.spans()) chunks = std::max<int>(chunks, c.queries / NEAR);
   int64_t tasks = c.batch * c.groups * chunks;
-  c.expect(c.out, c.heads, c.queries, c.value_dim), c.expect(c.guide, c.heads, c.queries, c.value_dim);
+  c.expect(c.out, c.heads, c.queries, c.value_dim);
+  c.expect(c.guide, c.heads, c.queries, c.value_dim);
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)
   {
@@ -78,7 +79,8 @@ extern "C" int lssar_backward(const Call* call) {
   Arena shared;  // dk and dv of every chunk, when a head has several
   int64_t wide = c.keys * round_up(c.head_dim, W), values = c.keys * round_up(c.value_dim, W);
   if (chunks > 1 && !shared.reserve((wide + values) * tasks)) return NO_MEMORY;
-  c.expect(c.grad_q, c.heads, c.queries, c.head_dim), c.expect(c.grad_k, c.groups, c.keys, c.head_dim);
+  c.expect(c.grad_q, c.heads, c.queries, c.head_dim);
+  c.expect(c.grad_k, c.groups, c.keys, c.head_dim);
   c.expect(c.grad_v, c.groups, c.keys, c.value_dim);
   int failed = 0;
 #pragma omp parallel num_threads((int)std::min(c.threads, tasks)) reduction(| : failed)

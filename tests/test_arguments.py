@@ -163,7 +163,7 @@ ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
         ((benchmark.main, "train", "--batch", HUGE, "--length", HUGE), "not fit into memory"),
         ((benchmark.main, "attention", "--p", "0.5"), "must be a number >= 1"),
         ((benchmark.main, "attention", "--threads", HUGE), "must be at most 1024"),
-        ((benchmark.main, "compile", "--workers", "0"), "--workers: '0' must be at least 1"),
+        ((benchmark.main, "kernels", "--workers", "0"), "--workers: '0' must be at least 1"),
         ((prepare, "stdlib", "--out", ""), "--out: '' is not a path"),
         ((prepare, "download", "fineweb", "--out="), "--out: '' is not a path"),
         ((*PASSKEY, "--out", ""), "--out: '' is not a path"),
