@@ -5,12 +5,13 @@ their gradients share their strides. Loops and loads are those of `lssar/triton_
 `triton_backward.py`, so that what differs is what a mechanism costs.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from lssar.tiles import LOG2_E, head_of, load_rows, load_vector, store_rows
 
-# (BLOCK_M rows, BLOCK_N keys, warps, stages): of several tried, the best by `benchmark.py counts`
+# (BLOCK_M rows, BLOCK_N keys, warps, stages): of several tried, the best by `benchmark.py kernels`
 # over both architectures. Some spill a few registers.
 CONFIGS = {
     ("forward", 64): (128, 64, 4, 3),
@@ -54,6 +55,18 @@ def forward_kernel(
             acc = tl.dot(w.to(v.dtype), v, acc * less[:, None])
     store_rows(OUT + head, acc / total[:, None], first_row, q_stride, inside, d, BLOCK_M, d)
     tl.store(STATS + pair.to(tl.int64) * q_length + rows, top + tl.log2(total), mask=inside)
+
+
+def forward(q, k, v):
+    """The output for q, k and v of one shape and layout."""
+    rows, keys, warps, stages = CONFIGS["forward", q.shape[3]]
+    out = torch.empty_like(q)
+    stats = q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, heads, length, d = q.shape
+    grid = (-(-length // rows), batch * heads)
+    arguments = (q, k, v, out, stats, q.stride()[:3], heads, length, d**-0.5, d, rows, keys)
+    forward_kernel[grid](*arguments, num_warps=warps, num_stages=stages)
+    return out
 
 
 @triton.jit

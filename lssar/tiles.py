@@ -210,7 +210,7 @@ def weights(f, factor, offset, exponent, seen, FORM: tl.constexpr, dtype: tl.con
 
     With fp32 input z is factor (f - offset). What is not `seen` is zero; None: everything is.
     """
-    if FORM.online and FORM.phi == "exp":
+    if FORM.online and FORM.phi == "exp" and dtype != tl.float32:
         z = f  # the shift of the scores has made it a weight already
     elif not FORM.centred:
         z = f * factor

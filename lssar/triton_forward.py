@@ -112,7 +112,10 @@ def add_values(
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         less = tl.exp2(top - new)
-        w = tl.exp2(s - (new - tl.log2(unit))[:, None])
+        if dtype == tl.float32:
+            w = tl.exp2(s - new[:, None]) * unit
+        else:
+            w = tl.exp2(s - (new - tl.log2(unit))[:, None])
     else:
         f, _ = tiles.activate(s, FORM, dtype)
         z, r = tiles.weights(f, factor, offset, exponent - 1.0, seen, FORM, dtype)
@@ -279,8 +282,12 @@ def forward_kernel(
             tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
             inv_l = tiles.root(inv_l, exponent)
         if FORM.online and FORM.phi == "exp":
-            tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
-            shift = tl.where(l > 0, tl.log2(tl.where(l > 0, unit / l, 1.0)) - top, LOWEST)
+            if dtype == tl.float32:  # its backward corrects D, and needs exact weights
+                factor = inv_l * unit
+                shift = tl.where(l > 0, -top, LOWEST)
+            else:
+                tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
+                shift = tl.where(l > 0, tl.log2(tl.where(l > 0, unit / l, 1.0)) - top, LOWEST)
         elif FORM.online:
             tl.store(stats + plane * COEF, 0.0, mask=inside & (l <= unit))
             factor = tl.where(top > 0, unit * inv_l / tl.where(top > 0, top, 1.0), 0.0)

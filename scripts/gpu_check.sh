@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Checks that everything works on this GPU, and how fast: `bash scripts/gpu_check.sh [--quick]`.
 # Without a GPU it says so and ends with code 2; `--device cpu` rehearses it on a CPU.
-# For the first time on new hardware. Makes .venv, installs, puts every attention backend against the
-# float64 reference, trains on two devices where there are two, and measures. Half an hour or so.
-# Results: results/gpu_check.json and a block to paste into a report; exit code 1 if anything failed.
+# For the first time on new hardware. Makes .venv, installs, compares the fused kernel with float64,
+# takes training steps, and measures. Half an hour or so.
+# Results: results/gpu_check.json and a block to paste into an issue; exit code 1 if anything failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -8,7 +8,7 @@ Products are those of lssar/triton_interpreter.py, which rounds as tensor cores 
 
 import itertools
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import cpu_kernel
@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from lssar import backends, fused, key_parts, reference, triton_op
+from benchmarks.precision import rounded_products
+from lssar import fused, key_parts, triton_op
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
@@ -75,20 +76,6 @@ def inputs(kind, rows, keys, d, heads=2, seed=0, batch=1, groups=None, d_v=None)
 
 
 KINDS = ("random", "near-uniform", "peaked", "leaning", "huge", "opposite", "mixed")
-
-
-@contextmanager
-def rounded_products(dtype):
-    """Let eager multiply as it does under autocast: operands and products in 16 bits."""
-    exact = reference.grouped_product
-
-    def product(a, b):
-        return exact(a.to(dtype).float(), b.to(dtype).float()).to(dtype).float()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "grouped_product", product)
-        patch.setattr(backends, "grouped_product", product)
-        yield
 
 
 def check(kind, rows, keys, d, m, dtype=FP32, first=None, by_luck=False, **shape):
