@@ -134,7 +134,7 @@ def _compute_forward(q, k, v, first, *settings_and_save):
     s = Settings(*settings)
     out, rest, stats, keys = _forward_outputs(q, k, v, first, *settings_and_save)
     q, k, v = readable(q), readable(k), readable(v)
-    if not save and key_parts.takes(q, k):
+    if _splits_keys(q, k, save):
         if out.numel():
             first, *_ = _spans(first, s.window, q, k)
             key_parts.attend_few_rows(q, k, v, first, s, out)
@@ -155,12 +155,17 @@ def _compute_forward(q, k, v, first, *settings_and_save):
     return out, rest, stats, keys
 
 
+def _splits_keys(q: Tensor, k: Tensor, save: bool) -> bool:
+    """Tell whether a few rows at the end of a cache are computed, without gradients."""
+    return not save and k.shape[2] > q.shape[2] and key_parts.takes(q, k)
+
+
 def _forward_outputs(q, k, v, first, *settings_and_save):
     *settings, save = settings_and_save
     s = Settings(*settings)
     # Zeros: a mechanism leaves what it does not need unwritten, and an output must be determined.
     stats = q.new_zeros((save * ROW_STATISTICS, *q.shape[:3]), dtype=torch.float32)
-    key_norms = (bool(s.flags & COSINE) or s.p != 0) and (save or not key_parts.takes(q, k))
+    key_norms = (bool(s.flags & COSINE) or s.p != 0) and not _splits_keys(q, k, save)
     keys = q.new_empty(k.shape[:3] if key_norms else (0,), dtype=torch.float32)
     rounded = save and q.dtype != torch.float32
     rest = room_like(q, v.shape[3]) if rounded else q.new_empty(0)

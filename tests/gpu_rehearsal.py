@@ -33,7 +33,7 @@ import train
 from attention import KVCache
 from data.tokeniser import get_tokeniser
 from evaluating.results import read_results
-from lssar import spans, triton_op
+from lssar import key_parts, spans, triton_op
 from lssar.backends import BACKENDS, attend, attend_padded, used_backend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
@@ -228,6 +228,28 @@ def test_a_step_of_the_model_never_waits_for_the_gpu(name, compiled):
     host.load_state_dict(model.state_dict())
     tokens = tokens.cpu()
     assert loss.item() == pytest.approx(host(tokens[:, :-1], tokens[:, 1:]).item(), abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["lssa", "lssar"])
+def test_a_prompt_and_its_continuation_never_wait_for_the_gpu(name):
+    """From a cache of the model, with spans, and with keys in parts."""
+    model = tiny_model(name).to(CUDA)
+    tokens = torch.randint(257, (2, 12), device=CUDA)
+    q, k, v = (x.detach() for x in qkv(BF16, rows=1, heads=4))
+    first = torch.full((2, 1), 3, device=CUDA)
+    torch.ops.stand_in.forbid_reads(True)
+    try:
+        with torch.no_grad(), torch.autocast(CUDA, BF16):
+            cache = KVCache(12)
+            for part in tokens.split([9, 1, 2], dim=1):
+                model.hidden(part, cache)
+            attend(q, k, v, name, first=first)
+            attend(q, k, v, get_mechanism(name, window=5))
+            sums = key_parts.row_sums(q, k, get_mechanism(name), 0, 21)
+            parts = key_parts.row_values(q, k, v, get_mechanism(name), sums, 0, 21)
+            key_parts.combine(*parts, q, get_mechanism(name))
+    finally:
+        torch.ops.stand_in.forbid_reads(False)
 
 
 def test_channels_positions_and_regression_on_the_device():

@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.triton_compile import _source
-from lssar import triton_op, triton_table
+from lssar import triton_form, triton_op, triton_table
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # by axis of the grid
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -43,7 +43,26 @@ def check_launches() -> list[Launch]:
         return _Checked(name, kernel, list(dict.fromkeys(configs)), launches), fixed
 
     triton_op._kernel = checked
+    of_parts = triton_form.kernel_function
+    triton_form.kernel_function = lambda name: _OnHost(name, of_parts(name))
     return launches
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    """A kernel of `key_parts`, whose grid is checked."""
+
+    name: str
+    kernel: object
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            check_grid(self.name, grid)
+            host = torch.ops.stand_in.on_host  # the interpreter's own way to the host needs CUDA
+            arguments = [host(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+            return self.kernel[grid](*arguments, **constants)
+
+        return launch
 
 
 @dataclass(frozen=True)
