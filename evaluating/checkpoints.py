@@ -18,6 +18,7 @@ from evaluating.variants import (
     exponent_name,
     window_name,
 )
+from lssar.backends import forget_used_backends
 from lssar.errors import UserError
 from lssar.mechanisms import uses_setting
 from model import GPT
@@ -248,4 +249,5 @@ def unmeasured(results: Results, checkpoints, variants, lengths, world) -> Itera
         model = checkpoint.load(world.device) if missing else None
         for case in missing:
             case.configure(model)
+            forget_used_backends()  # a record names those of its own measurement
             yield case, model

@@ -372,8 +372,13 @@ def used_backend(m: Mechanism) -> str | None:
     return _used.get((m.name, m.window))
 
 
+def forget_used_backends() -> None:
+    """Forget which backends the calls so far took."""
+    _used.clear()
+
+
 def used_backends(name: str) -> list[str]:
-    """Return the backends that this process' latest calls of the mechanism took, of any window."""
+    """Return the backends that calls of the mechanism took since they were forgotten."""
     return sorted({backend for (used, _), backend in _used.items() if used == name})
 
 

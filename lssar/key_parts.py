@@ -84,7 +84,8 @@ def attend_few_rows(q, k, v, first: Tensor | None, s: Settings, out: Tensor) -> 
     place = Place(0, k.shape[2])
     form = triton_form.form_of(s, place.total, first is not None, q.dtype)
     sums = sums_of(q, k, first, s, place) if form.centred else q.new_empty((3, 0))
-    combine_into(out, *values_of(q, k, v, first, sums, s, place), form)
+    values, sizes = values_of(q, k, v, first, sums, s, place)
+    combine_into(out, values, sizes, form)
 
 
 def sums_of(q, k, first: Tensor | None, s: Settings, place: Place) -> Tensor:
