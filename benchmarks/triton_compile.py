@@ -28,7 +28,7 @@ _COSINE = {"phi": "softplus", "cosine": True}
 FORMS = {"lssar": Form(**_COSINE, power=15), "lssa": Form(**_COSINE)}
 FORMS |= {"softmax": Form("exp", online=True), "lssar, spans": replace(FORMS["lssar"], spans=True)}
 # Of arguments by name, where they are not the tensors' own (pointers), three strides, or i32.
-TYPES = dict.fromkeys(("KEYS", "STATS", "DELTA", "RANGE"), "*fp32")
+TYPES = dict.fromkeys(("KEYS", "STATS", "DELTA", "RANGE", "SUMS", "VALUES", "SIZES"), "*fp32")
 TYPES |= dict.fromkeys(("FIRST", "ENDS"), "*i32")
 TYPES |= dict.fromkeys(("first_stride", "ends_stride"), "i32")
 TYPES |= dict.fromkeys(("scale", "bias", "unit", "p", "alpha", "train_length"), "fp32")

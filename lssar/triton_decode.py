@@ -171,10 +171,10 @@ def values_kernel(
     start = part * chunk
     end = tl.minimum(start + chunk, k_length)
     for begin in tl.range(start, end, BLOCK_N):
-        k, size, some, seen = load_key_tile(
+        k, norm, some, seen = load_key_tile(
             K, begin, end, k_stride, first, position, place, FORM, d, BLOCK_D, BLOCK_N
         )
-        inv_k = size[None, :] if FORM.cosine else None
+        inv_k = norm[None, :] if FORM.cosine else None
         s = tiles.scores(tiles.dot(q, tl.trans(k)), row_scale[:, None], inv_k, shift_column)
         v = tiles.load_rows(V, begin, v_stride, some, d_v, BLOCK_N, BLOCK_V)
         l, carry, top, acc = add_values(

@@ -77,6 +77,20 @@ def test_kernels_of_an_a100_and_an_h100_compile_anywhere_as_recorded(tmp_path):
     assert all(row in recorded for row in rows)
 
 
+def test_kernels_of_keys_in_parts_compile():
+    code = """
+from benchmarks.triton_compile import FORMS, compile_for
+from lssar.triton_form import kernel_function
+for sm, name, form in (
+    (80, "sums", "lssar"), (90, "values", "lssar"), (80, "values", "lssa"),
+    (90, "combine", "softmax"), (80, "values", "softmax"),
+):
+    compiled = compile_for(sm, kernel_function(name), 64, "bf16", FORMS[form], (16, 64, 4, 2))
+    print(name, form, compiled.metadata.shared)
+"""
+    assert python("-c", code, interpret=False).count("\n") == 5
+
+
 def test_recorded_kernels_are_those_of_the_table_and_fit_their_cards():
     table = json.loads(RECORDED.read_text())
     assert "not run on hardware" in table["status"]
