@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.precision import rounded_products
-from lssar import fused, key_parts, triton_op
+from lssar import fused, key_parts, triton_naive, triton_op
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
@@ -212,6 +212,15 @@ def test_decode_equals_prefill():
     whole = lssar(q, k, v, p=15)
     step = lssar(q[:, :, -1:], k, v, p=15)
     assert torch.allclose(whole[:, :, -1:], step, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [1, 3, 15])
+def test_the_naive_form_of_the_kernels_is_the_reference_with_its_gradients(p):
+    tensors, grad = inputs("random", 50, 50, 24)
+    exact = run(partial(lssar, backend="eager", p=p), tensors, grad, torch.float64)
+    found = triton_naive.attention(*(x.double() for x in (*tensors, grad)), p)
+    for name, a, b in zip(NAMES, found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def test_accuracy_of_a_few_rows_over_keys_in_parts():
