@@ -45,10 +45,11 @@ def test_interpreted_kernels_equal_float64(tests):
     interpreted(tests, "not slow")
 
 
-def test_nothing_relies_on_sums_that_are_rounded(monkeypatch):
-    """Some tensor cores cut the digits of their sums off."""
+def test_sums_of_16_bit_products_may_be_truncated(monkeypatch):
+    """Some tensor cores cut digits off. Gradients of one-hot rows then lose up to 4.3 times what
+    eager loses, which rounds; all else stays within the bar."""
     monkeypatch.setenv("LSSAR_TRUNCATE", "1")
-    interpreted("hostile_input_is_eagers and dtype or random_16_bit", "not slow")
+    interpreted("hostile_input_is_eagers and (dtype1 or dtype2) or random_16_bit", "not slow")
 
 
 @pytest.mark.slow
