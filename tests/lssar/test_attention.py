@@ -159,7 +159,7 @@ def assert_close_to_float64(tensors, name, backend):
     torch.testing.assert_close(exact[0], reference @ tensors[2].double(), rtol=1e-9, atol=1e-12)
     assert got[0].dtype == tensors[2].dtype
     for g, e in zip(got, exact, strict=True):
-        assert (g.double() - e).norm() <= 1e-3 * e.norm()
+        assert (g.double() - e).norm() <= 1e-3 * e.norm() + 1e-5  # a gradient may be zero
 
 
 @pytest.mark.parametrize(("lq", "width"), [(37, 11), (37, 45), (1, 1), (5, 129)])
