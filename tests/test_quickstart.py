@@ -96,7 +96,13 @@ def quickstart(folder: Path, **variables) -> subprocess.Popen:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHON": sys.executable} | variables
     command = ["bash", str(folder / "scripts/quickstart.sh")]
-    return subprocess.Popen(command, cwd="/", env=environment, start_new_session=True, **streams)
+    options = {"start_new_session": True, "preexec_fn": heed_interrupts}
+    return subprocess.Popen(command, cwd="/", env=environment, **options, **streams)
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does to what it starts in the background; bash cannot."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def lines(path: Path) -> list[str]:

@@ -19,7 +19,9 @@ def frames_from_the_layer() -> list[str]:
     frame = sys._getframe(2)
     found = []
     while frame.f_code is not Attention.forward.__code__:
-        if Path(frame.f_code.co_filename).is_relative_to(ROOT):
+        path = Path(frame.f_code.co_filename)
+        # An environment may lie in the checkout.
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
             found.append(f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}")
         frame = frame.f_back
     return [*found, "Attention.forward"]
