@@ -229,7 +229,7 @@ def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for out in ("/", ".", "", "..", "a/.."):
-        with pytest.raises(UserError, match="give the name of a new folder"):
+        with pytest.raises(UserError, match=r"give the name of a new folder|'' is not a path"):
             export_hf.main([str(run), out])
     assert list((tmp_path / "here").iterdir()) == []
 

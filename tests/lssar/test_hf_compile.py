@@ -173,7 +173,7 @@ def test_transforms_of_functions_go_through_the_eager_form(mechanism):
 def test_what_cannot_be_recorded_or_computed_is_one_line():
     q, k, v = torch.randn(3, 1, 2, 9, 6).unbind()
     for backend in ("cpu", "rowblock"):
-        with pytest.raises(UserError, match=r"torch.func cannot transform it; use backend='eager'"):
+        with pytest.raises(UserError, match=r"torch.func and forward-mode AD cannot transform it"):
             torch.func.grad(lambda q, b=backend: attend(q, k, v, "lssar", backend=b).sum())(q)
     with pytest.raises(UserError, match=r"torch.jit.trace cannot record attention; use torch.exp"):
         torch.jit.trace(lambda q: attend(q, k, v, "lssar"), q)
@@ -187,6 +187,7 @@ def test_what_cannot_be_recorded_or_computed_is_one_line():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(" " in torch.__file__, reason="Inductor cannot link where a path has a space")
 @pytest.mark.parametrize("mechanism", ["lssar", "lssar-softmax"])
 def test_inductor_computes_the_same(mechanism):
     torch._dynamo.reset()
