@@ -62,7 +62,7 @@ def _broken() -> str | None:
     return None
 
 
-def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
+def compute(q, k, v, m: Mechanism, head_scale: Tensor | None, span: Span) -> Tensor:
     """Compute any mechanism that `fused.unfused` lets through."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -71,7 +71,7 @@ def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
     if _needs_float32(m, dtype):
         q, k, v = q.float(), k.float(), v.float()
     with torch.autocast(q.device.type, enabled=False):
-        q, k, settings = fused.kernel_inputs(q, k, m, params, span)
+        q, k, settings = fused.kernel_inputs(q, k, m, head_scale, span)
         save = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         size = _largest_batch(q)
         if q.shape[0] <= size:
@@ -81,7 +81,7 @@ def compute(q, k, v, m: Mechanism, params: Tensor | None, span: Span) -> Tensor:
             out = torch.cat([_forward(*part, *settings, save)[0] for part in parts])
         if m.post == "recentre":
             out = out - _mean_value(v, span, q)
-        return fused.finish(out, q, k, m, params, span).to(dtype)
+        return fused.finish(out, q, k, m, head_scale, span).to(dtype)
 
 
 def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:

@@ -102,10 +102,10 @@ def agrees(tensors, m, expected, tolerance, **options):
     if m.parameter_init is not None:
         params = torch.full((tensors[0].shape[1],), m.parameter_init, device=CUDA)
         tensors, host = [*tensors, params.requires_grad_()], [*host, *on_the_host([params])]
-    out = attend(*tensors[:3], m, params=params, **options)
+    out = attend(*tensors[:3], m, head_scale=params, **options)
     assert used_backend(m) == expected
     on_host = {"first": None if first is None else first.cpu(), "backend": "eager"}
-    exact = attend(*host[:3], m, params=None if params is None else host[3], **on_host)
+    exact = attend(*host[:3], m, head_scale=None if params is None else host[3], **on_host)
     assert (out.device.type, out.dtype) == (CUDA, tensors[2].dtype)
     grad = torch.randn_like(exact)
     found = [out, *torch.autograd.grad(out, tensors, grad.to(CUDA, out.dtype))]

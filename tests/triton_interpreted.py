@@ -97,7 +97,7 @@ def check(kind, rows, keys, d, m, dtype=FP32, first=None, by_luck=False, **shape
         tensors.append(torch.linspace(0.4, 1, tensors[0].shape[1]))
 
     def attention(backend, q, k, v, params=None):
-        return attend(q, k, v, m, params=params, first=first, backend=backend)
+        return attend(q, k, v, m, head_scale=params, first=first, backend=backend)
 
     exact = run(partial(attention, "eager"), tensors, grad, torch.float64)
     alike = [tensors, *cpu_kernel.rounded(*tensors)] if by_luck else [tensors]

@@ -37,7 +37,7 @@ def run(m, tensors, dout, dtype, **options):
     """out, dq, dk, dv and the gradient of the heads' scalars, in float64, computed in `dtype`."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors if x is not None]
     params = leaves[3] if len(leaves) > 3 else None
-    out = attend(*leaves[:3], m, params=params, **options)
+    out = attend(*leaves[:3], m, head_scale=params, **options)
     return [x.double() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype)))]
 
 
@@ -146,10 +146,10 @@ def test_what_no_row_sees_is_never_looked_at(name):
     m = FUSED[name]
     (q, k, v, params), _ = draw(2, 2, 1, 60, 100, 16, 16, m)
     first = torch.tensor([30, 50])[:, None].expand(2, 60)
-    clean = attend(q, k, v, m, first=first, params=params, backend="cpu")
+    clean = attend(q, k, v, m, first=first, head_scale=params, backend="cpu")
     for b, start in enumerate((30, 50)):
         k[b, :, :start], v[b, :, :start] = torch.nan, torch.nan
-    assert torch.equal(attend(q, k, v, m, first=first, params=params, backend="cpu"), clean)
+    assert torch.equal(attend(q, k, v, m, first=first, head_scale=params, backend="cpu"), clean)
     assert clean.isfinite().all()
 
 
