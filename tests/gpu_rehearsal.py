@@ -317,14 +317,14 @@ def test_out_of_memory_on_the_device_halves_the_micro_batch(
 ):
     """With `auto`, as every config of a GPU has it; the run is that of the smaller one."""
     two = trained(corpus, tmp_path / "two", f"--train.compile={compiled}")
-    backward = train.Run._backward
+    backward = train.backward
 
-    def limited(self, inputs, *others, **options):
+    def limited(run, inputs, *others, **options):
         if len(inputs) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return backward(self, inputs, *others, **options)
+        return backward(run, inputs, *others, **options)
 
-    monkeypatch.setattr(train.Run, "_backward", limited)
+    monkeypatch.setattr(train, "backward", limited)
     more = (f"--train.compile={compiled}", "--train.micro_batch=auto")
     auto = trained(corpus, tmp_path / "auto", *more)
     said = capfd.readouterr().err

@@ -88,7 +88,7 @@ def test_another_number_of_hours_than_it_was_begun_with_is_refused(checkout):
 
 
 SMALL = (
-    *("--model.layers=2", "--model.heads=1", "--model.width=16", "--model.vocab_size=257"),
+    *("--model.layers=3", "--model.heads=1", "--model.width=16", "--model.vocab_size=257"),
     *("--model.vocab_rows=257", "--train.batch_tokens=896", "--train.micro_batch=2"),
     *("--train.compile=false", "--eval.tokens=896", "--eval.interval=20"),
 )
@@ -104,7 +104,12 @@ def test_every_step_runs_in_order_and_again_does_nothing_twice(checkout, tmp_pat
     done = run(place, *SMALL, DATA=str(tmp_path / "mine"), **small)
     assert done.returncode == 0, done.stdout + done.stderr
     scripts = [command.split()[0] for command in started(place)]
-    evaluations = ["eval_extrapolation.py", "passkey.py", "attention_maps.py", "report.py"]
+    evaluations = [
+        "eval_extrapolation.py",
+        "passkey.py",
+        "attention_maps.py",
+        "eval_extrapolation.py",
+    ]
     assert scripts == [*["train.py"] * 3, "-", *["train.py"] * 3, *evaluations]
     hours, steps = (place / "runs/single_gpu/steps").read_text().split()
     assert hours == "0.0002"
