@@ -19,6 +19,7 @@ from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
 #   1, or none: RoPE turns dimension i together with i + d/2
 #   2: RoPE turns dimensions 2i and 2i + 1
 WEIGHTS_VERSION = 2
+LARGEST = 2**31  # of any size
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
 
 # How a layer knows where tokens are: RoPE; not at all (NoPE); scores that fall with the distance,
@@ -137,6 +138,8 @@ def check_model(m: ModelConfig) -> None:
             raise UserError(f"model: {key} = {value!r} is of a wrong type, must be int")
         if value < least:
             raise UserError(f"model: {key} = {value} must be at least {least}")
+        if value > LARGEST:
+            raise UserError(f"model: {key} = {value} must be at most {LARGEST}")
     for key in ("shift", "documents"):
         value = getattr(m, key)
         if type(value) is not bool:

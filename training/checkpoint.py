@@ -277,6 +277,7 @@ def _check_trainer(state: dict) -> None:
     for states in state["rng"]:
         files.refuse_wrong_types(states, {"cpu": torch.Tensor})
         torch.Generator().set_state(states["cpu"])
+    files.refuse_wrong_types(state["machine"], dict.fromkeys(state["machine"], str | int))
     files.refuse_wrong_types(state["data"], {"files": dict, "manifest": str | None})
     for file in state["data"]["files"].values():
         files.refuse_wrong_types(file, {"bytes": int, "mtime_ns": int, "content": str})

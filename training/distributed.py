@@ -21,6 +21,7 @@ from support.files import first_line
 
 TIMEOUT = timedelta(minutes=10)
 MEET = "start with torchrun, which sets MASTER_ADDR and MASTER_PORT"
+MOST_DIGITS = 9  # of a rank
 UNSET = "start with torchrun, which sets all three, or unset them"
 
 
@@ -89,8 +90,10 @@ def place() -> Place:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     given = {name: os.environ[name] for name in names if name in os.environ}
     for name, text in given.items():
-        if not text.isascii() or not text.isdecimal():
-            raise UserError(f"{name}={text!r:.50} in the environment is no whole number; {UNSET}")
+        if not text.isascii() or not text.isdecimal() or len(text) > MOST_DIGITS:
+            raise UserError(
+                f"{name}={text!r:.50} in the environment is no number of processes; {UNSET}"
+            )
     rank, size, local_rank = (int(given.get(name, "0")) for name in names)
     if "WORLD_SIZE" not in given:
         if rank or local_rank:

@@ -133,8 +133,8 @@ def full_disk_checkpoint(times: int, folder: Path) -> Told:
 @attack("storage", "disk full while measurements are written", full=2, short=1)
 def full_disk_metrics(times: int, folder: Path) -> Told:
     subject = a_training()
-    # Two pages hold everything but the measurements; one checkpoint, at the end.
-    sizes = [(2 * 4096, 2500)] * times
+    # Three pages hold everything but the measurements; one checkpoint, at the end.
+    sizes = [(3 * 4096, 2500)] * times
 
     def command(place: Path) -> list[str]:
         return subject.arguments(place, "--checkpoint.interval=99", "--resume")

@@ -123,6 +123,7 @@ def numbers_of(path: Path) -> dict:
     found = json.loads(path.read_text())
     for record in found["records"]:
         record["details"].pop("seconds", None)
+        record["details"].pop("attention", None)  # what the process that wrote it computed with
         del record["command"]
     return found
 
