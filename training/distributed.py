@@ -92,7 +92,7 @@ def place() -> Place:
     for name, text in given.items():
         if not text.isascii() or not text.isdecimal() or len(text) > MOST_DIGITS:
             raise UserError(
-                f"{name}={text!r:.50} in the environment is no number of processes; {UNSET}"
+                f"{name}={text!r:.50} in the environment is no whole number of processes; {UNSET}"
             )
     rank, size, local_rank = (int(given.get(name, "0")) for name in names)
     if "WORLD_SIZE" not in given:

@@ -193,6 +193,7 @@ def test_variables_of_torchrun_that_do_not_belong_together_are_one_line(monkeypa
     cases = (
         ({"RANK": "7"}, "RANK=7 in the environment without WORLD_SIZE"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two' in the environment is no whole"),
+        ({"WORLD_SIZE": "9" * 5000, "RANK": "0"}, "in the environment is no whole"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "5"}, "LOCAL_RANK=5 must be below"),
