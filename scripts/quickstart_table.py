@@ -1,7 +1,7 @@
 """python scripts/quickstart_table.py RESULTS: print losses beside the expected ones.
 
 RESULTS is a file of eval_extrapolation.py. The expected losses are means over the seeds in
-results/nano/headline.json; until that exists, they are those of results/quickstart.json, one seed.
+results/nano/headline.json; until that has several, they are of results/quickstart.json, one seed.
 """
 
 import json
@@ -49,7 +49,7 @@ def read_expected(records: Path) -> tuple[Losses, str]:
     if headline.exists():
         losses = read_losses(headline)
         seeds = [len(losses.get((*row, n), [])) for row in ROWS.values() for n in LENGTHS]
-        if min(seeds) > 0:
+        if min(seeds) > 1:
             return losses, f"means of {min(seeds)} seeds, results/nano/headline.json"
     return read_losses(records / "quickstart.json"), "one seed, results/quickstart.json"
 
