@@ -13,8 +13,24 @@ Per head, over rows i > 3, as the first rows see few keys:
     top_cosine   mean cosine between the query and the key that has it
 """
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.tokeniser import Tokeniser
 from evaluating import EvaluationParser
-from support.command import answer_early, positive, run
+from evaluating.checkpoints import Checkpoint, labels, layer_inputs, open_checkpoints
+from evaluating.protocol import open_results
+from evaluating.results import Record
+from lssar.errors import UserError
+from lssar.reference import UNSHIFTED_ROWS, attention_weights
+from lssar.spans import shifted_keys
+from model import GPT
+from support import plots
+from support.command import positive, run
+from support.text import table
+from training import distributed
 
 CAPTION_TEXT = (
     "Working from home can be great most days. I enjoy the flexibility and not having to commute "
@@ -28,26 +44,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--layer", type=positive, help="from 1; default the last")
     return parser
 
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from data.tokeniser import Tokeniser
-from evaluating.checkpoints import Checkpoint, labels, layer_inputs, open_checkpoints
-from evaluating.protocol import open_results
-from evaluating.results import Record
-from lssar.errors import UserError
-from lssar.reference import UNSHIFTED_ROWS, attention_weights
-from lssar.spans import shifted_keys
-from model import GPT
-from support import plots
-from support.text import table
-from training import distributed
 
 CLAMP = 0.5
 COLUMNS = 4

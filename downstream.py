@@ -22,8 +22,24 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+
+from data.shards import describe_set
 from evaluating import EvaluationParser
-from support.command import answer_early, positive, run, whole
+from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
+from evaluating.protocol import measuring
+from evaluating.results import Results
+from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
+from lssar.errors import UserError
+from lssar.folders import ensure_hub_cache
+from support import plots
+from support.command import positive, run, whole
+from support.files import lookup
+from support.text import table
+from training import distributed
+
+PACKAGES = ("lm_eval", "transformers", "datasets", "rouge_score")
+HATCHES = ("", "//", "\\\\", "..")  # for runs of one mechanism, which share a colour
 
 
 def make_parser() -> EvaluationParser:
@@ -35,27 +51,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--batch", type=positive, default=16, help="sequences; changes no result")
     parser.add_argument("--limit", type=positive)
     return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import numpy as np
-
-from data.shards import describe_set
-from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
-from evaluating.protocol import measuring
-from evaluating.results import Results
-from evaluating.task_columns import COLUMNS, LAYOUTS, LOWER_IS_BETTER, PER_CENT, Column
-from lssar.errors import UserError
-from lssar.folders import ensure_hub_cache
-from support import plots
-from support.files import lookup
-from support.text import table
-from training import distributed
-
-PACKAGES = ("lm_eval", "transformers", "datasets", "rouge_score")
-HATCHES = ("", "//", "\\\\", "..")  # for runs of one mechanism, which share a colour
 
 
 def main(argv: list[str]) -> None:

@@ -36,8 +36,20 @@ import time
 from dataclasses import replace
 from itertools import count, pairwise, takewhile
 
+import torch
+
+from data.shards import describe_set
 from evaluating import EvaluationParser
-from support.command import answer_early, lengths, positive, run
+from evaluating import extrapolation_report as report
+from evaluating.checkpoints import Case, Variant, unmeasured
+from evaluating.protocol import measuring, opened, progress
+from evaluating.results import Record
+from evaluating.targets import Targets, open_data
+from model import GPT
+from support.command import lengths, positive, run
+from training.distributed import World
+
+Spans = list[tuple[int, int]]  # ranges of positions in a window, first included, last not
 
 
 def make_parser() -> EvaluationParser:
@@ -51,23 +63,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--no-figures", action="store_true", help="print and record only")
     parser.add_argument("--short", action="store_true", help="print one table, draw nothing")
     return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import torch
-
-from data.shards import describe_set
-from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Variant, unmeasured
-from evaluating.protocol import measuring, opened, progress
-from evaluating.results import Record
-from evaluating.targets import Targets, open_data
-from model import GPT
-from training.distributed import World
-
-Spans = list[tuple[int, int]]  # ranges of positions in a window, first included, last not
 
 
 def position_buckets(length: int) -> Spans:

@@ -27,23 +27,11 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.command import Parser, answer_early, run
-
-
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
-    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
 from data.shards import describe_set
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
 from evaluating.checkpoints import Checkpoint, load_model, model_label, open_checkpoints
 from lssar.errors import UserError
+from support.command import Parser, run
 from support.files import lookup, write_text
 from training.run_log import RUN
 
@@ -61,6 +49,13 @@ WRITE_SOURCE = f"""if not SOURCE.exists():
     for name, text in TEXTS.items():  # SOURCE is the last
         SOURCE.with_name(name).write_text(text)
 """
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoint", metavar="CKPT", help="run or checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
+    return parser
 
 
 def main(argv: list[str]) -> None:

@@ -12,8 +12,14 @@ import codecs
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
+import numpy as np
+import torch
+
+from data.tokeniser import Tokeniser
 from evaluating import EvaluationParser
-from support.command import answer_early, number, positive, run, seed_number, whole
+from evaluating.checkpoints import open_checkpoints
+from support.command import number, positive, run, seed_number, whole
+from training import distributed
 
 
 def make_parser() -> EvaluationParser:
@@ -27,17 +33,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--seed", type=seed_number, default=0)
     return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import numpy as np
-import torch
-
-from data.tokeniser import Tokeniser
-from evaluating.checkpoints import open_checkpoints
-from training import distributed
 
 
 def text_pieces(tokeniser: Tokeniser, tokens: Iterable[int]) -> Iterator[str]:

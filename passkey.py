@@ -32,8 +32,25 @@ from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from data.far_tasks import ANSWER_TOKENS, FORMS, Prompt, make_prompt
 from evaluating import EvaluationParser
-from support.command import answer_early, lengths, run, seed_number, whole
+from evaluating import extrapolation_report as report
+from evaluating.checkpoints import Case, unmeasured
+from evaluating.protocol import BATCH_TOKENS, measuring, opened, progress
+from evaluating.results import Record, Results
+from lssar.errors import UserError
+from model import GPT
+from support import plots
+from support.command import lengths, run, seed_number, whole
+from support.files import open_regular, reading, sync, write_text, writing
+from support.text import short_number
+from training.distributed import World
+
+DEPTHS = [part / 10 for part in range(11)]  # shares of the filler before the key
+DISTANCES = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16]  # in training lengths
 
 
 def make_parser() -> EvaluationParser:
@@ -43,28 +60,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--seed", type=seed_number, default=0)
     parser.add_argument("--form", choices=("paper", "short"), default="paper")
     return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import numpy as np
-import torch
-
-from data.far_tasks import ANSWER_TOKENS, FORMS, Prompt, make_prompt
-from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, unmeasured
-from evaluating.protocol import BATCH_TOKENS, measuring, opened, progress
-from evaluating.results import Record, Results
-from lssar.errors import UserError
-from model import GPT
-from support import plots
-from support.files import open_regular, reading, sync, write_text, writing
-from support.text import short_number
-from training.distributed import World
-
-DEPTHS = [part / 10 for part in range(11)]  # shares of the filler before the key
-DISTANCES = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16]  # in training lengths
 
 
 def is_right(answer: str, key: str) -> bool:

@@ -27,9 +27,18 @@ Exit codes: 0 all done, 1 something failed (the last lines say what), 2 a mistak
 from argparse import Namespace
 from pathlib import Path
 
+import torch
+
 from lssar.errors import UserError, did_you_mean
+from paper import claims
 from paper.experiments import SCALES, all_tables
-from support.command import Parser, answer_early, process_count, revision, run, seed_number
+from paper.figures import draw
+from paper.jobs import Workspace, collect, describe, jobs_of, run_all
+from paper.page import write_page
+from paper.tables import fill_all
+from support import plots
+from support.command import Parser, process_count, revision, run, seed_number
+from support.files import locked, make_folder
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
@@ -67,20 +76,6 @@ def parse_arguments(argv: list[str]) -> Namespace:
 def seeds(text: str) -> tuple[int, ...]:
     """Turn "0,1,2" into (0, 1, 2), each once."""
     return tuple(dict.fromkeys(map(seed_number, text.split(","))))
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(parse_arguments)
-
-import torch
-
-from paper import claims
-from paper.figures import draw
-from paper.jobs import Workspace, collect, describe, jobs_of, run_all
-from paper.page import write_page
-from paper.tables import fill_all
-from support import plots
-from support.files import locked, make_folder
 
 
 def main(argv: list[str]) -> int | None:

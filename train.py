@@ -22,14 +22,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from lssar.errors import UserError
-from support.command import answer_early, out_of_memory, run
-from training.arguments import TrainingParser
-from training.config import Config, load_config
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(TrainingParser(__doc__).parse)
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,10 +30,14 @@ from data.identity import check_data_unchanged, identity
 from data.loader import Batches
 from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
+from lssar.errors import UserError
 from model import GPT
+from support.command import out_of_memory, run
 from support.files import first_line, lookup
 from training import checkpoint, distributed, estimate
+from training.arguments import TrainingParser
 from training.batch_plan import batch_plan
+from training.config import Config, load_config
 from training.distributed import StopSignal, World
 from training.optimiser import Optimiser
 from training.recovery import Diverged, UncheckedSteps, refuse_infinite_weights

@@ -28,10 +28,6 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if __name__ == "__main__":
-    from support.command import quiet_imports
-
-    quiet_imports()
 
 from tqdm import tqdm
 

@@ -45,13 +45,34 @@ from types import SimpleNamespace
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from evaluating import EvaluationParser
-from support.command import answer_early, positive, quiet_imports, run, seed_number, whole
-
-if __name__ == "__main__":
-    quiet_imports()
+import numpy as np
 
 from data.far_tasks import PASSKEY, TASKS, guess
+from data.loader import Windows
+from data.shards import describe_set
+from evaluating import EvaluationParser
+from evaluating import extrapolation_report as report
+from evaluating.checkpoints import Case, Checkpoint, labels, series_label, unmeasured
+from evaluating.protocol import measuring, opened
+from evaluating.results import Record, Results
+from evaluating.statistic import Interval, interval
+from evaluating.targets import Targets, open_data
+from far import targets as far
+from lssar.errors import UserError
+from model import GPT
+from support import plots
+from support.command import positive, run, seed_number, whole
+from support.text import table
+from training import distributed
+
+BLOCKS = 30
+OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
+
+
+MARGINS = {"nats": 0.02, "accuracy": 0.05}  # within which far context counts as ignored
+USES, IGNORES = "uses far context", "ignores far context"
+HARMED, OPEN = "harmed by far context", "open"
+LEARNED = 0.9  # of a task's answers at the training length: what a verdict on it requires
 
 
 def make_parser() -> EvaluationParser:
@@ -65,36 +86,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--times", type=whole(2, 2**20), default=16, help="a power of 2")
     parser.add_argument("--seed", type=seed_number, default=0, help="of a task's sequences")
     return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import numpy as np
-
-from data.loader import Windows
-from data.shards import describe_set
-from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Checkpoint, labels, series_label, unmeasured
-from evaluating.protocol import measuring, opened
-from evaluating.results import Record, Results
-from evaluating.statistic import Interval, interval
-from evaluating.targets import Targets, open_data
-from far import targets as far
-from lssar.errors import UserError
-from model import GPT
-from support import plots
-from support.text import table
-from training import distributed
-
-BLOCKS = 30
-OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
-
-
-MARGINS = {"nats": 0.02, "accuracy": 0.05}  # within which far context counts as ignored
-USES, IGNORES = "uses far context", "ignores far context"
-HARMED, OPEN = "harmed by far context", "open"
-LEARNED = 0.9  # of a task's answers at the training length: what a verdict on it requires
 
 
 def far_verdict(benefit: Interval | None, margin: float, right: float = 1.0) -> str:

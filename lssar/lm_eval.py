@@ -12,12 +12,6 @@ and so does this one. Its tokeniser begins a text with the end-of-text token; `a
 gives contexts as they are, and the scores of downstream.py.
 """
 
-import signal
-
-# The imports below take seconds: until they are done, Ctrl-C ends the process without a traceback.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM  # and with it the harness registers its own models
@@ -45,8 +39,6 @@ if "lssar" not in model_registry:
 
 def main() -> None:
     """Run the harness' command."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     cli_evaluate()
 
 

@@ -25,19 +25,6 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from support.command import Parser, answer_early, run, whole
-
-
-def make_parser() -> Parser:
-    parser = Parser(__doc__)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--draws", type=whole(2, 100), default=5)
-    return parser
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,6 +34,7 @@ from evaluating.results import Record
 from lssar.mechanisms import get_mechanism
 from lssar.reference import attention_weights
 from support import plots
+from support.command import Parser, run, whole
 
 KEYS, DIM, P = 1024, 64, 15
 STAGE_ONE = {"softmax": torch.exp, "lssa": F.softplus}
@@ -55,6 +43,13 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 COUNTS = (1024, 4096, 16384)
 SIZES = (*product((16, 32, 64, 128), (256, 4096)), (64, 16384))  # head dimension, keys
 COSINES = ("cos-softmax-constant", "cos-ssmax", "cos-softmax", "lssa", "lssar-p3", "lssar-p15")
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--draws", type=whole(2, 100), default=5)
+    return parser
 
 
 def scores(draw: int, keys: int = KEYS, rows: int = 1) -> Tensor:

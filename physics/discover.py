@@ -22,7 +22,24 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from support.command import Parser, answer_early, positive, run, whole
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.shards import describe
+from evaluating.checkpoints import Checkpoint, open_checkpoints
+from evaluating.protocol import kept_on_interrupt, open_results
+from evaluating.results import Record, Results
+from lssar.errors import UserError
+from physics import regression
+from physics.force import FORCES, origin, refuse_non_finite
+from physics.simulate import STATES
+from physics.systems import PLANETS, magnitude
+from support import plots
+from support.command import Parser, positive, run, whole
+from support.files import reading
+from support.text import table
 
 EFFORT = {"iterations": 100, "population": 1000, "evaluations": 500_000}  # PySR's; Operon's two
 
@@ -42,28 +59,6 @@ def make_parser() -> Parser:
     return parser
 
 
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(make_parser().parse_args)
-
-import itertools
-from dataclasses import dataclass
-
-import numpy as np
-from scipy.spatial import cKDTree
-
-from data.shards import describe
-from evaluating.checkpoints import Checkpoint, open_checkpoints
-from evaluating.protocol import kept_on_interrupt, open_results
-from evaluating.results import Record, Results
-from lssar.errors import UserError
-from physics import regression
-from physics.force import FORCES, origin, refuse_non_finite
-from physics.simulate import STATES
-from physics.systems import PLANETS, magnitude
-from support import plots
-from support.files import reading
-from support.text import table
-
 ORACLE, TRUTH, BLIND = "oracle", "truth", "blind"
 COLOURS = {ORACLE: plots.GREY, TRUTH: plots.INK}
 ORDER = (TRUTH, "lssar", "softmax")  # the paper's panels, from left to right
@@ -71,6 +66,15 @@ SAMPLES = 40  # arrows per panel
 SUBSAMPLES = 5  # regressions per model
 SUBSAMPLE = 1000  # states of each
 EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
+
+
+def find_nearest(known: np.ndarray, asked: np.ndarray, k: int = 1) -> tuple[np.ndarray, ...]:
+    """Return the distances from asked points to their k nearest known ones, and their numbers."""
+    try:
+        from scipy.spatial import cKDTree
+    except ImportError as error:
+        raise UserError(f"{error}; pip install -r requirements-physics.txt") from None
+    return cKDTree(known).query(asked, k=k)
 
 
 def main(argv: list[str]) -> None:
@@ -196,7 +200,7 @@ class Magnitudes:
         known = states[:first].reshape(-1, 6)
         probed = states[self.probed].reshape(-1, 6)
         self.labelled = np.concatenate((known, states[self.probed][shown[self.probed]]))
-        distance, _ = cKDTree(known).query(probed)
+        distance, _ = find_nearest(known, probed)
         self.chosen = np.argsort(distance, kind="stable")[:count]
         self.states = probed[self.chosen]
         self.truth = magnitude(self.states)
@@ -211,7 +215,7 @@ class Magnitudes:
         mean = self.labelled.mean(axis=0)
         spread = self.labelled.std(axis=0)
         spread[spread == 0] = 1  # stars of heavy planets all have one mass
-        _, near = cKDTree((self.labelled - mean) / spread).query((self.states - mean) / spread, k=2)
+        _, near = find_nearest((self.labelled - mean) / spread, (self.states - mean) / spread, k=2)
         return magnitude(self.labelled)[near].mean(axis=1)
 
     def blind(self, rows: np.ndarray) -> float:

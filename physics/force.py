@@ -22,9 +22,23 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from physics import TASKS
-from support.command import Parser, answer_early, run
+import numpy as np
+import torch
+
+from data.loader import describe, open_data, validation_windows
+from evaluating.checkpoints import open_checkpoints
+from lssar.errors import UserError
+from physics import TASKS, train
+from physics.model import OrbitModel
+from physics.simulate import save
+from support.command import Parser, run
+from support.files import lookup, make_folder, write_json
+from training import distributed
+from training.checkpoint import Store
 from training.config import Config, load_config, read_config
+
+FORCES, ORIGIN = "forces.npy", "forces.json"
+BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
 
 
 def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -38,26 +52,6 @@ def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
     options.config = options.config or f"configs/physics-109m-{options.task}.toml"
     read_config(options.config, overrides)  # raises for a name that does not exist
     return options, overrides
-
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(parse_arguments)
-
-import numpy as np
-import torch
-
-from data.loader import describe, open_data, validation_windows
-from evaluating.checkpoints import open_checkpoints
-from lssar.errors import UserError
-from physics import train
-from physics.model import OrbitModel
-from physics.simulate import save
-from support.files import lookup, make_folder, write_json
-from training import distributed
-from training.checkpoint import Store
-
-FORCES, ORIGIN = "forces.npy", "forces.json"
-BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
 
 
 def main(argv: list[str]) -> int:

@@ -20,10 +20,6 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-if __name__ == "__main__":
-    from support.command import quiet_imports
-
-    quiet_imports()
 
 import numpy as np
 from tqdm import tqdm

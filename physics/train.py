@@ -9,14 +9,9 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from support.command import answer_early, run
-from training.arguments import TrainingParser
-
-if __name__ == "__main__":  # --help and mistakes need no torch, which takes seconds to import
-    answer_early(TrainingParser(__doc__).parse)
-
 import train
 from physics.model import OrbitModel
+from support.command import run
 
 
 def main(argv: list[str]) -> int:

@@ -47,29 +47,6 @@ def _parse_path(text: str) -> Path:
     return Path(text)
 
 
-def answer_early(parse: Callable[[list[str]], object]) -> None:
-    """Answer --help and mistakes before a script's slow imports, then `quiet_imports`."""
-
-    def parse_only(argv: list[str]) -> None:
-        parse(argv)
-
-    if code := _exit_code(parse_only):
-        sys.exit(code)
-    quiet_imports()
-
-
-def quiet_imports() -> None:
-    """End a script on Ctrl-C without a traceback from torch's imports, from here until `run`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
-        signal.signal(signal.SIGINT, _leave)
-
-
-def _leave(number: int, frame) -> None:
-    # The module that is being imported could swallow an exception.
-    os.write(2, b"interrupted\n")
-    os._exit(130)
-
-
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Run a script's `main(argv)` as a program.
 
@@ -90,8 +67,6 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 def _exit_code(main: Callable[[list[str]], int | None]) -> int:
     streams = _protect_streams()
     try:
-        if signal.getsignal(signal.SIGINT) is _leave:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         with as_user_errors():
             code = main(sys.argv[1:]) or 0
             sys.stdout.flush()

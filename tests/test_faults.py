@@ -10,8 +10,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,6 @@ import pytest
 import torch
 from drill.children import refused
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
-from test_command_line import COMMANDS
 from train_helpers import arguments, make_corpus, train_here
 
 import attention_maps
@@ -355,54 +352,6 @@ def test_a_text_beyond_the_limit_is_not_read(tmp_path):
     assert read_text(path, limit=100) == "ü" * 100
     with pytest.raises(OSError, match="larger than the 99 characters"):
         read_text(path, limit=99)
-
-
-# Stands in for whatever a script imports: Ctrl-C comes while it loads, and it lets nothing out.
-INTERRUPTED = """
-import os, signal, time
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
-except BaseException:
-    raise ImportError("swallowed") from None
-"""
-LIGHT = ("benchmark.py", "report.py")  # what takes time is imported by what they do
-
-
-def interrupted(tmp_path, modules, *command):
-    for name in modules:
-        (tmp_path / f"{name}.py").write_text(INTERRUPTED)
-    result = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        # A shell that started the tests in the background has it ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    return result.returncode, result.stderr
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(LIGHT)])
-def test_an_interrupt_during_imports_is_one_word_and_exit_code_130(tmp_path, command):
-    words = (*command.split(), *COMMANDS[command])
-    assert interrupted(tmp_path, ("numpy", "torch", "tqdm"), *words) == (130, "interrupted\n")
-
-
-def test_an_interrupt_during_the_harness_imports_has_no_traceback(tmp_path):
-    assert interrupted(tmp_path, ["lm_eval"], "-m", "lssar.lm_eval") == (-signal.SIGINT, "")
-
-
-def test_an_ignored_interrupt_stays_ignored():
-    code = (
-        "import os, signal; from support.command import answer_early, run;"
-        "interrupt = lambda argv: os.kill(os.getpid(), signal.SIGINT);"
-        "answer_early(interrupt); interrupt([]); run(interrupt)"
-    )
-    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), "cwd": ROOT}
-    assert subprocess.run([sys.executable, "-c", code], **ignoring).returncode == 0
 
 
 def test_workers_do_not_hear_an_interrupt_and_their_parent_does():
