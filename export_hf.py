@@ -29,10 +29,11 @@ from pathlib import Path
 
 from data.shards import describe_set
 from data.tokeniser import ALPHABET, EOT_TEXT, Gpt2Tokeniser, Tokeniser
-from evaluating.checkpoints import Checkpoint, load_model, model_label, open_checkpoints
+from evaluating.checkpoints import Checkpoint, model_label, open_checkpoints
 from lssar.errors import UserError
 from support.command import Parser, run
 from support.files import lookup, write_text
+from training.checkpoint import load_model
 from training.run_log import RUN
 
 ROOT = Path(__file__).parent

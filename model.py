@@ -64,6 +64,8 @@ def initialise(model: nn.Module) -> None:
 
 
 class GPT(nn.Module):
+    config_type = ModelConfig
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -138,6 +140,11 @@ class GPT(nn.Module):
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+    def weights_per_token(self) -> int:
+        """Count the weights that every token is multiplied by: of linear layers and the head."""
+        linear = [m.weight for m in self.modules() if isinstance(m, nn.Linear)]
+        return sum(weight.numel() for weight in [*linear, self.embedding.weight])
 
     @torch.inference_mode()
     def stream(self, prompt: Tensor, max_new_tokens: int, stop=(), **sampling) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ them but 0 into 1: use --status there.
 """
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -31,7 +32,6 @@ from data.loader import Batches
 from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
 from lssar.errors import UserError
-from model import GPT
 from support.command import out_of_memory, run
 from support.files import first_line, lookup
 from training import checkpoint, distributed, estimate
@@ -47,11 +47,11 @@ from training.sizing import halve_until_it_fits
 EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
 
 
-def main(argv: list[str], build: checkpoint.Build = GPT) -> int:
-    """Train the model that `build` makes, GPT-2 or that of physics/train.py."""
+def main(argv: list[str], kind: type[Config] = Config) -> int:
+    """Train what a kind of config describes: GPT-2, or the model of physics/train.py."""
     arguments, overrides = TrainingParser(__doc__).parse(argv)
     size = arguments.world_size if arguments.dry_run else distributed.world_size()
-    config = load_config(arguments.config, overrides, size)
+    config = load_config(arguments.config, overrides, size, kind)
     config, notice = config.cut_warmup()
     if arguments.dry_run:
         lines = estimate.dry_run(config, size, arguments.device, arguments.gpu)
@@ -59,8 +59,6 @@ def main(argv: list[str], build: checkpoint.Build = GPT) -> int:
         return 0
     if arguments.status:
         return status(config)
-    if build is GPT and not config.model_config().reads_text:
-        raise UserError(f"{arguments.config} is a model of orbits; train it with physics/train.py")
     world = distributed.start(arguments.device)
     # torchrun restarts failed workers with the command line they had.
     resume = arguments.resume or distributed.restarts() > 0
@@ -68,7 +66,7 @@ def main(argv: list[str], build: checkpoint.Build = GPT) -> int:
         with RunLog(config, world) as log, StopSignal() as stop:
             if notice:
                 log.say(notice)
-            return train(set_up(config, world, log, build, resume, arguments.accept_data), stop)
+            return train(set_up(config, world, log, resume, arguments.accept_data), stop)
     except Diverged as error:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr)
@@ -97,7 +95,7 @@ def status(config: Config) -> int:
     steps = config.train.steps
     step = 0
     with contextlib.suppress(UserError):
-        step = checkpoint.read_description(checkpoint.find(directory))[1].step
+        step = checkpoint.read_info(checkpoint.find(directory)).step
     saved = f"{directory}: {step} of {steps} steps are saved"
     if step >= steps:
         print(f"{saved}; finished")
@@ -133,7 +131,6 @@ def set_up(
     config: Config,
     world: World,
     log: RunLog,
-    build: checkpoint.Build = GPT,
     resume: bool = False,
     accept_data: bool = False,
 ) -> Run:
@@ -152,17 +149,17 @@ def set_up(
     # The model: that of the latest checkpoint, or a new one, perhaps with another run's weights.
     estimate.refuse_too_large(config, world.device)
     torch.manual_seed(t.seed)
-    saved = checkpoint.load_latest(config, store, build) if resume else None
+    saved = checkpoint.load_latest(config, store) if resume else None
     if saved is not None:
         model, progress, state = saved
         warn_of_changes(state, data, batches, world, log, accept_data)
         if world.is_main:
             store.repair(state["path"], progress, config.checkpoint.keep)
     else:
-        model = build(config.model_config())
+        model = config.make_model()
         progress = checkpoint.Progress()
         if t.init_from:
-            checkpoint.load_weights(model, t.init_from, build)
+            checkpoint.load_weights(model, t.init_from, config.fresh_parameters())
     if t.micro_batch == "auto":
         before = state["config"].micro_batch if saved else 0
         config = estimate.choose_micro_batch(config, world, before, log.say)
@@ -203,7 +200,7 @@ def set_up(
 
 
 def make_batches(config: Config, world: World) -> Batches:
-    return Batches(config, batch_plan(config, world.size), world.rank, world.device)
+    return config.make_batches(batch_plan(config, world.size), world.rank, world.device)
 
 
 def warn_of_changes(
@@ -341,8 +338,7 @@ def report(run: Run) -> None:
     peak = estimate.peak_flops(run.world.device)
     mfu = None
     if peak is not None:
-        m = run.model.config
-        flops = t.per_token(lambda length: estimate.flops_per_token(m, length))
+        flops = t.per_token(functools.partial(estimate.flops_per_token, run.model))
         mfu = flops * rate / (peak * run.world.size)
     run.log.step(
         step,
@@ -367,7 +363,7 @@ def validate(run: Run) -> None:
     for inputs, targets in run.batches.validation():
         with run.autocast:
             mean = run.model(inputs.to(device), targets.to(device))
-        # Text targets all count; of orbit labels, those that are not NaN.
+        # Tokens all count; of labels, those that are not NaN.
         count = int(targets.isfinite().sum())
         size = 0 if lengths is None else lengths[targets.numpy()].sum()
         total += torch.tensor([mean.item() * count, count, size], dtype=torch.float64)

@@ -8,8 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.loader import Tokens
-from data.shards import MANIFEST
+from data.shards import MANIFEST, TokenSet
 from lssar.errors import UserError
 from support.files import open_regular, reading, sha256_of
 
@@ -18,14 +17,19 @@ BLOCKS, BLOCK_BYTES = 16, 2**16
 SAMPLED = "sample "
 
 
-def identity(*splits: Tokens) -> dict:
+def identity(*splits: TokenSet) -> dict:
     """Describe the data for a checkpoint: the manifest's hash; of each file size, time, content."""
-    directory, files = splits[0].directory, {}
-    for name, sha256 in (item for split in splits for item in split.files.items()):
-        with reading(directory / name):
-            found = (directory / name).stat()
-        content = sha256 or _hash(directory / name, found.st_size)
-        files[name] = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
+    directory = splits[0].directory
+    files = {}
+    for split in splits:
+        for name, sha256 in split.files.items():
+            with reading(directory / name):
+                found = (directory / name).stat()
+            files[name] = {
+                "bytes": found.st_size,
+                "mtime_ns": found.st_mtime_ns,
+                "content": sha256 or _hash(directory / name, found.st_size),
+            }
     manifest = directory / MANIFEST
     return {"manifest": sha256_of(manifest) if manifest.exists() else None, "files": files}
 

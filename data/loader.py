@@ -9,23 +9,18 @@ s * global_batch on. How many processes and micro-batches share a step only deci
 With `train.long_length`, every `train.long_interval`-th step takes longer windows of the same
 stream, in an order of their own.
 
-In a set of records the windows are the records. `shuffle=False` takes windows in order, as llm.c
-does, whatever the seed.
+`shuffle=False` takes windows in order, as llm.c does, whatever the seed.
 """
 
-import functools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards import DESCRIPTION, SIMULATE, TokenSet, describe, open_split
+from data.shards import TokenSet, open_split
 from lssar.errors import UserError
-from support.files import open_regular, reading
 
 ROUNDS = 6
 
@@ -37,12 +32,14 @@ def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
     is permuted again until it falls inside, which keeps the map one-to-one.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    bits = np.uint64(half)
+    mask = np.uint64((1 << half) - 1)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
     result = np.asarray(indices, dtype=np.uint64).copy()
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
-        left, right = result[outside] >> bits, result[outside] & mask
+        left = result[outside] >> bits
+        right = result[outside] & mask
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         result[outside] = (left << bits) | right
@@ -60,10 +57,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class Windows:
     """A token stream as windows of `length` inputs and the tokens that follow them."""
 
-    labels = None
-
     def __init__(self, tokens: TokenSet, length: int):
-        self.tokens, self.shape, self.stride = tokens, (length + 1,), length
+        self.tokens = tokens
+        self.directory = tokens.directory
+        self.total_tokens = tokens.total_tokens
+        self.length = length
+        self.stride = length  # from one window's first token to the next one's
+        self.shape = (length + 1,)
         self.count = (tokens.total_tokens - 1) // length
 
     def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
@@ -73,144 +73,83 @@ class Windows:
         return batch
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of what `read` returned."""
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-class Records(Windows):
-    """A split of independent sequences of one length, perhaps with labels.
-
-    A record has `points` positions of `channels` tokens. A model reads all positions but the last
-    and predicts each one's successor or label. Records lie in ordinary shards; beside them
-
-        records.json        {"points": 1000, "channels": 2, "outputs": 0, "settings": {...}}
-        labels_train.npy    if outputs > 0: float32 (records, points - 1, outputs), NaN for "none"
-    """
-
-    def __init__(self, tokens: TokenSet, points: int, channels: int, labels: np.ndarray | None):
-        self.tokens, self.shape, self.labels = tokens, (points, channels), labels
-        self.directory, self.tokeniser = tokens.directory, None
-        self.files = tokens.files | {DESCRIPTION: None}
-        if labels is not None:
-            self.files[Path(labels.filename).name] = None
-        self.stride = points * channels
-        self.count, rest = divmod(tokens.total_tokens, self.stride)
-        if rest or (labels is not None and labels.shape[:2] != (self.count, points - 1)):
-            wrong = f"{tokens.total_tokens} tokens are not records of {self.stride} with labels"
-            raise UserError(f"{self.directory} is damaged: {wrong}; simulate it again")
-        if labels is not None and np.isinf(labels).any():
-            raise UserError(f"{self.directory} has infinite labels; simulate it again")
-        self.total_tokens = self.count * (points - 1)  # positions that a model reads
-
-    def labels_of(self, offsets: np.ndarray) -> np.ndarray:
-        """Count the labels of each of these records."""
-        return (~np.isnan(self.labels[offsets // self.stride])).sum(axis=(1, 2))
-
-    def read(self, offsets: np.ndarray, pin: bool = False) -> Tensor:
-        """Read tokens; with labels, both in one float32 tensor, which is exact for tokens."""
-        batch = super().read(offsets, pin)
-        if self.labels is None:
-            return batch
-        labels = torch.from_numpy(self.labels[offsets // self.stride])
-        both = torch.cat((batch[:, :-1].float(), labels), dim=-1)
-        return both.pin_memory() if pin else both
-
-    def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs (records, points - 1, channels) and targets of the same leading shape."""
-        if self.labels is None:
-            return super().split(batch)
-        channels = self.shape[1]
-        return batch[..., :channels].long(), batch[..., channels:].contiguous()
-
-
-Tokens = TokenSet | Records
-
-
-def open_data(
-    directory: str | Path, split: str, *, vocab_size: int, channels=1, outputs=0, command=SIMULATE
-) -> Tokens:
-    """Open what a model with these inputs and outputs reads: a stream of tokens, or records.
-
-    `command` makes the folder: it is named where that is missing.
-    """
-    directory = Path(directory)
-    if channels == 1 and not outputs:
-        return open_split(directory, split, vocab_size=vocab_size, command=command)
-    about = describe(directory, command)
-    for key, wanted in {"channels": channels, "outputs": outputs}.items():
-        if about[key] != wanted:
-            has = f"{directory} has {about[key]} {key} per position, the model {wanted}"
-            raise UserError(f"{has}; set model.{key} = {about[key]} or choose other data")
-    tokens, labels = open_split(directory, split, vocab_size=vocab_size), None
-    if outputs:
-        path = directory / f"labels_{split}.npy"
-        with reading(path), open_regular(path):
-            labels = np.load(path, mmap_mode="r", allow_pickle=False)
-    return Records(tokens, about["points"], channels, labels)
-
-
-def windows_of(data: Tokens, length: int) -> Windows:
-    if not isinstance(data, Records):
-        return Windows(data, length)
-    if length != (only := data.shape[0] - 1):
-        has = f"{data.directory} has records of {only + 1} points"
-        raise UserError(f"{has}, to be read at train.length = {only}, not {length}")
-    return data
-
-
-@dataclass(eq=False)
 class TrainLoader:
     """This rank's micro-batches of any step."""
 
-    tokens: Tokens
-    _: KW_ONLY
-    global_batch: int
-    length: int
-    seed: int
-    micro_batch: int
-    rank: int = 0
-    world_size: int = 1
-    device: str | torch.device = "cpu"
-    shuffle: bool = True
-    prefetch: bool | None = None  # read one micro-batch ahead in a thread; default: on a GPU only
+    def __init__(
+        self,
+        source: Windows,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str | torch.device = "cpu",
+        shuffle: bool = True,
+        prefetch: bool | None = None,
+    ):
+        """Share a global batch of windows; refuse one that cannot be shared, or too few windows.
 
-    def __post_init__(self):
-        at_once = self.micro_batch * self.world_size
-        self.accumulation, rest = divmod(self.global_batch, at_once)
-        if rest:
-            shared = f"for {self.world_size} processes x micro-batch {self.micro_batch}"
-            batch = f"a global batch of {self.global_batch} sequences"
-            raise UserError(f"{batch} {shared} must be a multiple of {at_once}")
-        self.source = windows_of(self.tokens, self.length)
-        self.windows = self.source.count
-        if self.windows < self.global_batch:
-            self._refuse_too_little(at_once)
-        self.device = torch.device(self.device)
-        ahead = self.device.type == "cuda" if self.prefetch is None else self.prefetch
-        self._thread = ThreadPoolExecutor(1) if ahead else None
+        `prefetch`: read one micro-batch ahead in a thread; default: on a GPU only.
+        """
+        self.source = source
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.shuffle = shuffle
+        at_once = micro_batch * world_size
+        if global_batch % at_once:
+            raise UserError(
+                f"a global batch of {global_batch} sequences for {world_size} processes x "
+                f"micro-batch {micro_batch} must be a multiple of {at_once}"
+            )
+        self.accumulation = global_batch // at_once
+        self._refuse_too_few_windows(at_once)
+        if prefetch is None:
+            prefetch = self.device.type == "cuda"
+        self._thread = ThreadPoolExecutor(1) if prefetch else None
         self._ahead: dict[tuple[int, int], Future] = {}  # by step and part
 
-    def _refuse_too_little(self, at_once: int) -> None:
-        """Refuse too little data; name the largest step of whole micro-batches that they allow."""
-        directory, tokens, length = self.tokens.directory, self.tokens.total_tokens, self.length
-        if self.windows < 1:
-            few = f"has {tokens} training tokens, too few for length {length} and its targets"
-            raise UserError(f"{directory} {few}; set train.length = {max(1, tokens - 1)} or less")
-        few = f"fewer than the {self.global_batch} of one step"
-        remedy = f"lower train.micro_batch (now {self.micro_batch}) and train.batch_tokens"
-        if fitting := self.windows // at_once * at_once * length:
+    def _refuse_too_few_windows(self, at_once: int) -> None:
+        """Refuse too little data; name the largest step of whole micro-batches that it allows."""
+        source = self.source
+        length = source.length
+        if source.count < 1:
+            tokens = source.total_tokens
+            raise UserError(
+                f"{source.directory} has {tokens} training tokens, too few for length {length} "
+                f"and its targets; set train.length = {max(1, tokens - 1)} or less"
+            )
+        if source.count >= self.global_batch:
+            return
+        fitting = source.count // at_once * at_once * length
+        if fitting:
             remedy = f"set train.batch_tokens to {fitting} (now {self.global_batch * length})"
-        has = f"{directory} has {self.windows} training sequences of length {length}"
-        raise UserError(f"{has}, {few}; {remedy} or add data")
+        else:
+            remedy = f"lower train.micro_batch (now {self.micro_batch}) and train.batch_tokens"
+        raise UserError(
+            f"{source.directory} has {source.count} training sequences of length {length}, "
+            f"fewer than the {self.global_batch} of one step; {remedy} or add data"
+        )
 
     def offsets(self, step: int, first: int = 0, count: int | None = None) -> np.ndarray:
         """Return the offsets at which this step's sequences begin: `count` from `first`, or all."""
+        if count is None:
+            count = self.global_batch
         begin = step * self.global_batch + first
-        numbers = np.arange(begin, begin + (self.global_batch if count is None else count))
-        epochs, indices = np.divmod(numbers, self.windows)
+        epochs, indices = np.divmod(np.arange(begin, begin + count), self.source.count)
         if self.shuffle:
             for epoch in np.unique(epochs):
                 chosen = epochs == epoch
-                indices[chosen] = permute(indices[chosen], self.windows, self.seed, int(epoch))
+                indices[chosen] = permute(indices[chosen], self.source.count, self.seed, int(epoch))
         return indices * self.source.stride
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -221,21 +160,17 @@ class TrainLoader:
     def divisors(self, step: int) -> list[float]:
         """Return one divisor per micro-batch.
 
-        Mean losses over them, summed, then averaged over ranks, are the mean over the global batch
-        (over its labels where some are missing).
+        Mean losses over them, summed, then averaged over ranks, are the mean over the global batch.
         """
-        if self.source.labels is None:
-            return [self.accumulation] * self.accumulation
-        labels = self.source.labels_of(self.offsets(step))
-        mine = labels.reshape(self.accumulation, self.world_size, -1)[:, self.rank].sum(axis=1)
-        # A micro-batch without labels has the loss 0, whatever it is divided by.
-        return (max(1, labels.sum()) / (self.world_size * np.maximum(mine, 1))).tolist()
+        return [self.accumulation] * self.accumulation
 
     def _take(self, step: int, part: int) -> Tensor:
         """Return the micro-batch, which may be read already, and start to read the one after."""
         if self._thread is None:
             return self._read(step, part)
-        batch = self._ahead.get((step, part)) or self._thread.submit(self._read, step, part)
+        batch = self._ahead.pop((step, part), None)
+        if batch is None:
+            batch = self._thread.submit(self._read, step, part)
         following = (step, part + 1) if part + 1 < self.accumulation else (step + 1, 0)
         self._ahead = {following: self._thread.submit(self._read, *following)}
         return batch.result()
@@ -250,11 +185,16 @@ class MixedLoader:
     """A loader whose every `interval`-th step is one of `long`; each counts its own steps."""
 
     def __init__(self, usual: TrainLoader, long: TrainLoader, interval: int):
-        self.usual, self.long, self.interval = usual, long, interval
+        self.usual = usual
+        self.long = long
+        self.interval = interval
 
     def _at(self, step: int) -> tuple[TrainLoader, int]:
-        before, place = divmod(step, self.interval)
-        return (self.long, before) if place == self.interval - 1 else (self.usual, step - before)
+        """Return the loader of a step, and the step's number in it."""
+        rounds, place = divmod(step, self.interval)
+        if place == self.interval - 1:
+            return self.long, rounds
+        return self.usual, step - rounds
 
     def offsets(self, step: int) -> np.ndarray:
         loader, own = self._at(step)
@@ -270,57 +210,98 @@ class MixedLoader:
 
 
 def validation_windows(
-    data: Tokens, *, length: int, total_tokens: int, batch: int, rank=0, world_size=1
+    source: Windows, *, total_tokens: int, batch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (inputs, targets) of this rank's share of the first windows of the split.
 
     They do not overlap: the same `total_tokens` targets at every length.
     """
+    length = source.length
     if total_tokens < 1 or total_tokens % length:
-        sizes = f"{total_tokens} validation tokens in windows of {length}"
-        raise UserError(f"{sizes}: the first must be a multiple of the second")
-    source = windows_of(data, length)
-    if (most := source.count * length) < total_tokens:
-        has = f"{data.directory} has {data.total_tokens} validation tokens"
-        few = f"too few for {total_tokens} targets in windows of {length}"
+        raise UserError(
+            f"{total_tokens} validation tokens in windows of {length}: "
+            "the first must be a multiple of the second"
+        )
+    most = source.count * length
+    if most < total_tokens:
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""
-        raise UserError(f"{has}, {few}; {change}prepare a larger validation set")
-    windows = np.arange(total_tokens // length) * source.stride
-    if source.labels is not None and not data.labels_of(windows).any():
-        first = f"the first {len(windows)} validation records of {data.directory}"
-        raise UserError(f"{first} have no label; raise eval.tokens")
-    mine = windows[rank::world_size]
+        raise UserError(
+            f"{source.directory} has {source.total_tokens} validation tokens, too few for "
+            f"{total_tokens} targets in windows of {length}; "
+            f"{change}prepare a larger validation set"
+        )
+    offsets = np.arange(total_tokens // length) * source.stride
+    mine = offsets[rank::world_size]
     batches = (mine[first : first + batch] for first in range(0, len(mine), batch))
-    return (source.split(source.read(offsets)) for offsets in batches)
+    return (source.split(source.read(chosen)) for chosen in batches)
 
 
 class Batches:
     """Both sets of a run and their batches, as its config describes them."""
 
-    def __init__(self, config, plan, rank: int = 0, device="cpu"):
+    loader_type = TrainLoader
+
+    def __init__(self, config, plan, rank: int = 0, device: str | torch.device = "cpu"):
         """Open both sets; refuse one that is too small for a step or a validation."""
         t = config.train
-        directory, needs = config.data.directory, config.data_requirements()
-        self.train_set, self.val_set = (open_data(directory, s, **needs) for s in ("train", "val"))
-        share = {"length": t.length, "rank": rank, "world_size": plan.world_size}
-        order = {"seed": t.seed, "shuffle": config.data.shuffle, "device": device}
-
-        def loader(length: int) -> TrainLoader:  # as many tokens per micro-batch at any length
-            sizes = {"global_batch": plan.sequences * t.length // length}
-            sizes |= {"micro_batch": plan.micro_batch * t.length // length, "length": length}
-            return TrainLoader(self.train_set, **(share | order | sizes))
-
-        self.loader = loader(t.length)
-        if t.long_length:
-            self.loader = MixedLoader(self.loader, loader(t.long_length), t.long_interval)
-        # This rank's share of the first eval.tokens of the validation set, or of all there are.
+        self.config = config
+        self.plan = plan
+        self.rank = rank
+        self.device = device
         self.notices: list[str] = []
-        tokens = config.eval.tokens
-        there = windows_of(self.val_set, t.length).count * t.length
-        if 0 < there < tokens:
-            asked = f"eval.tokens = {tokens:,}"
-            self.notices.append(f"validation takes the {there:,} tokens there are, not {asked}")
-            tokens = there
-        first = {"total_tokens": tokens, "batch": config.eval.batch or plan.micro_batch}
-        self.validation = functools.partial(validation_windows, self.val_set, **first, **share)
-        self.validation()
+        self.train_set = self.open_set("train")
+        self.val_set = self.open_set("val")
+        self.loader = self.make_loader(t.length)
+        if t.long_length:
+            self.loader = MixedLoader(self.loader, self.make_loader(t.long_length), t.long_interval)
+        self.validation_tokens = self.count_validation_tokens()
+        self.validation()  # refuses what it cannot read
+
+    def open_set(self, split: str) -> TokenSet:
+        """Open the train or val split."""
+        return open_split(
+            self.config.data.directory,
+            split,
+            vocab_size=self.config.model_config().vocab_size,
+            command=self.config.data_command(),
+        )
+
+    def windows(self, tokens: TokenSet, length: int) -> Windows:
+        """Cut a split into windows."""
+        return Windows(tokens, length)
+
+    def make_loader(self, length: int) -> TrainLoader:
+        """Make the loader of sequences of a length, with as many tokens per step at any length."""
+        t = self.config.train
+        return self.loader_type(
+            self.windows(self.train_set, length),
+            global_batch=self.plan.sequences * t.length // length,
+            micro_batch=self.plan.micro_batch * t.length // length,
+            seed=t.seed,
+            rank=self.rank,
+            world_size=self.plan.world_size,
+            device=self.device,
+            shuffle=self.config.data.shuffle,
+        )
+
+    def count_validation_tokens(self) -> int:
+        """Return eval.tokens, or with a notice how many there are."""
+        wanted = self.config.eval.tokens
+        length = self.config.train.length
+        there = self.windows(self.val_set, length).count * length
+        if 0 < there < wanted:
+            self.notices.append(
+                f"validation takes the {there:,} tokens there are, not eval.tokens = {wanted:,}"
+            )
+            return there
+        return wanted
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of the validation batches."""
+        return validation_windows(
+            self.windows(self.val_set, self.config.train.length),
+            total_tokens=self.validation_tokens,
+            batch=self.config.eval.batch or self.plan.micro_batch,
+            rank=self.rank,
+            world_size=self.plan.world_size,
+        )

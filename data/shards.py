@@ -22,12 +22,13 @@ from support.files import digest, json_record, open_regular, reading, sha256_of,
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
-MANIFEST, PROGRESS, DESCRIPTION = "manifest.json", "progress.json", "records.json"
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
 # No separators and no leading dot: a name from a manifest or a hub listing cannot leave its folder.
 SHARD_NAME = re.compile(r"(?P<prefix>\w[\w.-]*)_(?P<split>train|val)_(?P<index>\d+)\.bin", re.ASCII)
 SAMPLE_TOKENS = 4096  # checked when a shard is opened: fast enough for 10,000 files
 OPEN_SHARDS = 128  # each holds a file descriptor, of which a process has perhaps 1,024
-PREPARE, SIMULATE = "python data/prepare.py --help", "python physics/simulate.py --help"
+PREPARE = "python data/prepare.py --help"
 MAX_PADDING = 1024  # a model's vocabulary with more unused ids is of another tokeniser
 
 
@@ -222,18 +223,6 @@ def read_manifest(directory: Path) -> dict:
         source = manifest.get("settings", {}).get("source", {})
         _require(isinstance(source, dict), f"source {source!r}")
     return manifest
-
-
-def describe(directory: Path, command: str = SIMULATE) -> dict:
-    """Read the `records.json` of a set of records (data/loader.py)."""
-    path = directory / DESCRIPTION
-    if not path.exists():
-        what = f"{directory} has no {DESCRIPTION}: it is not (yet) a set of records"
-        raise UserError(f"{what}; make one with: {command}")
-    with json_record(path, "; simulate it again") as about:
-        for key in ("points", "channels", "outputs"):
-            _require(type(about[key]) is int, f"{key} {about[key]!r}")
-    return about
 
 
 def describe_set(directory: str | Path) -> dict:

@@ -22,10 +22,9 @@ from lssar.backends import forget_used_backends
 from lssar.errors import UserError
 from lssar.mechanisms import uses_setting
 from model import GPT
-from modelling.config import ModelConfig, check_model
+from modelling.config import ModelConfig
 from support.files import sha256_of
-from training import checkpoint as stored
-from training.checkpoint import WEIGHTS, Build, CheckpointInfo, find, read_description
+from training.checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_description
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,11 @@ class Checkpoint:
     identity: str  # of config and weights, whatever the path
     config: ModelConfig
     info: CheckpointInfo
+    model_type: type[torch.nn.Module] = GPT
 
-    def load(self, device: torch.device, build: Build = GPT) -> torch.nn.Module:
-        """Load the model, which `build` makes, for evaluation."""
-        if build is GPT and not self.config.reads_text:
-            raise UserError(f"{self.path} is not a text model: it reads orbits; see physics/")
-        return stored.load_model(self.path, build, device)[0].eval()
+    def load(self, device: torch.device) -> torch.nn.Module:
+        """Load the model for evaluation."""
+        return load_model(self.path, self.model_type, device)[0].eval()
 
     def tokeniser(self) -> Tokeniser:
         """Return the tokeniser it was trained with; if none is recorded, the one that fits."""
@@ -58,23 +56,18 @@ class Checkpoint:
         return {"path": str(self.path), **vars(self.info), "model": self.config.to_dict()}
 
 
-def load_model(path: str | Path, device="cpu") -> tuple[GPT, CheckpointInfo]:
-    """Load the text model of a run directory (its latest checkpoint) or of one checkpoint."""
-    return stored.load_model(path, GPT, device)
-
-
-def open_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
-    """Read and check every description before anything is computed."""
+def open_checkpoints(paths: Iterable[str], model_type=GPT) -> list[Checkpoint]:
+    """Read and check every description, of models of one type, before anything is computed."""
     checkpoints: dict[str, Checkpoint] = {}
     for given in paths:
         directory = find(given)
-        config, info = read_description(directory)
+        config, info = read_description(directory, model_type)
         content = json.dumps(config.to_dict(), sort_keys=True) + sha256_of(directory / WEIGHTS)
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         if identity in checkpoints:
             twin = checkpoints[identity].path
             raise UserError(f"{given} is the same model as {twin}; give it once")
-        checkpoints[identity] = Checkpoint(directory, identity, config, info)
+        checkpoints[identity] = Checkpoint(directory, identity, config, info, model_type)
     return list(checkpoints.values())
 
 
@@ -178,7 +171,7 @@ class Variant:
         if attention.sharpened or not sharpens:
             attention = replace(attention, **changes)
         changed = replace(trained, attention=attention, local=local)
-        check_model(changed)
+        changed.check()
         return changed
 
 

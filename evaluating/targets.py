@@ -104,9 +104,6 @@ class Targets:
 
 def open_data(directory: str, checkpoints: list[Checkpoint]) -> TokenSet:
     """Open the validation set, after a check that all checkpoints read its tokens."""
-    for checkpoint in checkpoints:
-        if not checkpoint.config.reads_text:
-            raise UserError(f"{checkpoint.path} is not a text model: it reads orbits; see physics/")
     (size, first), *others = {c.config.vocab_size: c for c in checkpoints}.items()
     if others:
         other_size, other = others[0]

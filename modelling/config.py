@@ -51,38 +51,28 @@ class ModelConfig:
     attention: Mechanism
     interpolation: float = 1.0  # position interpolation: RoPE position m becomes m / interpolation
     scaling: str = "pi"  # one of SCALINGS: how RoPE is stretched by `interpolation`
-    positions: str | int = "rope"  # one of POSITIONS; for orbits, the rows of a learned table
+    positions: str = "rope"  # one of POSITIONS
     pattern: tuple[str, ...] = ("global",)  # repeated over the layers: "global", or "local:WINDOW"
     local: Layer | None = None  # of the local layers; None: `attention` and `positions`
     shift: bool = False  # global layers keep a value under the previous token's key
     documents: bool = False  # a row sees its own document only, from its end-of-text token on
-
-    # For models of orbits (physics/model.py):
-    channels: int = 1  # tokens per position
-    outputs: int = 0  # numbers per position from a regression head; 0: tokens
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     @property
+    def head_rows(self) -> int:
+        return self.vocab_rows
+
+    @property
     def end_of_text(self) -> int:
         return self.vocab_size - 1  # the last token of both our tokenisers
 
     @property
-    def reads_text(self) -> bool:
-        return self.channels == 1 and not self.outputs and not self.position_rows
-
-    @property
-    def position_rows(self) -> int:
-        """The rows of a learned table of positions; 0 without one."""
-        return self.positions if type(self.positions) is int else 0
-
-    @property
     def all_layers(self) -> list[Layer]:
         """Return the settings of every layer, from the first to the last."""
-        positions = "none" if self.position_rows else self.positions
-        wide = Layer(self.attention, positions, self.shift)
+        wide = Layer(self.attention, self.positions, self.shift)
         local = self.local or replace(wide, shift=False)
         kinds = []
         for entry in self.pattern:
@@ -115,11 +105,22 @@ class ModelConfig:
                 found["pattern"] = tuple(values["pattern"])
             if local := values.get("local"):
                 found["local"] = Layer(get_mechanism(**local["attention"]), local["positions"])
+            unknown = found.keys() - {f.name for f in fields(cls)}
+            if unknown:
+                raise UserError(
+                    f"model config: {min(unknown)!r} is no setting of {cls.__name__}; "
+                    "is it a model of another type?"
+                )
             config = cls(**found)
-            check_model(config)
+            config.check()
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"model config: missing, unknown or mistyped key: {error}") from None
+            raise UserError(f"model config: missing or mistyped key: {error}") from None
         return config
+
+    def check(self) -> None:
+        """Refuse values that no model can have."""
+        check_sizes(self)
+        check_layers(self)
 
 
 def _description(m: Mechanism) -> dict:
@@ -129,21 +130,20 @@ def _description(m: Mechanism) -> dict:
     return {"name": m.name, **changed}
 
 
-def check_model(m: ModelConfig) -> None:
-    """Refuse values that no model can have."""
-    for key in ("layers", "heads", "width", "vocab_size", "vocab_rows", "channels", "outputs"):
-        value = getattr(m, key)
-        least = 0 if key == "outputs" else 1
-        if type(value) is not int:
-            raise UserError(f"model: {key} = {value!r} is of a wrong type, must be int")
-        if value < least:
-            raise UserError(f"model: {key} = {value} must be at least {least}")
-        if value > LARGEST:
-            raise UserError(f"model: {key} = {value} must be at most {LARGEST}")
-    for key in ("shift", "documents"):
-        value = getattr(m, key)
-        if type(value) is not bool:
-            raise UserError(f"model: {key} = {value!r} must be true or false")
+def check_count(name: str, value, least: int = 1) -> None:
+    """Refuse a size that is no whole number from `least` to LARGEST."""
+    if type(value) is not int:
+        raise UserError(f"model: {name} = {value!r} is of a wrong type, must be int")
+    if value < least:
+        raise UserError(f"model: {name} = {value} must be at least {least}")
+    if value > LARGEST:
+        raise UserError(f"model: {name} = {value} must be at most {LARGEST}")
+
+
+def check_sizes(m: ModelConfig) -> None:
+    """Refuse sizes that no model can have."""
+    for key in ("layers", "heads", "width", "vocab_size", "vocab_rows"):
+        check_count(key, getattr(m, key))
     if m.layers > MOST_LAYERS:
         raise UserError(f"model: layers = {m.layers} must be at most {MOST_LAYERS}")
     if m.width % (2 * m.heads):
@@ -155,21 +155,12 @@ def check_model(m: ModelConfig) -> None:
         raise UserError(
             f"model: vocab_rows = {m.vocab_rows} must be at least vocab_size = {m.vocab_size}"
         )
-    if not 0 < m.interpolation < math.inf:
-        raise UserError(f"model: interpolation = {m.interpolation} must be positive")
-    if m.scaling not in SCALINGS:
-        raise UserError(f"model: scaling = {m.scaling!r}; choose from {', '.join(SCALINGS)}")
-    if m.shift and m.attention.sinks:
-        raise UserError(
-            f"model: shifted keys and sinks = {m.attention.sinks} do not go together; leave one out"
-        )
-    _check_pattern(m)
-    _check_positions(m)
-    if m.documents and not m.reads_text:
-        raise UserError("model: documents = True; data.document_mask is for text")
+    if type(m.documents) is not bool:
+        raise UserError(f"model: documents = {m.documents!r} must be true or false")
 
 
-def _check_pattern(m: ModelConfig) -> None:
+def check_layers(m: ModelConfig) -> None:
+    """Refuse settings that layers cannot have, or cannot have together."""
     pattern = list(m.pattern)
     for entry in pattern:
         if not re.fullmatch(r"global|local:[1-9][0-9]{0,11}", str(entry)):
@@ -180,19 +171,23 @@ def _check_pattern(m: ModelConfig) -> None:
         raise UserError(f"model: pattern = {pattern} must have 1 to layers = {m.layers} entries")
     if m.local is not None and set(pattern) == {"global"}:
         raise UserError(f"model: [local] is for local layers, and pattern = {pattern} has none")
-
-
-def _check_positions(m: ModelConfig) -> None:
-    if m.position_rows < 1 and m.positions not in POSITIONS:
+    if type(m.shift) is not bool:
+        raise UserError(f"model: shift = {m.shift!r} must be true or false")
+    if m.shift and m.attention.sinks:
         raise UserError(
-            f"model: positions = {m.positions!r}; choose from {', '.join(POSITIONS)}, "
-            "or the rows of a learned table"
+            f"model: shifted keys and sinks = {m.attention.sinks} do not go together; leave one out"
         )
+    if m.positions not in POSITIONS:
+        raise UserError(f"model: positions = {m.positions!r}; choose from {', '.join(POSITIONS)}")
     if m.local is not None and m.local.positions not in POSITIONS:
         raise UserError(
             f"model: positions = {m.local.positions!r} of local layers; "
             f"choose from {', '.join(POSITIONS)}"
         )
+    if not 0 < m.interpolation < math.inf:
+        raise UserError(f"model: interpolation = {m.interpolation} must be positive")
+    if m.scaling not in SCALINGS:
+        raise UserError(f"model: scaling = {m.scaling!r}; choose from {', '.join(SCALINGS)}")
     has_rope = any(layer.positions == "rope" for layer in m.all_layers)
     if m.interpolation != 1 and not has_rope:
         raise UserError(
@@ -239,5 +234,5 @@ def preset(
     if "pattern" in changes:
         changes["pattern"] = tuple(changes["pattern"])  # TOML has lists
     config = ModelConfig(**(sizes | changes), attention=attention)
-    check_model(config)
+    config.check()
     return config

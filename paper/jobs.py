@@ -25,8 +25,9 @@ from evaluating.variants import CURRENT_LENGTH, NTK, YARN, alpha_name, window_na
 from lssar.errors import UserError
 from paper.experiments import FACTORS, PASSKEY, SINKS, Run, Scale, Table, all_runs
 from paper.tables import merge
+from physics.config import OrbitConfig
 from support.files import lookup, make_folder, read_text
-from training.checkpoint import find, read_description
+from training.checkpoint import find, read_info
 from training.config import Config, load_config, parse_config
 from training.distributed import StopSignal
 from training.estimate import (
@@ -133,12 +134,13 @@ def training_jobs(run: Run, seed: int, space: Workspace) -> list[Job]:
 
 def is_trained(config: Config) -> bool:
     """Tell whether a run is finished with these settings; else its own command says why."""
-    _, info = read_description(find(config.run_directory))
+    info = read_info(find(config.run_directory))
     if info.step < config.train.steps:
         return False
     path = config.run_directory / "config.toml"
     try:
-        return not parse_config(read_text(path), str(path)).differences(config)
+        saved = parse_config(read_text(path), str(path), type(config))
+        return not saved.differences(config)
     except OSError:
         return False
 
@@ -385,7 +387,9 @@ def physics_configs(scale: Scale) -> list[Config]:
     fewer = ["--train.steps=3906"] if scale.name == "single" else []
     found = []
     for attention in ("--attention.name=softmax", "--attention.name=lssar"):
-        found.append(load_config(f"{stem}.toml", [*smaller, *fewer, attention]))
+        orbits = load_config(f"{stem}.toml", [*smaller, *fewer, attention], kind=OrbitConfig)
+        found.append(orbits)
         for task in ("magnitude", "vector"):
-            found.append(load_config(f"{stem}-{task}.toml", [*smaller, attention]))
+            path = f"{stem}-{task}.toml"
+            found.append(load_config(path, [*smaller, attention], kind=OrbitConfig))
     return found

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.shards import describe
 from evaluating.checkpoints import Checkpoint, open_checkpoints
 from evaluating.protocol import kept_on_interrupt, open_results
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from physics import regression
 from physics.force import FORCES, origin, refuse_non_finite
+from physics.loader import describe
+from physics.model import OrbitModel
 from physics.simulate import STATES
 from physics.systems import PLANETS, magnitude
 from support import plots
@@ -133,7 +134,7 @@ class Model:
 
 def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
     """Load the forces that each run's two fine-tuned models predicted."""
-    checkpoints = open_checkpoints(runs)
+    checkpoints = open_checkpoints(runs, OrbitModel)
     models = []
     names = [name_of(checkpoint) for checkpoint in checkpoints]
     labels = [checkpoint.config.attention.title for checkpoint in checkpoints]

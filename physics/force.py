@@ -25,17 +25,19 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
 import numpy as np
 import torch
 
-from data.loader import describe, open_data, validation_windows
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
 from physics import TASKS, train
+from physics.config import OrbitConfig
+from physics.loader import all_inputs, describe
 from physics.model import OrbitModel
 from physics.simulate import save
 from support.command import Parser, run
 from support.files import lookup, make_folder, write_json
 from training import distributed
+from training.batch_plan import batch_plan
 from training.checkpoint import Store
-from training.config import Config, load_config, read_config
+from training.config import load_config, read_config
 
 FORCES, ORIGIN = "forces.npy", "forces.json"
 BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
@@ -50,18 +52,18 @@ def parse_arguments(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     options, overrides = parser.parse_known_args(argv)
     options.config = options.config or f"configs/physics-109m-{options.task}.toml"
-    read_config(options.config, overrides)  # raises for a name that does not exist
+    read_config(options.config, overrides, OrbitConfig)  # raises for a name that does not exist
     return options, overrides
 
 
 def main(argv: list[str]) -> int:
     options, overrides = parse_arguments(argv)
-    (pretrained,) = open_checkpoints([options.run])
+    (pretrained,) = open_checkpoints([options.run], OrbitModel)
     name = f"{pretrained.info.run}-{options.task}"
     given = [f"--attention.{k}={v}" for k, v in pretrained.config.to_dict()["attention"].items()]
     overrides = [*given, f"--train.init_from={options.run}", f"--log.name={name}", *overrides]
-    config = load_config(options.config, overrides)
-    if config.model_config().outputs != TASKS.index(options.task) + 1:
+    config = load_config(options.config, overrides, kind=OrbitConfig)
+    if config.orbits.outputs != TASKS.index(options.task) + 1:
         raise UserError(
             f"{options.config} has no outputs of the task {options.task!r}; see --config"
         )
@@ -91,16 +93,16 @@ def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -
 
 
 @torch.inference_mode()
-def predict(config: Config, device: torch.device) -> str:
+def predict(config: OrbitConfig, device: torch.device) -> str:
     """Write the best checkpoint's forces of every training sequence, and return its identity."""
     out = config.run_directory / FORCES
-    (best,) = open_checkpoints([str(Store(config.run_directory).best())])
-    model = best.load(device, build=OrbitModel)
-    records = open_data(config.data.directory, "train", **config.data_requirements())
-    windows = validation_windows(
-        records, length=records.shape[0] - 1, total_tokens=records.total_tokens, batch=BATCH
-    )
-    parts = [model(x.to(device))[:, 1::2].float().cpu().numpy() for x, _ in windows]
+    (best,) = open_checkpoints([str(Store(config.run_directory).best())], OrbitModel)
+    model = best.load(device)
+    records = config.make_batches(batch_plan(config)).train_set
+    parts = [
+        model(inputs.to(device))[:, 1::2].float().cpu().numpy()
+        for inputs in all_inputs(records, BATCH)
+    ]
     # The force that a label of one stands for, in the whole set or in each sequence.
     unit = np.reshape(describe(records.directory)["unit"], (-1, 1, 1)).astype(np.float32)
     forces = np.concatenate(parts) * unit

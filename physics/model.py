@@ -5,6 +5,8 @@ layer joins them. Positions are learned. The head is not tied: it predicts the n
 channel, or `outputs` numbers per position by regression.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -12,22 +14,50 @@ from torch import Tensor
 
 from lssar.errors import UserError
 from model import initialise, make_blocks
-from modelling.config import ModelConfig
+from modelling.config import ModelConfig, check_count
 from modelling.losses import linear_cross_entropy, token_losses
 
 
+@dataclass(frozen=True)
+class OrbitModelConfig(ModelConfig):
+    channels: int = 2  # tokens per position
+    learned_positions: int = 0  # rows of the table
+    outputs: int = 0  # numbers per position from a regression head; 0: tokens
+
+    @property
+    def head_rows(self) -> int:
+        return self.outputs or self.channels * self.vocab_rows
+
+    def check(self) -> None:
+        """Refuse values that no model of orbits can have."""
+        super().check()
+        check_count("channels", self.channels)
+        check_count("learned_positions", self.learned_positions)
+        check_count("outputs", self.outputs, least=0)
+        kinds = {layer.positions for layer in self.all_layers}
+        if kinds != {"none"}:
+            raise UserError(
+                f"model: positions = {', '.join(sorted(kinds))!r}; those of orbits are learned, "
+                "write 'none'"
+            )
+        if self.documents:
+            raise UserError("model: documents = True; data.document_mask is for text")
+
+
 class OrbitModel(nn.Module):
-    def __init__(self, config: ModelConfig):
+    config_type = OrbitModelConfig
+
+    def __init__(self, config: OrbitModelConfig):
         super().__init__()
         self.config = config
         width = config.width
         rows = config.channels * config.vocab_rows
         self.embedding = nn.Embedding(rows, width)  # of all channels
         self.join = nn.Linear(config.channels * width, width)
-        self.positions = nn.Embedding(config.position_rows, width)
+        self.positions = nn.Embedding(config.learned_positions, width)
         self.blocks = make_blocks(config)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, config.outputs or rows)
+        self.head = nn.Linear(width, config.head_rows)
         initialise(self)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -47,9 +77,9 @@ class OrbitModel(nn.Module):
         """Return the final hidden states (B, L, width)."""
         c = self.config
         length = tokens.shape[1]
-        if length > c.position_rows:
+        if length > c.learned_positions:
             raise UserError(
-                f"{length} is longer than the model's table of {c.position_rows} positions"
+                f"{length} is longer than the model's table of {c.learned_positions} positions"
             )
         first_row = torch.arange(c.channels, device=tokens.device) * c.vocab_rows
         x = self.join(self.embedding(tokens + first_row).flatten(2))
@@ -88,6 +118,10 @@ class OrbitModel(nn.Module):
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+    def weights_per_token(self) -> int:
+        """Count the weights that every position is multiplied by: those of linear layers."""
+        return sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
 
 def labelled_mse(predicted: Tensor, targets: Tensor) -> Tensor:

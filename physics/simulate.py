@@ -28,6 +28,7 @@ from data import shards
 from data.writer import forget_progress, refuse_other_settings
 from lssar.errors import UserError
 from physics import systems
+from physics.loader import DESCRIPTION, describe
 from physics.systems import CHANNELS, PLANETS, random_orbits
 from support.command import MOST_PROCESSES, Parser, positive, run, seed_number, whole
 from support.files import json_record, locked, whole_file, write_json
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
             "settings": settings,
             **more,
         }
-        write_json(options.out / shards.DESCRIPTION, description)
+        write_json(options.out / DESCRIPTION, description)
         forget_progress(options.out)
     print(f"{options.out}: {summary}")
 
@@ -114,10 +115,10 @@ def check(options: Namespace) -> None:
 
 def is_complete(out: Path, settings: dict) -> bool:
     """Say whether `out` has the whole set with these settings; refuse a folder with any other."""
-    complete = (out / shards.DESCRIPTION).exists()
+    complete = (out / DESCRIPTION).exists()
     found = None
     if complete:
-        found = shards.describe(out).get("settings")
+        found = describe(out).get("settings")
         forget_progress(out)
     elif (out / shards.PROGRESS).exists():
         with json_record(out / shards.PROGRESS, f"; delete {out} and start again") as record:

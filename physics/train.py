@@ -10,12 +10,12 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import train
-from physics.model import OrbitModel
+from physics.config import OrbitConfig
 from support.command import run
 
 
 def main(argv: list[str]) -> int:
-    return train.main(argv, build=OrbitModel)
+    return train.main(argv, kind=OrbitConfig)
 
 
 if __name__ == "__main__":

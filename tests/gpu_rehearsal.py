@@ -38,7 +38,7 @@ from lssar.backends import BACKENDS, attend, attend_padded, used_backend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 from model import GPT, preset
-from physics.model import OrbitModel
+from physics.model import OrbitModel, OrbitModelConfig
 
 LAUNCHES = check_launches()
 CUDA, BF16, FP16, FP32, FP64 = "cuda", torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -253,9 +253,10 @@ def test_a_prompt_and_its_continuation_never_wait_for_the_gpu(name):
 
 
 def test_channels_positions_and_regression_on_the_device():
-    sizes = {"layers": 1, "heads": 2, "width": 32, "channels": 2, "positions": 16}
+    text = preset("nano", "lssa", layers=1, heads=2, width=32, positions="none")
     for outputs in (0, 3):
-        model = OrbitModel(preset("nano", "lssa", **sizes, outputs=outputs)).to(CUDA)
+        config = OrbitModelConfig(**vars(text), learned_positions=16, outputs=outputs)
+        model = OrbitModel(config).to(CUDA)
         tokens = torch.randint(257, (2, 9, 2), device=CUDA)
         targets = torch.randn(2, 9, 3, device=CUDA) if outputs else tokens
         model(tokens, targets).backward()

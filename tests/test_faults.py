@@ -25,20 +25,21 @@ import eval_extrapolation
 import generate
 import passkey
 from data.far_tasks import make_prompt
-from data.shards import describe, open_split
+from data.shards import open_split
 from data.tokeniser import get_tokeniser
 from data.writer import read_progress
-from evaluating.checkpoints import load_model
 from evaluating.results import Record, Results, read_results
 from lssar import cpu
 from lssar.backends import attend
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from lssar.reference import attention_weights
-from model import GPT, WEIGHTS_VERSION
+from model import GPT, WEIGHTS_VERSION, preset
+from physics.loader import describe
+from physics.model import OrbitModel, OrbitModelConfig
 from support.files import read_text, unseal
 from support.processes import block_sigint_in_children, in_processes
-from training.checkpoint import CheckpointInfo, Store, find, load_latest, read_trainer
+from training.checkpoint import CheckpointInfo, Store, find, load_latest, load_model, read_trainer
 from training.config import load_config
 from training.run_log import read_metrics
 
@@ -279,7 +280,7 @@ def test_a_trainers_state_that_lacks_something_is_passed_over(tmp_path, capsys):
     state = {"config": config.to_toml(), "progress": {"step": 1}}
     store.save(model, CheckpointInfo("x", 1, 128), state, keep=2, best=False)
     with pytest.raises(UserError, match=r"no checkpoint of .* can be read"):
-        load_latest(config, store, GPT)
+        load_latest(config, store)
     assert "trainer.pt holds the wrong things ('rng')" in capsys.readouterr().err
 
 
@@ -320,7 +321,7 @@ def test_moments_of_another_optimiser_are_passed_over(finished, corpus, tmp_path
     del state["optimiser"]["state"][3]["exp_avg_sq"]
     torch.save(state, path / "trainer.pt")
     with pytest.raises(UserError, match=r"no checkpoint of .* can be read"):
-        load_latest(config, Store(config.run_directory), GPT)
+        load_latest(config, Store(config.run_directory))
     assert "trainer.pt holds the moments of another model" in capsys.readouterr().err
 
 
@@ -406,19 +407,12 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, monkeypatch, 
 
 def test_a_model_of_orbits_is_refused_where_text_is_evaluated(tmp_path):
     """Its batches failed deep in the model."""
-    path = write_checkpoint(tmp_path / "model", tiny_model(channels=2))
-    with pytest.raises(UserError, match="is not a text model"):
-        eval_extrapolation.main(
-            [
-                str(path),
-                "--data",
-                str(tmp_path),
-                "--lengths",
-                "8",
-                "--out",
-                str(tmp_path / "x.json"),
-            ]
-        )
+    text = preset("nano", layers=1, positions="none")
+    model = OrbitModel(OrbitModelConfig(**vars(text), learned_positions=8))
+    path = str(write_checkpoint(tmp_path / "model", model))
+    words = [path, "--data", str(tmp_path), "--lengths", "8", "--out", str(tmp_path / "x.json")]
+    with pytest.raises(UserError, match="is it a model of another type"):
+        eval_extrapolation.main(words)
 
 
 @pytest.mark.parametrize("name", ["attention", "train"])

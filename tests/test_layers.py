@@ -133,7 +133,7 @@ def test_a_window_costs_what_it_shows():
     plain = preset("nano")
     seen = sum(sum(min(i + 0.5, 8) for i in range(length)) for _ in range(2)) / length
     saved = 12 * 128 * (2 * length / 2 - seen)  # keys per token in two of three layers
-    found = flops_per_token(plain, length) - flops_per_token(config, length)
+    found = flops_per_token(GPT(plain), length) - flops_per_token(GPT(config), length)
     assert found == pytest.approx(saved, rel=1e-2)
 
 
@@ -356,12 +356,12 @@ def test_rope_can_be_removed_after_training_but_gates_cannot_be_added(tmp_path, 
     trained = tiny_model("softmax")
     path = write_checkpoint(tmp_path / "run", trained)
     without = tiny_model("softmax", seed=1, positions="none")
-    load_weights(without, str(path), GPT)
+    load_weights(without, str(path))
     with torch.no_grad():
         trained.configure(positions="none")
         torch.testing.assert_close(without(tokens), trained(tokens))
     with pytest.raises(UserError, match="another architecture"):
-        load_weights(tiny_model("softmax", positions="fox"), str(path), GPT)
+        load_weights(tiny_model("softmax", positions="fox"), str(path))
     with pytest.raises(UserError, match=r"positions 'none' lacks the parameters of .* 'fox'"):
         trained.configure(positions="fox")
 

@@ -1,10 +1,9 @@
-"""Parses the arguments of train.py and physics/train.py; needs no torch."""
+"""Parses the arguments of train.py and physics/train.py."""
 
 from argparse import Namespace
 
 from lssar.errors import UserError
 from support.command import Parser, positive
-from training.config import read_config
 from training.gpus import GPUS
 
 
@@ -21,9 +20,8 @@ class TrainingParser(Parser):
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
 
     def parse(self, argv: list[str]) -> tuple[Namespace, list[str]]:
-        """Return the options and the changes of the config, all of which name what exists."""
+        """Return the options, and the arguments that change the config."""
         options, overrides = self.parse_known_args(argv)
         if options.gpu and not (options.dry_run and options.device in ("auto", "cuda")):
             raise UserError(f"--gpu {options.gpu} only works with --dry-run on CUDA; leave it out")
-        read_config(options.config, overrides)  # raises for a name that does not exist
         return options, overrides

@@ -11,11 +11,12 @@ run code. model.json has the sha256 of every file: damaged files are refused, an
 weights.
 """
 
+import contextlib
 import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lssar.errors import UserError
+from model import GPT
 from modelling.config import WEIGHTS_VERSION, ModelConfig
 from support import files
 from training.config import Config, parse_config
@@ -77,17 +79,17 @@ def save_model(directory: Path, model: nn.Module, info: CheckpointInfo) -> None:
     shutil.copymode(directory / DESCRIPTION, directory / WEIGHTS)
 
 
-Build = Callable[[ModelConfig], nn.Module]  # makes a model, such as model.GPT
-
-
-def load_model(path: str | Path, build: Build, device="cpu") -> tuple[nn.Module, CheckpointInfo]:
+def load_model(
+    path: str | Path, model_type: type[nn.Module] = GPT, device="cpu"
+) -> tuple[nn.Module, CheckpointInfo]:
     """Load the model of a run directory (its latest checkpoint) or of one checkpoint directory."""
     file = find(path) / WEIGHTS
-    config, info = read_description(file.parent, WEIGHTS)
+    config, info = read_description(file.parent, model_type)
+    refuse_changed(file)
     try:
         weights = load_file(file)
         with torch.device("meta"):
-            model = build(config)
+            model = model_type(config)
         model.load_state_dict(weights, assign=True)
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
@@ -116,31 +118,47 @@ def find(path: str | Path) -> Path:
     raise UserError(f"{path} is not a checkpoint: give a run directory or one that holds {WEIGHTS}")
 
 
-def read_description(directory: Path, intact: str = "") -> tuple[ModelConfig, CheckpointInfo]:
-    """Read model.json; refuse if the file `intact` is not the one that it describes."""
+@contextlib.contextmanager
+def _description(directory: Path) -> Iterator[dict]:
+    """Read model.json for the block; what fails in the block is the file's fault."""
     file = directory / DESCRIPTION
     try:
-        description = files.unseal(json.loads(files.read_text(file)))
-        version = description.get("meaning")
+        found = files.unseal(json.loads(files.read_text(file)))
+        version = found.get("meaning")
         if version != WEIGHTS_VERSION:
             raise UserError(
                 f"the weights have meaning {version!r:.20}, this code computes {WEIGHTS_VERSION}; "
                 "use the revision that made them, or train again"
             )
-        info = CheckpointInfo(**description["info"])
-        recorded = dict(description.get("files", {}))
-        config = ModelConfig.from_dict(description["model"])
+        yield found
     except FileNotFoundError:
         raise UserError(f"{directory} is incomplete: {DESCRIPTION} is missing") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
-    if intact in recorded and files.sha256_of(directory / intact) != recorded[intact]:
-        raise UserError(
-            f"{directory / intact} is damaged (sha256 unlike {DESCRIPTION}); use another checkpoint"
-        )
-    return config, info
+
+
+def read_info(directory: Path) -> CheckpointInfo:
+    """Read the run and the step of a checkpoint, whatever the type of its model."""
+    with _description(directory) as found:
+        return CheckpointInfo(**found["info"])
+
+
+def read_description(
+    directory: Path, model_type: type[nn.Module] = GPT
+) -> tuple[ModelConfig, CheckpointInfo]:
+    """Read model.json, which must describe a model of this type."""
+    with _description(directory) as found:
+        return model_type.config_type.from_dict(found["model"]), CheckpointInfo(**found["info"])
+
+
+def refuse_changed(file: Path) -> None:
+    """Refuse a file of a checkpoint that is not the one that model.json describes."""
+    with _description(file.parent) as found:
+        recorded = dict(found.get("files", {}))
+    if file.name in recorded and files.sha256_of(file) != recorded[file.name]:
+        raise UserError(f"{file} is damaged (sha256 unlike {DESCRIPTION}); use another checkpoint")
 
 
 class Store:
@@ -250,7 +268,7 @@ class Store:
 def read_trainer(directory: Path) -> dict:
     """Read and check the trainer's state; reading cannot run code."""
     file = directory / TRAINER
-    read_description(directory, TRAINER)
+    refuse_changed(file)
     try:
         with files.open_regular(file) as opened:
             state = torch.load(opened, map_location="cpu", weights_only=True)
@@ -289,11 +307,10 @@ def _check_trainer(state: dict) -> None:
         files.refuse_wrong_types(moment, dict.fromkeys(moment, torch.Tensor))
 
 
-def load_weights(model: nn.Module, path: str, build: Build) -> None:
-    """Start from the weights of another run or checkpoint."""
-    theirs = load_model(path, build)[0].state_dict()
-    if model.config.outputs:  # a regression head starts from scratch
-        theirs |= {k: t for k, t in model.state_dict().items() if k.startswith("head.")}
+def load_weights(model: nn.Module, path: str, fresh: tuple[str, ...] = ()) -> None:
+    """Start from the weights of another run or checkpoint, but where names begin with `fresh`."""
+    theirs = load_model(path, type(model))[0].state_dict()
+    theirs |= {name: t for name, t in model.state_dict().items() if name.startswith(fresh)}
     try:
         model.load_state_dict(theirs)
     except RuntimeError as error:
@@ -335,7 +352,7 @@ def refuse_existing(config: Config, store: Store) -> None:
         )
 
 
-def load_latest(config: Config, store: Store, build: Build) -> tuple | None:
+def load_latest(config: Config, store: Store) -> tuple | None:
     """Return (model, progress, trainer's state) of the latest checkpoint that can be read.
 
     None if the run has not saved anything.
@@ -343,9 +360,9 @@ def load_latest(config: Config, store: Store, build: Build) -> tuple | None:
     candidates = store.candidates()
     for path in candidates:
         try:
-            model, _ = load_model(path, build)
+            model, _ = load_model(path, config.model_type)
             state = read_trainer(path)
-            saved = parse_config(state["config"], str(path))
+            saved = parse_config(state["config"], str(path), type(config))
             if not are_moments_of(state["optimiser"]["state"], Optimiser(model, saved.train)):
                 raise UserError(f"{path / TRAINER} holds the moments of another model")
         except UserError as error:

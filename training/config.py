@@ -17,11 +17,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
+from torch import nn
+
+from data.loader import Batches
+from lssar.backends import BACKENDS
 from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import Mechanism, get_mechanism
+from model import GPT
 from modelling.config import Layer, ModelConfig, preset
 from support.files import read_text
-from training.batch_plan import batch_plan
+from training.batch_plan import BatchPlan, batch_plan
 from training.sections import (
     RULES,
     AttentionSection,
@@ -43,6 +48,10 @@ FREE += ("train.micro_batch", "train.compile", "train.max_skipped_steps", "train
 
 @dataclass(frozen=True)
 class Config:
+    """What one run is: GPT-2 on text. physics/config.py has one for a model of orbits."""
+
+    model_type = GPT
+
     model: ModelSection = field(default_factory=ModelSection)
     attention: AttentionSection = field(default_factory=AttentionSection)
     local: LocalSection = field(default_factory=LocalSection)
@@ -80,20 +89,25 @@ class Config:
             changes["local"] = Layer(self.mechanism(**local), positions)
         return preset(changes.pop("preset"), self.mechanism(), **changes)
 
-    def data_requirements(self) -> dict[str, int | str]:
-        """Return the arguments of `data.loader.open_data` that make the data fit this model."""
-        m = self.model_config()
+    def make_model(self) -> nn.Module:
+        """Make the model, with new weights."""
+        return self.model_type(self.model_config())
+
+    def make_batches(self, plan: BatchPlan, rank: int = 0, device="cpu") -> Batches:
+        """Open the data; refuse those that do not fit this run."""
+        return Batches(self, plan, rank, device)
+
+    def fresh_parameters(self) -> tuple[str, ...]:
+        """Return how the names of parameters begin that train.init_from does not give."""
+        return ()
+
+    def data_command(self) -> str:
+        """Return the command that makes the data."""
         command = self.data.prepare
         if not command:
-            tokeniser = "bytes" if m.vocab_size == 257 else "gpt2"
-            own_text = f"data/prepare.py text FILES --tokeniser {tokeniser}"
-            command = own_text if m.reads_text else "physics/simulate.py orbits"
-        return {
-            "vocab_size": m.vocab_size,
-            "channels": m.channels,
-            "outputs": m.outputs,
-            "command": f"python {command} --out {shlex.quote(self.data.directory)}",
-        }
+            tokeniser = "bytes" if self.model_config().vocab_size == 257 else "gpt2"
+            command = f"data/prepare.py text FILES --tokeniser {tokeniser}"
+        return f"python {command} --out {shlex.quote(self.data.directory)}"
 
     def cut_warmup(self) -> tuple["Config", str | None]:
         """Cut a warm-up that is longer than the run to a tenth of it; returns a notice if so."""
@@ -127,56 +141,71 @@ class Config:
         return [f"{name}: {mine[name]!r} -> {theirs[name]!r}" for name in changed]
 
 
-_SECTIONS = typing.get_type_hints(Config)
+@functools.cache
+def _sections(kind: type[Config]) -> dict[str, type]:
+    """Return the sections of a kind of config by their names."""
+    return typing.get_type_hints(kind)
+
+
+@functools.cache
+def _keys(kind: type[Config]) -> dict[str, tuple]:
+    """Return for every `section.key` its types, its rule, and words that it takes besides."""
+    return {
+        f"{section}.{key}": _parts(hint)
+        for section, found in _sections(kind).items()
+        for key, hint in typing.get_type_hints(found, include_extras=True).items()
+    }
 
 
 def _parts(hint) -> tuple:
-    inner = () if typing.get_origin(hint) is list else typing.get_args(hint)
-    return sum(map(_parts, inner), ()) or (hint,)
-
-
-# The types of every `section.key`, its rule, and words that it takes besides.
-_KEYS = {
-    f"{section}.{key}": _parts(hint)
-    for section, kind in _SECTIONS.items()
-    for key, hint in typing.get_type_hints(kind, include_extras=True).items()
-}
+    """Split a union or an annotated type into its parts."""
+    if typing.get_origin(hint) is list or not typing.get_args(hint):
+        return (hint,)
+    return tuple(part for inner in typing.get_args(hint) for part in _parts(inner))
 
 
 def _given(section) -> dict:
     return {key: value for key, value in asdict(section).items() if value is not None}
 
 
-def load_config(path: str | Path, overrides: list[str] = (), world_size: int = 1) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: list[str] = (),
+    world_size: int = 1,
+    kind: type[Config] = Config,
+) -> Config:
     """Read `path` and its bases, apply `--section.key=value` overrides, check everything."""
-    config, origin = read_config(path, overrides)
+    config, origin = read_config(path, overrides, kind)
     _check(config, origin, _find(Path(path)), world_size)
     return config
 
 
-def read_config(path: str | Path, overrides: list[str] = ()) -> tuple[Config, dict[str, str]]:
+def read_config(
+    path: str | Path, overrides: list[str] = (), kind: type[Config] = Config
+) -> tuple[Config, dict[str, str]]:
     """Return the config with only names and types checked, and where each key is from."""
     path = _find(Path(path))
-    found = _read(path)
+    found = _read(path, kind)
     for text in overrides:
-        found |= _parse_override(text)
-    places = [found.get(f"data.{key}", ("", ""))[1] for key in ("directory", "prepare")]
+        found |= _parse_override(text, kind)
+    _, directory_from = found.get("data.directory", ("", ""))
+    _, command_from = found.get("data.prepare", ("", ""))
     # An override of data.directory voids the config's data.prepare: that makes another folder.
-    if places[0] != places[1]:
-        found["data.prepare"] = ("", places[0])
-    config = _build(found)
+    if directory_from != command_from:
+        found["data.prepare"] = ("", directory_from)
+    config = _build(found, kind)
     if not config.log.name:
         config = replace(config, log=replace(config.log, name=path.stem))
     return config, {name: where for name, (_, where) in found.items()}
 
 
-def parse_config(text: str, where: str) -> Config:
+def parse_config(text: str, where: str, kind: type[Config] = Config) -> Config:
     """Read the text that `to_toml` wrote; `where` names it in errors."""
     try:
         values = tomllib.loads(text)
     except (*_NOT_TOML, TypeError, AttributeError) as error:
         raise UserError(f"{where}: cannot be read as TOML: {error}") from None
-    return _build(_flatten(values, where))
+    return _build(_flatten(values, where, kind), kind)
 
 
 def _find(path: Path) -> Path:
@@ -196,7 +225,7 @@ _NOT_TOML = (ValueError, RuntimeError)
 Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it is from
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> Found:
+def _read(path: Path, kind: type[Config], seen: tuple[Path, ...] = ()) -> Found:
     """Read a file's values, on top of those of its bases."""
     try:
         resolved = path.resolve()
@@ -213,18 +242,22 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Found:
     base = values.pop("base", None)
     if not isinstance(base, str | None):
         raise UserError(f"{path}: base = {_shown(base)} must be the path of another .toml file")
-    inherited = {} if base is None else _read(path.parent / base, (*seen, resolved))
-    return inherited | _flatten(values, str(path))
+    inherited = {} if base is None else _read(path.parent / base, kind, (*seen, resolved))
+    return inherited | _flatten(values, str(path), kind)
 
 
-def _flatten(values: dict, where: str) -> Found:
+def _flatten(values: dict, where: str, kind: type[Config]) -> Found:
+    """Return the values of sections by `section.key`, each with where it is from."""
+    sections = _sections(kind)
     found = {}
     for section, content in values.items():
         if not isinstance(content, dict):
-            outside = f"{section} = {_shown(content)} is outside any section"
-            raise UserError(f"{where}: {outside}; put it under one of [{'], ['.join(_SECTIONS)}]")
-        if section not in _SECTIONS:
-            guess = did_you_mean(section, _SECTIONS)
+            raise UserError(
+                f"{where}: {section} = {_shown(content)} is outside any section; "
+                f"put it under one of [{'], ['.join(sections)}]"
+            )
+        if section not in sections:
+            guess = did_you_mean(section, sections)
             raise UserError(f"{where}: unknown section [{section:.50}]; {guess}")
         found |= {f"{section}.{key}": (value, where) for key, value in content.items()}
     return found
@@ -239,7 +272,7 @@ def _shown(value) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _parse_override(text: str) -> Found:
+def _parse_override(text: str, kind: type[Config]) -> Found:
     name, equals, value = text.partition("=")
     section, dot, key = name.removeprefix("--").partition(".")
     if not (text.startswith("--") and equals and dot and section and key):
@@ -248,22 +281,24 @@ def _parse_override(text: str) -> Found:
     with contextlib.suppress(*_NOT_TOML):
         (parsed,) = tomllib.loads(f"v = {value}").values()
     # A run may be called 2024-01-31 or 1e3: a string is taken as typed, or without its quotes.
-    kinds = _KEYS.get(f"{section}.{key}", ())
-    if str in kinds and type(parsed) not in kinds:
+    types = _keys(kind).get(f"{section}.{key}", ())
+    if str in types and type(parsed) not in types:
         parsed = value
-    return _flatten({section: {key: parsed}}, "command line")
+    return _flatten({section: {key: parsed}}, "command line", kind)
 
 
-def _build(found: Found) -> Config:
-    sections = {section: {} for section in _SECTIONS}
+def _build(found: Found, kind: type[Config]) -> Config:
+    """Make the config of values by `section.key`, which need not be possible together."""
+    sections = _sections(kind)
+    values = {section: {} for section in sections}
     for name, (value, where) in found.items():
         section, _, key = name.partition(".")
         where = f"{where}: {name:.60} = {_shown(value)}"
-        if name not in _KEYS:
-            known = [field.name for field in fields(_SECTIONS[section])]
+        if name not in _keys(kind):
+            known = [field.name for field in fields(sections[section])]
             raise UserError(f"{where}: unknown key; {did_you_mean(key, known)}")
-        sections[section][key] = _typed(value, _KEYS[name], where)
-    return Config(**{section: _SECTIONS[section](**keys) for section, keys in sections.items()})
+        values[section][key] = _typed(value, _keys(kind)[name], where)
+    return kind(**{section: sections[section](**given) for section, given in values.items()})
 
 
 def _typed(value, kinds: tuple, where: str):
@@ -300,7 +335,6 @@ def _typed(value, kinds: tuple, where: str):
 
 def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) -> None:
     """Refuse values that have the right type but are impossible."""
-    from lssar.backends import BACKENDS  # imports torch
 
     def refuse(name: str, rule: str) -> NoReturn:
         where = _places([name], origin, path)
@@ -310,17 +344,14 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     backend = config.attention.backend
     if backend not in ("auto", *BACKENDS):
         refuse("attention.backend", f"unknown; {did_you_mean(backend, ('auto', *BACKENDS))}")
-    if type(config.model.positions) is int:
-        rows = config.model.positions
-        for name, length in (("length", t.length), ("long_length", t.long_length)):
-            if length > rows:
-                refuse(f"train.{name}", f"is above model.positions = {rows}")
     least = t.least_micro_batch
     if t.long_length and (t.micro_batch == "auto" or t.micro_batch % least):
         refuse("train.micro_batch", f"must be a multiple of {least} for long_length")
-    if t.init_optimiser and (not t.init_from or config.model.outputs):
-        # A regression head starts from scratch.
-        refuse("train.init_optimiser", "needs train.init_from, and a model without model.outputs")
+    if t.init_optimiser and not t.init_from:
+        refuse("train.init_optimiser", "needs train.init_from")
+    if t.init_optimiser and config.fresh_parameters():
+        # They have no moments there.
+        refuse("train.init_optimiser", "needs a model with the parameters of train.init_from")
     if config.eval.tokens % t.length:
         nearest = max(1, config.eval.tokens // t.length) * t.length
         refuse("eval.tokens", f"not a multiple of length; nearest: {nearest}")

@@ -1,5 +1,6 @@
 """What a run will take: parameters, FLOPs, memory, disk and GPU-hours, before anything starts."""
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -7,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from data.loader import Batches
 from lssar.backends import BACKENDS, Call, choose_backend
 from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
@@ -20,61 +21,28 @@ from training.config import Config
 from training.distributed import World, product_type
 from training.gpus import GPUS, UTILISATION, Gpu, gpu_called, gpu_hours
 
-__all__ = ["UTILISATION", "batch_plan", "estimate", "gpu_hours"]
+__all__ = ["UTILISATION", "estimate", "gpu_hours"]
 
 GIB = 2**30
 
 
-def parameter_count(m: ModelConfig) -> int:
-    """Count the parameters of a model, which need not exist."""
-    return _matrices(m) + _lookups(m) + _vectors(m)
+@functools.cache
+def model_without_weights(model_type: type[nn.Module], m: ModelConfig) -> nn.Module:
+    """Make a model on PyTorch's meta device, where tensors have shapes and no memory."""
+    with torch.device("meta"):
+        return model_type(m)
 
 
-def flops_per_token(m: ModelConfig, length: int) -> float:
+def flops_per_token(model: nn.Module, length: int) -> float:
     """Count the FLOPs of a training step per token in sequences of `length`.
 
     6 per weight of a product, and what attention sees: the causal half, or less through a window.
     """
     seen = 0.0  # keys per token
-    for layer in m.all_layers:
+    for layer in model.config.all_layers:
         window = min(layer.attention.window or length, length)
         seen += window * (1 - window / max(2 * length, 1))
-    return 6 * _matrices(m) + 12 * m.width * seen
-
-
-def block_matrices(m: ModelConfig) -> int:
-    """Count the weights of qkv, proj and the MLP in all blocks, and of the gates."""
-    gates = sum(m.heads for layer in m.all_layers if layer.positions == "fox")
-    return 12 * m.layers * m.width**2 + gates * m.width
-
-
-def _matrices(m: ModelConfig) -> int:
-    """Count the weights of products; a tied embedding is one."""
-    if m.reads_text:
-        return block_matrices(m) + m.vocab_rows * m.width
-    head = m.outputs or m.channels * m.vocab_rows
-    join = m.channels * m.width
-    return block_matrices(m) + (head + join) * m.width
-
-
-def _lookups(m: ModelConfig) -> int:
-    """Count the entries of tables that multiply nothing."""
-    if m.reads_text:
-        return 0
-    return (m.channels * m.vocab_rows + m.position_rows) * m.width
-
-
-def _vectors(m: ModelConfig) -> int:
-    """Count biases, norms and the scalars of heads."""
-    count = m.layers * (2 * 2 + 3 + 1 + 4 + 1) * m.width + 2 * m.width
-    for layer in m.all_layers:
-        if layer.attention.parameter_init is not None:
-            count += m.heads
-        if layer.positions == "fox":
-            count += m.heads
-    if not m.reads_text:
-        count += m.width + (m.outputs or m.channels * m.vocab_rows)  # of join and head
-    return count
+    return 6 * model.weights_per_token() + 12 * model.config.width * seen
 
 
 class Estimate(NamedTuple):
@@ -90,25 +58,29 @@ def estimate(config: Config, backends: list[str], device: str = "cuda") -> Estim
     """Estimate the run if `backends` compute the attention of its layers."""
     m = config.model_config()
     t = config.train
+    model = model_without_weights(config.model_type, m)
     rows = config.micro_batch * t.length
-    parameters = parameter_count(m)
+    parameters = model.parameter_count()
     half = product_type(device, t.precision).itemsize  # bytes of an activation under autocast
     # Maps of B x H x L x L floats that eager keeps for the backward pass, three for a two-stage
     # mechanism (stage one, its shift, its power). The other backends recompute them.
     layers = zip(m.all_layers, backends, strict=True)
     maps = sum(2 + layer.attention.sharpened for layer, name in layers if name == "eager")
     chunk = CHUNK_LOGITS.get(device, CHUNK_LOGITS["default"])
-    head = min(rows * m.vocab_rows, chunk) * (4 + half) + 4 * m.channels * m.vocab_rows * m.width
+    # Logits, and the gradient of the head's weight.
+    head = min(rows * m.head_rows, chunk) * (4 + half) + 4 * m.head_rows * m.width
+    state = 16 * parameters  # weights, gradients and two moments
+    if t.optimiser == "muon":  # one moment where it is used: for the matrices of blocks
+        state -= 4 * sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
     memory = {
-        # Weights, gradients and two moments, of which Muon has one.
-        "state": 16 * parameters - (4 * block_matrices(m) if t.optimiser == "muon" else 0),
+        "state": state,
         # Per block: norms (fp32 in and out), q k v before and after RoPE, out, the MLP's two.
         "activations": rows * m.width * m.layers * (4 * 4 + half * (2 * 3 + 1 + 2 * 4 + 2)),
         "attention maps": 4 * maps * m.heads * rows * max(t.length, t.long_length),
-        "head": 0 if m.outputs else head,
+        "head": head,
     }
     tokens = t.steps * t.batch_tokens
-    flops = tokens * t.per_token(lambda length: flops_per_token(m, length))
+    flops = tokens * t.per_token(functools.partial(flops_per_token, model))
     return Estimate(parameters, tokens, flops, memory)
 
 
@@ -258,9 +230,7 @@ def described_layers(m: ModelConfig) -> str:
         text = layer.attention.name
         if layer.attention.sharpened:
             text += f" (p = {layer.attention.p:g})"
-        if m.position_rows:
-            text += ", learned positions"
-        elif (m.positions, layer.positions) != ("rope", "rope"):
+        if (m.positions, layer.positions) != ("rope", "rope"):
             text += f", positions {layer.positions}"
         if layer.attention.window:
             text += f", window {layer.attention.window}"
@@ -340,9 +310,11 @@ def dry_run(config: Config, world_size: int, device: str, gpu: str | None = None
     ]
     directory = Path(config.data.directory)
     if not directory.exists():
-        command = config.data_requirements()["command"]
-        return [*lines, f"data       {directory} is not there yet; {command} makes it"]
-    data = Batches(config, batch_plan(config, world_size))
+        return [
+            *lines,
+            f"data       {directory} is not there yet; {config.data_command()} makes it",
+        ]
+    data = config.make_batches(batch_plan(config, world_size))
     tokens = data.train_set.total_tokens
     epochs = t.steps * t.batch_tokens / tokens
     return [

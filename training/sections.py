@@ -30,9 +30,7 @@ class ModelSection:
     vocab_size: int | None = None
     vocab_rows: int | None = None
     interpolation: float = 1.0  # position interpolation, target length / training length
-    channels: int | None = None  # these: see modelling/config.py; None: a text model's
-    outputs: int | None = None
-    positions: str | int | None = None  # rope, none, alibi, fox, or the rows of a learned table
+    positions: str | None = None  # rope, none, alibi or fox: see modelling/config.py
     pattern: list[str] | None = None  # ["local:32", "global"], repeated over the layers
     shift: bool | None = None  # global layers keep a value under the previous token's key
 
@@ -53,7 +51,7 @@ class AttentionSection:
 class LocalSection:  # what local layers have in place of [attention] and model.positions
     name: str | None = None  # None: as the global layers, here and below
     p: float | None = None
-    positions: str | int | None = None
+    positions: str | None = None
 
 
 @dataclass(frozen=True)

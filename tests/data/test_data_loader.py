@@ -7,7 +7,7 @@ from data_sets import write_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import MixedLoader, TrainLoader, permute, validation_windows
+from data.loader import MixedLoader, TrainLoader, Windows, permute, validation_windows
 from data.shards import open_split
 from lssar.errors import UserError
 
@@ -23,9 +23,9 @@ def tokens(tmp_path_factory):
     return open_split(folder, "train")
 
 
-def loader(tokens, **changes):
-    arguments = {"global_batch": 24, "length": 17, "seed": 3, "micro_batch": 2}
-    return TrainLoader(tokens, **(arguments | changes))
+def loader(tokens, length=17, **changes):
+    arguments = {"global_batch": 24, "seed": 3, "micro_batch": 2} | changes
+    return TrainLoader(Windows(tokens, length), **arguments)
 
 
 def global_batch(tokens, step, world_size=1, **changes):
@@ -85,7 +85,7 @@ def test_any_number_of_processes_and_micro_batches_sees_the_same_batch(
 
 def test_an_epoch_holds_every_window_once_and_the_next_another_order(tokens):
     reader = loader(tokens, global_batch=11, micro_batch=1)  # 176 windows = 16 steps of 11
-    assert reader.windows == 3000 // 17 == 176
+    assert reader.source.count == 3000 // 17 == 176
     epochs = [np.concatenate([reader.offsets(16 * e + s) for s in range(16)]) for e in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 176 * 17, 17))
@@ -143,13 +143,13 @@ def test_an_impossible_batch_is_refused_with_the_numbers(tokens):
 
 def test_too_few_tokens_for_one_sequence_is_refused(tokens):
     one = {"global_batch": 1, "micro_batch": 1}
-    assert loader(tokens, length=3000, **one).windows == 1
+    assert loader(tokens, length=3000, **one).source.count == 1
     with pytest.raises(UserError, match=r"3001 training tokens.*length 3001.*length = 3000"):
         loader(tokens, length=3001, **one)
 
 
 def test_a_step_of_more_sequences_than_there_are_is_refused_with_the_most_that_are(tokens):
-    assert loader(tokens, global_batch=176, micro_batch=16).windows == 176
+    assert loader(tokens, global_batch=176, micro_batch=16).source.count == 176
     with pytest.raises(UserError, match=r"176 training sequences.*180 of one step.*to 2958 .now"):
         loader(tokens, global_batch=180, micro_batch=6)  # 2958 = 17 tokens x 174 sequences
 
@@ -166,7 +166,7 @@ def test_a_token_outside_the_vocabulary_is_refused_naming_the_shard(tmp_path):
 
 def targets(tokens, length, **changes):
     arguments = {"total_tokens": 1024, "batch": 3} | changes
-    return [y for _, y in validation_windows(tokens, length=length, **arguments)]
+    return [y for _, y in validation_windows(Windows(tokens, length), **arguments)]
 
 
 def test_validation_has_the_same_targets_at_every_length(tokens):
@@ -176,7 +176,7 @@ def test_validation_has_the_same_targets_at_every_length(tokens):
 
 
 def test_validation_inputs_precede_their_targets(tokens):
-    for x, y in validation_windows(tokens, length=64, total_tokens=1024, batch=5):
+    for x, y in validation_windows(Windows(tokens, 64), total_tokens=1024, batch=5):
         assert torch.equal(x[:, 1:], y[:, :-1])
 
 
@@ -194,11 +194,11 @@ def test_ranks_share_the_validation_windows(tokens, world_size):
 
 def test_impossible_validation_is_refused_at_the_call(tokens):
     with pytest.raises(UserError, match=r"1000 validation tokens .* windows of 64"):
-        validation_windows(tokens, length=64, total_tokens=1000, batch=1)
+        validation_windows(Windows(tokens, 64), total_tokens=1000, batch=1)
     with pytest.raises(UserError, match="has 3001 validation tokens, too few for 6400"):
-        validation_windows(tokens, length=64, total_tokens=6400, batch=1)
+        validation_windows(Windows(tokens, 64), total_tokens=6400, batch=1)
     with pytest.raises(UserError, match="multiple"):
-        validation_windows(tokens, length=64, total_tokens=0, batch=1)
+        validation_windows(Windows(tokens, 64), total_tokens=0, batch=1)
 
 
 def test_every_third_step_is_the_next_one_of_the_long_loader(tokens):

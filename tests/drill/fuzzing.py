@@ -30,16 +30,15 @@ from data.identity import check_data_unchanged
 from data.pipeline import Piece, encode_pieces
 from data.shards import HEADER_BYTES, header_bytes, open_split, verify
 from data.tokeniser import TOKENISERS, get_tokeniser
-from evaluating.checkpoints import load_model
 from lssar import cpu_build
 from lssar.errors import UserError
 from lssar.folders import ensure_hub_cache
 from model import GPT
 from support.command import as_user_errors
-from training.checkpoint import Store, load_latest, read_trainer
+from training.batch_plan import batch_plan
+from training.checkpoint import Store, load_latest, load_model, read_trainer
 from training.config import load_config
 from training.distributed import World, place, restarts, restore_rng
-from training.estimate import batch_plan
 from training.optimiser import Optimiser
 from training.run_log import machine, other_machine, plot_losses
 
@@ -391,7 +390,7 @@ def trainer_state(times: int, folder: Path) -> Told:
                 spoil(state, where, how, what)
         torch.save(state, path / "trainer.pt")
         store = Store(config.run_directory)
-        model, progress, found = load_latest(config, store, GPT)
+        model, progress, found = load_latest(config, store)
         optimiser = Optimiser(model, config.train)
         moments = found["optimiser"]["state"]
         optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})

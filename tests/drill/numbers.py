@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 
 import train
-from evaluating.checkpoints import load_model
 from lssar.backends import BACKENDS, attend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 from train import EXIT_DIVERGED
-from training.checkpoint import Store
+from training.checkpoint import Store, load_model
 
 from .attack import Told, attack
 from .children import Child, finish

@@ -14,10 +14,9 @@ import train
 from data.shards import open_split, read_manifest, verify
 from data.tokeniser import get_tokeniser
 from data.writer import ShardWriter, read_progress
-from evaluating.checkpoints import load_model
 from evaluating.results import Record, Results, read_results
 from lssar.errors import UserError
-from training.checkpoint import Store, read_description, read_trainer
+from training.checkpoint import Store, load_model, read_description, read_trainer
 from training.config import load_config
 
 from .attack import Told, attack

@@ -18,10 +18,9 @@ from data_sets import REPOSITORY, run_prepare, write_set, write_shard
 from eval_helpers import tiny_model, write_checkpoint
 
 from data.shards import open_split
-from evaluating.checkpoints import load_model
 from lssar.errors import UserError
 from model import GPT
-from training.checkpoint import find, read_trainer
+from training.checkpoint import find, load_model, read_trainer
 from training.config import load_config
 
 from .attack import Told, attack

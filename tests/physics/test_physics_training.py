@@ -11,22 +11,25 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from train_helpers import ROOT, losses, run_process, weights
 
-from data.loader import TrainLoader, open_data, validation_windows
+from data.loader import validation_windows
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import ModelConfig, preset
 from physics import force
 from physics import train as orbits
-from physics.model import OrbitModel, labelled_mse
+from physics.config import OrbitConfig
+from physics.loader import OrbitBatches, RecordLoader, open_records
+from physics.model import OrbitModel, OrbitModelConfig, labelled_mse
 from physics.simulate import main as simulate
+from training.batch_plan import batch_plan
 from training.checkpoint import WEIGHTS, Store, load_model, read_trainer, save_model
 from training.config import load_config
-from training.estimate import batch_plan
 
-ENDS = {"vocab_size": 53, "vocab_rows": 53, "channels": 2, "positions": 24}
+ENDS = {"vocab_size": 53, "vocab_rows": 53, "channels": 2, "learned_positions": 24}
 TINY = (
     *("--model.layers=2", "--model.heads=2", "--model.width=32", "--model.vocab_size=53"),
-    *("--model.vocab_rows=53", "--model.positions=24", "--train.length=24", "--train.warmup=2"),
+    *("--model.vocab_rows=53", "--orbits.learned_positions=24"),
+    *("--train.length=24", "--train.warmup=2"),
     *("--train.batch_tokens=192", "--train.micro_batch=4", "--train.steps=12", "--eval.interval=4"),
     *("--eval.batch=3", "--checkpoint.interval=4", "--log.interval=1"),
 )
@@ -60,15 +63,15 @@ def trained(data, tmp_path_factory):
 def small(attention="softmax", **changes):
     torch.manual_seed(0)
     mechanism = get_mechanism(attention)
-    shape = {"layers": 2, "heads": 2, "width": 32, **ENDS, **changes}
-    return OrbitModel(ModelConfig(**shape, attention=mechanism))
+    shape = {"layers": 2, "heads": 2, "width": 32, "positions": "none", **ENDS, **changes}
+    return OrbitModel(OrbitModelConfig(**shape, attention=mechanism))
 
 
 # --- the model -----------------------------------------------------------------------------------
 
 
 def test_the_109m_model_has_exactly_the_parameters_of_the_source():
-    config = load_config(ROOT / "configs/physics-109m.toml")
+    config = load_config(ROOT / "configs/physics-109m.toml", kind=OrbitConfig)
     with torch.device("meta"):
         assert OrbitModel(config.model_config()).parameter_count() == 108_530_870
     t, plan = config.train, batch_plan(config, world_size=8)
@@ -76,8 +79,8 @@ def test_the_109m_model_has_exactly_the_parameters_of_the_source():
     assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
     assert t.steps * 512 <= 10_000_000 < (t.steps + 1) * 512  # one epoch
     for name, outputs, lr, sequences in (("magnitude", 1, 6e-4, 64), ("vector", 2, 2e-4, 8)):
-        tuned = load_config(ROOT / f"configs/physics-109m-{name}.toml")
-        assert (tuned.model.outputs, tuned.train.lr, tuned.train.steps) == (outputs, lr, 10_000)
+        tuned = load_config(ROOT / f"configs/physics-109m-{name}.toml", kind=OrbitConfig)
+        assert (tuned.orbits.outputs, tuned.train.lr, tuned.train.steps) == (outputs, lr, 10_000)
         assert batch_plan(tuned).sequences == sequences
 
 
@@ -133,28 +136,35 @@ def test_a_text_models_description_says_nothing_of_other_ends():
     known = {"layers", "heads", "width", "vocab_size", "vocab_rows", "attention", "interpolation"}
     assert set(preset("nano").to_dict()) == known
     config = small(outputs=2).config
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    plain = json.loads(json.dumps(config.to_dict()))
+    assert OrbitModelConfig.from_dict(plain) == config
+    with pytest.raises(UserError, match="'learned_positions' is no setting of ModelConfig"):
+        ModelConfig.from_dict(plain)
 
 
 @pytest.mark.parametrize(
     ("change", "part"),
     [
         ({"channels": 0}, "channels = 0"),
-        ({"positions": -1}, "positions = -1"),
+        ({"learned_positions": -1}, "learned_positions = -1"),
         ({"outputs": -2}, "outputs = -2"),
-        ({"positions": 9, "interpolation": 2.0}, "interpolation = 2.0"),
+        ({"positions": "rope"}, "positions = 'rope'"),
+        ({"documents": True}, "documents = True"),
+        ({"interpolation": 2.0}, "interpolation = 2.0"),
     ],
 )
 def test_impossible_ends_are_refused(change, part):
+    described = small().config.to_dict() | change
     with pytest.raises(UserError, match=part):
-        preset("nano", **change)
+        OrbitModelConfig.from_dict(described)
 
 
 def test_a_sequence_longer_than_the_table_is_refused_by_the_config(tmp_path):
-    with pytest.raises(UserError, match=r"train.length = 25.*positions = 24"):
+    with pytest.raises(UserError, match=r"learned_positions = 24 .*train.length = 25"):
         load_config(
             ROOT / "configs/physics-nano.toml",
-            ["--model.positions=24", "--train.length=25", "--train.batch_tokens=400"],
+            ["--orbits.learned_positions=24", "--train.length=25", "--train.batch_tokens=400"],
+            kind=OrbitConfig,
         )
 
 
@@ -162,17 +172,17 @@ def test_a_sequence_longer_than_the_table_is_refused_by_the_config(tmp_path):
 
 
 def test_an_epoch_visits_every_record_once_whatever_the_division(data):
-    records = open_data(data / "orbits", "train", vocab_size=53, channels=2, outputs=0)
+    records = open_records(data / "orbits", "train", vocab_size=53, channels=2, outputs=0)
     assert records.count == 150
     whole = records.read(np.arange(150) * records.stride)
     seen = []
     for step in range(25):
-        options = {"global_batch": 6, "length": 24, "seed": 1}
-        one = next(iter(TrainLoader(records, micro_batch=6, **options).micro_batches(step)))
+        options = {"global_batch": 6, "seed": 1}
+        one = next(iter(RecordLoader(records, micro_batch=6, **options).micro_batches(step)))
         two = [
             next(
                 iter(
-                    TrainLoader(
+                    RecordLoader(
                         records, micro_batch=3, rank=r, world_size=2, **options
                     ).micro_batches(step)
                 )
@@ -187,10 +197,10 @@ def test_an_epoch_visits_every_record_once_whatever_the_division(data):
 
 def test_labels_stay_with_their_sequences(data):
     ends = {"vocab_size": 53, "channels": 2, "outputs": 1}
-    records = open_data(data / "forces", "train", **ends)
+    records = open_records(data / "forces", "train", **ends)
     labels = np.load(data / "forces/labels_train.npy")
-    plain = open_data(data / "forces", "train", **ends)
-    loader = TrainLoader(records, global_batch=5, micro_batch=5, length=24, seed=4)
+    plain = open_records(data / "forces", "train", **ends)
+    loader = RecordLoader(records, global_batch=5, micro_batch=5, seed=4)
     inputs, targets = next(iter(loader.micro_batches(3)))
     rows = loader.offsets(3) // plain.stride
     assert np.array_equal(targets.numpy(), labels[rows], equal_nan=True)
@@ -199,14 +209,14 @@ def test_labels_stay_with_their_sequences(data):
 
 
 def test_validation_takes_whole_records(data):
-    records = open_data(data / "orbits", "val", vocab_size=53, channels=2, outputs=0)
-    parts = list(validation_windows(records, length=24, total_tokens=24 * 7, batch=3))
+    records = open_records(data / "orbits", "val", vocab_size=53, channels=2, outputs=0)
+    parts = list(validation_windows(records, total_tokens=24 * 7, batch=3))
     assert [len(x) for x, _ in parts] == [3, 3, 1]
     assert torch.equal(
         torch.cat([y for _, y in parts]), records.read(np.arange(7) * records.stride)[:, 1:]
     )
     with pytest.raises(UserError, match="too few"):
-        validation_windows(records, length=24, total_tokens=24 * 21, batch=3)
+        validation_windows(records, total_tokens=24 * 21, batch=3)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +232,14 @@ def test_validation_takes_whole_records(data):
 def test_data_that_the_model_cannot_read_are_refused(data, folder, change, part):
     ends = {"vocab_size": 53, "channels": 2, "outputs": 0} | change
     with pytest.raises(UserError, match=part):
-        open_data(data / folder, "train", **ends)
+        open_records(data / folder, "train", **ends)
 
 
-def test_another_length_than_the_records_is_refused(data):
-    records = open_data(data / "orbits", "train", vocab_size=53, channels=2, outputs=0)
+def test_another_length_than_the_records_is_refused(data, tmp_path):
+    other = arguments(data, tmp_path, "--train.length=20", "--train.batch_tokens=160")
+    config = load_config(other[0], [*other[1:], "--eval.tokens=400"], kind=OrbitConfig)
     with pytest.raises(UserError, match=r"25 points.*not 20"):
-        TrainLoader(records, global_batch=4, micro_batch=4, length=20, seed=0)
+        OrbitBatches(config, batch_plan(config))
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -238,7 +249,7 @@ def test_training_on_orbits_lowers_the_loss(trained):
     measured = [loss for _, loss, _ in losses(trained) if loss is not None]
     assert np.mean(measured[-3:]) < np.mean(measured[:3])
     model, info = load_model(trained, OrbitModel)
-    assert (model.config.channels, model.config.positions, info.train_length) == (2, 24, 24)
+    assert (model.config.channels, model.config.learned_positions, info.train_length) == (2, 24, 24)
 
 
 def test_an_interrupted_run_on_orbits_resumes_bit_for_bit(data, trained, tmp_path):
@@ -286,8 +297,8 @@ def one_step(data, trained, tmp_path_factory):
 
 def test_the_loss_of_a_step_is_the_mean_over_its_labels_however_it_is_split(data, one_step):
     whole, reported, model = one_step(8)
-    records = open_data(data / "forces", "train", vocab_size=53, channels=2, outputs=1)
-    loader = TrainLoader(records, global_batch=8, micro_batch=8, length=24, seed=0)
+    records = open_records(data / "forces", "train", vocab_size=53, channels=2, outputs=1)
+    loader = RecordLoader(records, global_batch=8, micro_batch=8, seed=0)
     ((inputs, targets),) = loader.micro_batches(0)
     counts = (~targets.isnan()).sum((1, 2)).tolist()
     assert set(counts) == {2, 12}
@@ -309,11 +320,11 @@ def test_a_micro_batch_without_labels_has_no_say(data, tmp_path):
     labels = np.full((30, 24, 1), np.nan, np.float32)
     labels[::3, 5], labels[2::3, 5:8] = 1.0, 1.0
     np.save(tmp_path / "labels_train.npy", labels)
-    records = open_data(tmp_path, "train", vocab_size=53, channels=2, outputs=1)
-    options = {"global_batch": 6, "length": 24, "seed": 0, "shuffle": False}
+    records = open_records(tmp_path, "train", vocab_size=53, channels=2, outputs=1)
+    options = {"global_batch": 6, "seed": 0, "shuffle": False}
     for world_size in (1, 2, 3):
         found = [
-            TrainLoader(records, micro_batch=1, rank=r, world_size=world_size, **options)
+            RecordLoader(records, micro_batch=1, rank=r, world_size=world_size, **options)
             for r in range(world_size)
         ]
         means = [[1.0, 0.0, 9.0, 1.0, 0.0, 9.0][r::world_size] for r in range(world_size)]
@@ -330,11 +341,13 @@ def test_labels_that_cannot_be_averaged_are_refused(data, tmp_path):
     labels = np.load(data / "forces/labels_val.npy")
     np.save(tmp_path / "labels_val.npy", np.where(labels > 0, np.inf, labels))
     with pytest.raises(UserError, match="infinite labels"):
-        open_data(tmp_path, "val", vocab_size=53, channels=2, outputs=1)
+        open_records(tmp_path, "val", vocab_size=53, channels=2, outputs=1)
     np.save(tmp_path / "labels_val.npy", np.full_like(labels, np.nan))
-    records = open_data(tmp_path, "val", vocab_size=53, channels=2, outputs=1)
+    path = str(ROOT / "configs/physics-nano-magnitude.toml")
+    sizes = (f"--data.directory={tmp_path}", "--eval.tokens=48", "--train.batch_tokens=96")
+    config = load_config(path, [*TINY, *sizes], kind=OrbitConfig)
     with pytest.raises(UserError, match=r"first 2 validation records .* no label"):
-        validation_windows(records, length=24, total_tokens=48, batch=2)
+        OrbitBatches(config, batch_plan(config))
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +387,7 @@ def test_predictions_are_the_selected_checkpoints_in_physical_units(
     assert best.name == f"step-{min(recorded)[1]:08d}"
     model, _ = load_model(best, OrbitModel)
     assert model.config.attention.name == "lssar"
-    records = open_data(data / folder, "train", vocab_size=53, channels=2, outputs=shape[2])
+    records = open_records(data / folder, "train", vocab_size=53, channels=2, outputs=shape[2])
     inputs, _ = records.split(records.read(np.arange(shape[0]) * records.stride))
     unit = np.array(json.loads((data / folder / "records.json").read_text())["unit"])
     with torch.no_grad():

@@ -16,8 +16,8 @@ from train_helpers import (
     weights,
 )
 
-from evaluating.checkpoints import load_model
 from train import EXIT_PREEMPTED
+from training.checkpoint import load_model
 from training.run_log import read_metrics
 
 

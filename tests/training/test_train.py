@@ -24,11 +24,10 @@ import eval_extrapolation
 import export_hf
 import generate
 import train
-from evaluating.checkpoints import load_model
 from lssar.errors import UserError
 from support import files
 from train import EXIT_DIVERGED, EXIT_PREEMPTED
-from training.checkpoint import Store, _check_trainer, read_trainer, save_model
+from training.checkpoint import Store, _check_trainer, load_model, read_trainer, save_model
 from training.config import load_config
 from training.distributed import World
 from training.run_log import RunLog, read_metrics
