@@ -13,7 +13,8 @@ from lssar.errors import UserError
 from support.files import open_regular, reading, sha256_of
 
 # A file of up to a megabyte is hashed whole; of a larger one, these blocks, spread over all of it.
-BLOCKS, BLOCK_BYTES = 16, 2**16
+BLOCKS = 16
+BLOCK_BYTES = 2**16
 SAMPLED = "sample "
 
 
@@ -53,16 +54,18 @@ def check_data_unchanged(saved: dict, now: dict, directory: Path, accept: bool) 
         listed = "; ".join(other if len(other) < 4 else [*other[:3], f"and {len(other) - 3} more"])
         if accept:
             return f"training continues on other data (--accept-data): {listed}"
-        remedy = "set data.directory to the original data, or add --accept-data to train on these"
-        contradicts = "--resume contradicts the data of the checkpoint (saved -> now)"
-        raise UserError(f"{contradicts}: {listed}; {remedy}")
+        raise UserError(
+            f"--resume contradicts the data of the checkpoint (saved -> now): {listed}; set "
+            "data.directory to the original data, or add --accept-data to train on these"
+        )
     touched = [name for name, file in now["files"].items() if file != saved["files"][name]]
     sampled = [name for name in touched if now["files"][name]["content"].startswith(SAMPLED)]
     if not sampled:
         return None
-    written = f"{directory / sampled[0]} was written since the checkpoint"
-    rest = f"a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
-    return f"{written} ({len(sampled)} such files); {rest}"
+    return (
+        f"{directory / sampled[0]} was written since the checkpoint ({len(sampled)} such files); "
+        f"a sample of it is unchanged, the rest cannot be compared: no {MANIFEST}"
+    )
 
 
 def _differences(saved: dict, now: dict) -> Iterator[str]:

@@ -20,7 +20,9 @@ from data.tokeniser import TOKENISERS, Tokeniser
 from lssar.errors import UserError
 from support.files import digest, json_record, open_regular, reading, sha256_of, unseal
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the count is an int32
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -48,25 +50,34 @@ def check_shard(path: Path, *, vocab_size: int | None = None) -> int:
     """Check header, size and a sample of the tokens; return the shard's token count."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        header, sample = file.read(HEADER_BYTES), file.read(2 * SAMPLE_TOKENS)
+        header = file.read(HEADER_BYTES)
+        sample = file.read(2 * SAMPLE_TOKENS)
     if len(header) < HEADER_BYTES:
         raise UserError(f"{path} is truncated: {size} bytes, less than a shard's header")
     magic, version, tokens = struct.unpack_from("<3i", header)
     if (magic, version) != (MAGIC, VERSION):
-        found = f"magic {magic}, version {version}; expected {MAGIC}, {VERSION}"
-        raise UserError(f"{path} is not an llm.c version-1 GPT-2 shard ({found})")
+        raise UserError(
+            f"{path} is not an llm.c version-1 GPT-2 shard "
+            f"(magic {magic}, version {version}; expected {MAGIC}, {VERSION})"
+        )
     expected = HEADER_BYTES + 2 * tokens
     if tokens < 0 or size != expected:
-        promise = f"its header promises {tokens} tokens ({expected} bytes) but it has {size} bytes"
-        raise UserError(f"{path} is damaged: {promise}; prepare or download it again")
+        raise UserError(
+            f"{path} is damaged: its header promises {tokens} tokens ({expected} bytes) "
+            f"but it has {size} bytes; prepare or download it again"
+        )
     check_ids(np.frombuffer(sample[: 2 * tokens], "<u2"), vocab_size, path)
     return tokens
 
 
 def check_ids(ids: np.ndarray, vocab_size: int | None, where: object) -> None:
-    if vocab_size is not None and (largest := int(ids.max(initial=0))) >= vocab_size:
-        outside = f"token {largest}, outside the vocabulary of {vocab_size}"
-        raise UserError(f"{where} holds {outside}; was it made with another tokeniser?")
+    """Refuse ids that are not in the vocabulary."""
+    largest = int(ids.max(initial=0))
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(
+            f"{where} holds token {largest}, outside the vocabulary of {vocab_size}; "
+            "was it made with another tokeniser?"
+        )
 
 
 @dataclass(eq=False)
@@ -87,10 +98,11 @@ class TokenSet:
         self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_shard)
 
     def _map_shard(self, index: int) -> np.ndarray:
-        path, shape = self.directory / self.shards[index].name, (self.shards[index].tokens,)
+        shard = self.shards[index]
+        path = self.directory / shard.name
         with reading(path):
             try:
-                return np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=shape)
+                return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(shard.tokens,))
             except ValueError as error:  # the file shrank since it was checked
                 raise UserError(f"{path} changed while in use: {error}") from None
 
@@ -106,8 +118,11 @@ class TokenSet:
         parts = []
         index, first = self._find(start)
         while count:
-            parts.append(self._map(index)[first : first + count])
-            index, first, count = index + 1, 0, count - len(parts[-1])
+            part = self._map(index)[first : first + count]
+            parts.append(part)
+            count -= len(part)
+            index += 1
+            first = 0
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
     def documents(self) -> np.ndarray:
@@ -141,22 +156,32 @@ def open_split(
     if not directory.exists():
         raise UserError(f"{directory} does not exist; make it with: {command}")
     shards, manifest = list_shards(directory, command)
-    tokeniser, limit = None, vocab_size
+    tokeniser = None
+    limit = vocab_size
     if manifest:
-        tokeniser, ids = manifest["tokeniser"], manifest["vocab_size"]
-        limit = ids if vocab_size is None else vocab_size
-        if not 0 <= limit - ids < MAX_PADDING:
-            fits = [n for n, k in TOKENISERS.items() if 0 <= limit - k.vocab_size < MAX_PADDING]
-            made = f"{directory} was tokenised with {tokeniser!r} ({ids} ids)"
+        tokeniser = manifest["tokeniser"]
+        ids = manifest["vocab_size"]
+        if limit is None:
+            limit = ids
+        if not _is_vocabulary_of(limit, ids):
+            fits = [n for n, k in TOKENISERS.items() if _is_vocabulary_of(limit, k.vocab_size)]
             other = f"prepare the text with --tokeniser {fits[0]}" if fits else "choose other data"
-            remedy = f"train the model with --model.tokeniser={tokeniser}, or {other}"
-            raise UserError(f"{made} but the model has a vocabulary of {vocab_size}; {remedy}")
+            raise UserError(
+                f"{directory} was tokenised with {tokeniser!r} ({ids} ids) but the model has a "
+                f"vocabulary of {vocab_size}; train the model with --model.tokeniser={tokeniser}, "
+                f"or {other}"
+            )
     chosen = [_checked(directory, shard, limit) for shard in shards if shard.split == split]
     if not chosen:
         raise UserError(f"{directory} has no {split} shards (*_{split}_000000.bin)")
     if manifest:
         refuse_changed(directory, {shard.name: shard.sha256 for shard in chosen}, MANIFEST)
     return TokenSet(directory, chosen, tokeniser=tokeniser, vocab_size=limit)
+
+
+def _is_vocabulary_of(rows: int, ids: int) -> bool:
+    """Tell whether a model with so many rows is for a tokeniser with so many ids."""
+    return 0 <= rows - ids < MAX_PADDING
 
 
 def _checked(directory: Path, shard: Shard, vocab_size: int | None) -> Shard:
@@ -173,17 +198,22 @@ def list_shards(directory: Path, command: str = PREPARE) -> tuple[list[Shard], d
     with reading(directory):
         names = {entry.name for entry in os.scandir(directory)}
     if PROGRESS in names:
-        again = f"; rerun the command that makes it (perhaps {command})"
-        raise UserError(f"{directory} is unfinished ({PROGRESS}){again}")
+        raise UserError(
+            f"{directory} is unfinished ({PROGRESS}); "
+            f"rerun the command that makes it (perhaps {command})"
+        )
     matches = filter(None, map(SHARD_NAME.fullmatch, names))
     found = sorted(matches, key=lambda match: (match["prefix"], int(match["index"])))
     if MANIFEST in names:
         manifest = read_manifest(directory)
         shards = [Shard(**entry) for entry in manifest["shards"]]
-        listed, present = {shard.name for shard in shards}, {match.string for match in found}
-        if missing := sorted(listed - present):
+        listed = {shard.name for shard in shards}
+        present = {match.string for match in found}
+        missing = sorted(listed - present)
+        if missing:
             raise UserError(f"{directory / missing[0]} is missing, though {MANIFEST} lists it")
-        if extra := sorted(present - listed):
+        extra = sorted(present - listed)
+        if extra:
             raise UserError(f"{directory / extra[0]} is not in {MANIFEST}; move it elsewhere")
         return shards, manifest
     if not found:
@@ -191,16 +221,24 @@ def list_shards(directory: Path, command: str = PREPARE) -> tuple[list[Shard], d
     # Without a manifest, only the numbers in the names can show that a shard is missing.
     first, last = found[0], found[-1]
     if first["prefix"] != last["prefix"]:
-        names = f"{first.string} and {last.string}"
-        raise UserError(f"{directory} mixes shards of two sets, {names}; separate them")
+        raise UserError(
+            f"{directory} mixes shards of two sets, {first.string} and {last.string}; separate them"
+        )
     for before, after in itertools.pairwise(found):
-        if (step := int(after["index"]) - int(before["index"])) != 1:
-            problem = "lacks the shards between" if step else "has two shards of one number:"
-            raise UserError(f"{directory} {problem} {before.string} and {after.string}")
+        step = int(after["index"]) - int(before["index"])
+        if step == 0:
+            raise UserError(
+                f"{directory} has two shards of one number: {before.string} and {after.string}"
+            )
+        if step > 1:
+            raise UserError(
+                f"{directory} lacks the shards between {before.string} and {after.string}"
+            )
     return [Shard(match.string, match["split"], -1) for match in found], None
 
 
 def _require(sound: bool, what: str) -> None:
+    """Raise that `what` is wrong, unless it is sound."""
     if not sound:
         raise ValueError(what)
 
@@ -211,14 +249,15 @@ def read_manifest(directory: Path) -> dict:
         manifest = unseal(record)
         shards = [Shard(**entry) for entry in manifest["shards"]]
         for shard in shards:
-            match, count = SHARD_NAME.fullmatch(shard.name), shard.tokens
+            match = SHARD_NAME.fullmatch(shard.name)
+            count = shard.tokens
             _require(match and match["split"] == shard.split, f"shard name {shard.name!r}")
             _require(type(count) is int and 0 <= count <= MAX_SHARD_TOKENS, f"{count!r} tokens")
             _require(re.fullmatch("[0-9a-f]{64}", shard.sha256), f"sha256 {shard.sha256!r}")
         _require(len({shard.name for shard in shards}) == len(shards), "a shard listed twice")
-        kind, vocabulary = TOKENISERS[manifest["tokeniser"]], manifest["vocab_size"]
-        same = (vocabulary, manifest["eot"]) == (kind.vocab_size, kind.eot)
-        _require(same, f"vocabulary {vocabulary!r}")
+        kind = TOKENISERS[manifest["tokeniser"]]
+        _require(manifest["vocab_size"] == kind.vocab_size, f"vocab {manifest['vocab_size']!r}")
+        _require(manifest["eot"] == kind.eot, f"eot {manifest['eot']!r}")
         _require(type(manifest["documents"]) is int, f"documents {manifest['documents']!r}")
         source = manifest.get("settings", {}).get("source", {})
         _require(isinstance(source, dict), f"source {source!r}")
@@ -249,9 +288,11 @@ def verify(directory: str | Path) -> dict[str, int]:
     directory = Path(directory)
     shards, manifest = list_shards(directory)
     kind = TOKENISERS[manifest["tokeniser"] if manifest else "gpt2"]
-    documents, checked = 0, []
+    documents = 0
+    checked = []
     for listed in shards:
-        shard, path = _checked(directory, listed, kind.vocab_size), directory / listed.name
+        shard = _checked(directory, listed, kind.vocab_size)
+        path = directory / listed.name
         if shard.sha256 and sha256_of(path) != shard.sha256:
             raise UserError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}")
         documents += count_documents(directory, shard, kind)
@@ -263,6 +304,7 @@ def verify(directory: str | Path) -> dict[str, int]:
 
 
 def tokens_by_split(shards: list[Shard]) -> dict[str, int]:
+    """Sum the tokens of the shards of each split."""
     return {split: sum(s.tokens for s in shards if s.split == split) for split in ("train", "val")}
 
 
@@ -270,7 +312,6 @@ def count_documents(directory: Path, shard: Shard, kind: type[Tokeniser]) -> int
     """Count the EOTs in the shard; refuse an id that is not in the vocabulary."""
     tokens = TokenSet(directory, [shard]).slice(0, shard.tokens)
     check_ids(tokens, kind.vocab_size, directory / shard.name)
-    blocks = np.array_split(
-        tokens, 1 + len(tokens) // 2**22
-    )  # a comparison makes an array of its size
+    # A comparison makes an array of its size.
+    blocks = np.array_split(tokens, 1 + len(tokens) // 2**22)
     return sum(int(np.count_nonzero(block == kind.eot)) for block in blocks)

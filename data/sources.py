@@ -39,7 +39,9 @@ class ParquetStream:
     """Rows of a `datasets` stream, exactly resumable, released when closed."""
 
     def __init__(self, path: str, field: str, **arguments):
-        self._path, self._field, self._arguments = path, field, arguments
+        self._path = path
+        self._field = field
+        self._arguments = arguments
 
     def texts(self, state: dict | None) -> Iterator[tuple[str, bool]]:
         ensure_hub_cache()
@@ -47,9 +49,14 @@ class ParquetStream:
             import datasets
 
             datasets.utils.logging.set_verbosity_error()
-            options = self._arguments | {"columns": [self._field], "batch_size": 1024}
-            options |= {"split": "train", "streaming": True}
-            self._dataset = datasets.load_dataset(self._path, **options)
+            self._dataset = datasets.load_dataset(
+                self._path,
+                split="train",
+                streaming=True,
+                columns=[self._field],
+                batch_size=1024,
+                **self._arguments,
+            )
             if state is not None:
                 self._dataset.load_state_dict(state)
             with contextlib.closing(iter(self._dataset)) as rows:
@@ -62,9 +69,11 @@ class ParquetStream:
         except Unusable:
             raise
         except Exception as error:  # readers and network clients below share no base class
-            what = f"{self._arguments.get('data_files') or self._path}: {first_line(error)}"
-            again = "rerun the same command to continue, or pass local copies with --from-files"
-            raise UserError(f"cannot read {what}; {again}") from None
+            raise UserError(
+                f"cannot read {self._arguments.get('data_files') or self._path}: "
+                f"{first_line(error)}; rerun the same command to continue, or pass local copies "
+                "with --from-files"
+            ) from None
         finally:
             self._dataset = rows = None
             gc.collect()  # a half-read parquet stream can crash the interpreter at exit

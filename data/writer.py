@@ -199,7 +199,8 @@ class ShardWriter:
             self.save(None)  # before the first byte: shards without a record are never ours
             progress = read_progress(self.directory)
         self.shards = [Shard(**entry) for entry in progress["shards"]]
-        self.documents, self.encoders = progress["documents"], set(progress["encoders"])
+        self.documents = progress["documents"]
+        self.encoders = set(progress["encoders"])
         for shard in self.shards:
             if not (self.directory / shard.name).exists():
                 raise UserError(
@@ -228,8 +229,15 @@ class ShardWriter:
         for split in list(self.growing):
             self._complete(split)
         self.shards.sort(key=lambda shard: int(SHARD_NAME.fullmatch(shard.name)["index"]))
-        written = (self.shards, self.documents, self.settings, self.encoders)
-        write_manifest(self.directory, self.tokeniser, *written, skipped)
+        write_manifest(
+            self.directory,
+            self.tokeniser,
+            self.shards,
+            self.documents,
+            self.settings,
+            self.encoders,
+            skipped,
+        )
         forget_progress(self.directory)
 
     def close(self) -> None:
