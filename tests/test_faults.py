@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import errno
+import fcntl
 import functools
 import json
 import math
@@ -37,7 +39,7 @@ from lssar.reference import attention_weights
 from model import GPT, WEIGHTS_VERSION, preset
 from physics.loader import describe
 from physics.model import OrbitModel, OrbitModelConfig
-from support.files import read_text, unseal
+from support.files import Claim, read_text, unseal, write_text
 from support.processes import block_sigint_in_children, in_processes
 from training.checkpoint import CheckpointInfo, Store, find, load_latest, load_model, read_trainer
 from training.config import load_config
@@ -345,6 +347,24 @@ def test_a_pointer_that_is_a_fifo_is_no_pointer(tmp_path):
     assert [p.name for p in store.candidates()] == ["step-00000002", "step-00000001"]
     assert store.best() is None
     assert load_model(tmp_path)[1].step == 2
+
+
+def test_a_disk_without_locks_is_named_and_the_work_goes_on(tmp_path, monkeypatch, capsys):
+    def without_locks(handle, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    monkeypatch.setattr(fcntl, "lockf", without_locks)
+    corpus = make_corpus(tmp_path / "corpus")
+    assert train_here(*arguments(corpus, tmp_path, "--train.steps=2", "--eval.tokens=64")) == 0
+    run = tmp_path / "nano-lssar"
+    assert f"note: {run} cannot be locked (No locks available)" in capsys.readouterr().err
+    assert load_model(run)[1].step == 2
+    Claim(tmp_path / "loss.json")
+    assert "loss.json cannot be locked" in capsys.readouterr().err
+    (tmp_path / ".a.json.0123456789abcdef.tmp").write_text("of a process that may still be writing")
+    write_text(tmp_path / "a.json", "{}")
+    assert len(list(tmp_path.glob(".a.json.*"))) == 1
 
 
 def test_a_text_beyond_the_limit_is_not_read(tmp_path):
