@@ -15,7 +15,8 @@ missing is done.
     --markdown       print the tables as Markdown
     --page site/     also write one HTML page of all scales: verdicts, tables, figures
     --figures        draw results/SCALE/TABLE.png for every table; default: for the headline
-    --seeds 0,1,2    for every run of these tables; default: by run and scale, in paper/runs.toml
+    --seeds 0,1,2    for every run of these tables; results/ keeps its other seeds. Default: by run
+                     and scale, in paper/runs.toml
     --jobs 2         jobs to run at a time; default: two on a CPU, else one
     --gpus 8         processes per training run; default: the scale's
     --allow-dirty    run although the code has uncommitted changes; + after the commit marks what

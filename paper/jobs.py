@@ -312,7 +312,8 @@ def collect(tables: list[Table], space: Workspace) -> None:
             described |= read_results(path).runs
         if table.has_runs:
             described = trained_runs(runs, space)
-        merge(out, table.measured_by if not table.measure else table.name, described, sources)
+        kind = table.name if table.measure else table.measured_by
+        merge(out, kind, described, sources, space.seeds)
 
 
 def trained_runs(runs: list[tuple[Run, int]], space: Workspace) -> dict[str, dict]:

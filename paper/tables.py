@@ -6,7 +6,7 @@ says the commit that measured it.
 """
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -287,13 +287,27 @@ def fill_all(scale: str, folder: Path) -> tuple[dict[str, FilledTable], dict[Pat
 KEPT = ("by_segment", "wilson_low", "wilson_high", "verdict", "accuracy_at_near", "equations")
 
 
-def merge(out: Path, kind: str, runs: dict[str, dict], sources: Iterable[Path]) -> int:
+def merge(
+    out: Path,
+    kind: str,
+    runs: dict[str, dict],
+    sources: Iterable[Path],
+    seeds: Sequence[int] | None = None,
+) -> int:
     """Write the records of several results files, of these runs alone, into one compact file.
 
-    `runs` says of each model, by its identity, what the file is to say of it. Returns the number
-    of records.
+    `runs` says of each model, by its identity, what the file is to say of it. With `seeds`, what
+    `out` has of other seeds stays. Returns the number of records.
     """
-    settings, about, records = None, {}, []
+    settings = None
+    about, kept = {}, {}
+    records = []
+    if seeds is not None and out.exists():
+        earlier = read_results(out)
+        others = {key: run for key, run in earlier.runs.items() if run.get("seed") not in seeds}
+        kept = {key: run for key, run in others.items() if key not in runs}
+        records = [record for record in earlier.records if record.run in kept]
+        settings, about = earlier.settings, earlier.about
     for path in sources:
         found = read_results(path)
         if settings is not None and found.settings != settings:
@@ -302,7 +316,7 @@ def merge(out: Path, kind: str, runs: dict[str, dict], sources: Iterable[Path]) 
         settings, about = found.settings, found.about
         records += [compact(record) for record in found.records if record.run in runs]
     results = Results(out, kind, settings or {}, about, replace_all=True)
-    results.runs = runs
+    results.runs = kept | runs
     results.records = records
     results.save()
     return len(records)

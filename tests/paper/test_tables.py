@@ -7,7 +7,7 @@ import re
 import pytest
 
 import reproduce
-from evaluating.results import Record, Results
+from evaluating.results import Record, Results, read_results
 from evaluating.statistic import interval, t_quantile
 from lssar.errors import UserError
 from paper import claims
@@ -164,6 +164,11 @@ def test_records_of_several_files_become_one_compact_one(tmp_path):
     assert len(table.cell(row, table.columns[0]).segments[0]) == 32
     del runs["softmax1"]  # a model that was trained again has another identity
     assert merge(out, "extrapolation", runs, sources) == 15
+    alone = {"softmax1": {"run": "softmax", "seed": 1, "trained_at": "1111111"}}
+    assert merge(out, "extrapolation", alone, sources, seeds=[1]) == 15  # seed 0 of both stays
+    assert merge(out, "extrapolation", alone, sources, seeds=[1]) == 15
+    assert {run["seed"] for run in read_results(out).runs.values()} == {0, 1}
+    assert merge(out, "extrapolation", alone, sources) == 5
     other = Results(tmp_path / "c.json", "extrapolation", {"tokens": 2}, {})
     other.save()
     with pytest.raises(UserError, match=r"c\.json was measured with other settings"):
