@@ -7,10 +7,9 @@ import os
 # out by themselves (training.distributed.autocast).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-import random
 from pathlib import Path
 
-import numpy as np
+import cases
 import pytest
 import torch
 
@@ -68,8 +67,14 @@ def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call):
+    """Name the case at which a loop failed."""
+    if call.excinfo and cases.running:
+        call.excinfo.value.add_note(f"case: {', '.join(map(repr, cases.running))}")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - whatever a library under test draws from it
-    torch.manual_seed(0)
+    cases.running.clear()
+    cases.seed_everything()

@@ -1,10 +1,12 @@
 """attention.py against the loop-written reference: values, shapes, contract, errors."""
 
 import math
+from functools import partial
 
 import loops
 import pytest
 import torch
+from cases import cases
 from loops import adaptive_p, cosine, dot, l1, reweight, sigmoid, softplus, weights_of_batch
 from loops import softmax as softmax_of
 from torch.nn.functional import softmax
@@ -19,7 +21,7 @@ NAMES = tuple(MECHANISMS)
 SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
 LEARNABLE = ("ssmax", "relu-shen", "cos-ssmax")
 SDPA = ("softmax", "ssmax", "cos-softmax", "cos-softmax-constant", "cos-softmax-fixed", "cos-ssmax")
-BACKENDS = ("auto", "sdpa", "rowblock", "eager")  # the kernels have tests of their own
+BACKENDS = ("auto", "sdpa", "rowblock", "eager")
 PROBABILITIES = (
     *("softmax", "ssmax", "sigmoid-logn-l1", "sigmoid-l1", "softplus-l1", "lssa"),
     *("cos-softmax", "cos-softmax-constant", "cos-softmax-fixed", "cos-ssmax", "stick-breaking"),
@@ -48,21 +50,21 @@ def params_of(name, heads=2):
     return torch.linspace(0.3, 1.7, heads, dtype=torch.float64)
 
 
+def backends_of(name):
+    """Return the backends besides the kernels, which have tests of their own."""
+    return BACKENDS if name in SDPA else [backend for backend in BACKENDS if backend != "sdpa"]
+
+
 def test_the_registry_holds_the_24_mechanisms_of_the_paper_controls_and_a_baseline():
-    assert set(NAMES) >= {
-        *(
-            "cos-softmax",
-            "cos-softmax-constant",
-            "cos-softmax-fixed",
-            "cos-ssmax",
-            "stick-breaking",
-        ),
-        *("softmax", "ssmax", "sigmoid", "sigmoid-logn", "sigmoid-logn-l1", "relu-length"),
-        *("relu-shen", "relu-l1", "relu2-l1", "relu6-l1", "gelu-l1", "sigmoid-l1", "softplus-l1"),
-        *("mish-l1", "identity", "exp", "identity-l1", "softmax-inverse", "softmax-recentred"),
-        *("softmax-recentred-l1", "lssa", "lssar", "softmax-reweighted"),
-        "sigmoid-logn-l1-reweighted",
-    }
+    paper = """
+        softmax ssmax sigmoid sigmoid-logn sigmoid-logn-l1 relu-length relu-shen relu-l1 relu2-l1
+        relu6-l1 gelu-l1 sigmoid-l1 softplus-l1 mish-l1 identity exp identity-l1 softmax-inverse
+        softmax-recentred softmax-recentred-l1 lssa lssar softmax-reweighted
+        sigmoid-logn-l1-reweighted
+    """
+    controls = "cos-softmax cos-softmax-constant cos-softmax-fixed cos-ssmax"
+    assert len(paper.split()) == 24
+    assert {*paper.split(), *controls.split(), "stick-breaking"} <= set(NAMES)
     assert all(name == m.name for name, m in MECHANISMS.items())
     assert len({m.label for m in MECHANISMS.values()}) == len(NAMES)
 
@@ -118,30 +120,28 @@ def test_a_new_entry_of_known_parts_is_computed_by_every_backend():
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_equal_the_loop_reference(name, shape):
-    q, k, _ = random_qkv(*shape)
-    params = params_of(name)
-    expected = weights_of_batch(name, q, k, params)
-    got = attention_weights(q, k, name, head_scale=params)
-    assert got.dtype == torch.float64
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+def test_weights_equal_the_loop_reference(name):
+    for shape in cases(SHAPES):
+        q, k, _ = random_qkv(*shape)
+        params = params_of(name)
+        expected = weights_of_batch(name, q, k, params)
+        got = attention_weights(q, k, name, head_scale=params)
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("lq", [1, 5, 37])
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [(n, b) for n in NAMES for b in BACKENDS if b != "sdpa" or n in SDPA],
-)
-def test_attend_is_the_reference_weights_times_the_values(name, backend, lq):
-    q, k, v = random_qkv(lq, 37, 20, batch=2)
-    v = v[..., :11]  # values may be of another width than keys
+@pytest.mark.parametrize("name", NAMES)
+def test_attend_is_the_reference_weights_times_the_values(name):
     params = params_of(name)
-    expected = weights_of_batch(name, q, k, params) @ v
-    got = attend(q, k, v, name, head_scale=params, backend=backend)
-    assert got.shape == (2, 2, lq, 11)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    for lq in cases([1, 5, 37]):
+        q, k, v = random_qkv(lq, 37, 20, batch=2)
+        v = v[..., :11]  # values may be of another width than keys
+        expected = weights_of_batch(name, q, k, params) @ v
+        for backend in cases(backends_of(name)):
+            got = attend(q, k, v, name, head_scale=params, backend=backend)
+            assert got.shape == (2, 2, lq, 11)
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 def output_and_gradients(tensors, name, params, backend):
@@ -151,37 +151,30 @@ def output_and_gradients(tensors, name, params, backend):
     return out.detach(), *torch.autograd.grad(out, leaves, cotangent)
 
 
-def assert_close_to_float64(tensors, name, backend):
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_any_width_in_float32_with_gradients(name):
     params = params_of(name)
-    got = output_and_gradients(tensors, name, params, backend)
-    exact = output_and_gradients([t.double() for t in tensors], name, params, "eager")
-    reference = weights_of_batch(name, *(t.double() for t in tensors[:2]), params)
-    torch.testing.assert_close(exact[0], reference @ tensors[2].double(), rtol=1e-9, atol=1e-12)
-    assert got[0].dtype == tensors[2].dtype
-    for g, e in zip(got, exact, strict=True):
-        assert (g.double() - e).norm() <= 1e-3 * e.norm() + 1e-5  # a gradient may be zero
+    for lq, width in cases([(37, 11), (37, 45), (1, 1), (5, 129)]):
+        q, k, v = random_qkv(lq, 37, 20, dtype=torch.float32)
+        v = torch.cat([v] * 7, -1)[..., :width]
+        exact = output_and_gradients([t.double() for t in (q, k, v)], name, params, "eager")
+        reference = weights_of_batch(name, q.double(), k.double(), params)
+        torch.testing.assert_close(exact[0], reference @ v.double(), rtol=1e-9, atol=1e-12)
+        for backend in cases(backends_of(name)):
+            got = output_and_gradients((q, k, v), name, params, backend)
+            assert got[0].dtype == torch.float32
+            for g, e in zip(got, exact, strict=True):
+                assert (g.double() - e).norm() <= 1e-3 * e.norm() + 1e-5  # a gradient may be zero
 
 
-@pytest.mark.parametrize(("lq", "width"), [(37, 11), (37, 45), (1, 1), (5, 129)])
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [(n, b) for n in NAMES for b in BACKENDS if b != "sdpa" or n in SDPA],
-)
-def test_values_of_any_width_in_float32_with_gradients(name, backend, lq, width):
-    q, k, v = random_qkv(lq, 37, 20, dtype=torch.float32)
-    v = torch.cat([v] * 7, -1)[..., :width]
-    assert_close_to_float64((q, k, v), name, backend)
-
-
-@pytest.mark.parametrize("name", ["softmax", "ssmax", "lssa", "lssar"])
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_values_of_another_type_are_taken_too(name, odd):
-    tensors = list(random_qkv(9, 13, 20, dtype=torch.float32))
-    tensors[odd] = tensors[odd].double()
-    got = attend(*tensors, name)
-    expected = weights_of_batch(name, *(t.double() for t in tensors[:2])) @ tensors[2].double()
-    assert got.dtype == tensors[2].dtype
-    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+def test_values_of_another_type_are_taken_too():
+    for name, odd in cases(["softmax", "ssmax", "lssa", "lssar"], [0, 1, 2]):
+        tensors = list(random_qkv(9, 13, 20, dtype=torch.float32))
+        tensors[odd] = tensors[odd].double()
+        got = attend(*tensors, name)
+        expected = weights_of_batch(name, *(t.double() for t in tensors[:2])) @ tensors[2].double()
+        assert got.dtype == tensors[2].dtype
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gpu_kernel_refuses_other_types_in_one_line(monkeypatch):
@@ -214,31 +207,32 @@ def test_a_missing_triton_is_said_once_where_a_gpu_would_have_used_it(monkeypatc
     assert choose_backend(MECHANISMS["lssar"], call, everywhere=True) == "triton"
 
 
-@pytest.mark.parametrize("name", LEARNABLE)
-def test_absent_head_scales_are_the_papers_initial_value(name):
-    q, k, v = random_qkv(9, 9, 20)
-    initial = {"ssmax": 0.43, "relu-shen": 1.0, "cos-ssmax": 1.0}[name]
-    expected = weights_of_batch(name, q, k, torch.full((2,), initial, dtype=torch.float64))
-    torch.testing.assert_close(attention_weights(q, k, name), expected)
-    torch.testing.assert_close(attend(q, k, v, name), expected @ v)
+def test_absent_head_scales_are_the_papers_initial_value():
+    for name in cases(LEARNABLE):
+        q, k, v = random_qkv(9, 9, 20)
+        initial = {"ssmax": 0.43, "relu-shen": 1.0, "cos-ssmax": 1.0}[name]
+        expected = weights_of_batch(name, q, k, torch.full((2,), initial, dtype=torch.float64))
+        torch.testing.assert_close(attention_weights(q, k, name), expected)
+        torch.testing.assert_close(attend(q, k, v, name), expected @ v)
 
 
-@pytest.mark.parametrize("p", [1, 2.5, 3, 30])
-@pytest.mark.parametrize("name", SHARPENED)
-def test_any_exponent_equals_the_reference(name, p):
-    q, k, _ = random_qkv(29, 31, 20)
-    got = attention_weights(q, k, get_mechanism(name, p=p))
-    torch.testing.assert_close(got, weights_of_batch(name, q, k, p=p), rtol=1e-9, atol=1e-12)
+def test_any_exponent_equals_the_reference():
+    for p, name in cases([1, 2.5, 3, 30], SHARPENED):
+        q, k, _ = random_qkv(29, 31, 20)
+        got = attention_weights(q, k, get_mechanism(name, p=p))
+        torch.testing.assert_close(got, weights_of_batch(name, q, k, p=p), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", SHARPENED)
-def test_adaptive_exponent_grows_past_the_training_length(name):
-    settings = {"p": 5, "alpha": 0.5, "train_length": 10}
+def test_adaptive_exponent_grows_past_the_training_length():
     q, k, _ = random_qkv(30, 41, 20)
-    got = attention_weights(q, k, get_mechanism(name, **settings))
-    torch.testing.assert_close(got, weights_of_batch(name, q, k, **settings), rtol=1e-9, atol=1e-12)
-    unchanged = attention_weights(q, k, get_mechanism(name, p=5))
-    assert (got - unchanged).abs()[..., 1:, :].amax() > 1e-3  # rows 12.. are longer than training
+    settings = {"p": 5, "alpha": 0.5, "train_length": 10}
+    for name in cases(SHARPENED):
+        got = attention_weights(q, k, get_mechanism(name, **settings))
+        expected = weights_of_batch(name, q, k, **settings)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+        unchanged = attention_weights(q, k, get_mechanism(name, p=5))
+        longer = (got - unchanged)[..., 1:, :]  # rows 12.. are longer than training
+        assert longer.abs().amax() > 1e-3
 
 
 def test_adaptive_exponent_is_the_papers_formula():
@@ -250,28 +244,28 @@ def test_adaptive_exponent_is_the_papers_formula():
     assert get_mechanism("lssar").exponents(rows) == 15
 
 
-@pytest.mark.parametrize("window", [1, 3, 5, 22, 23, 400])
 @pytest.mark.parametrize("name", NAMES)
-def test_sliding_window_equals_the_masked_reference(name, window):
-    q, k, v = random_qkv(19, 23, 20)
-    params = params_of(name)
-    expected = weights_of_batch(name, q, k, params, window=window)
-    m = get_mechanism(name, window=window)
-    got = attention_weights(q, k, m, head_scale=params)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-    got = attend(q, k, v, m, head_scale=params)
-    torch.testing.assert_close(got, expected @ v, rtol=1e-9, atol=1e-12)
+def test_sliding_window_equals_the_masked_reference(name):
+    for window in cases([1, 3, 5, 22, 23, 400]):
+        q, k, v = random_qkv(19, 23, 20)
+        params = params_of(name)
+        expected = weights_of_batch(name, q, k, params, window=window)
+        m = get_mechanism(name, window=window)
+        got = attention_weights(q, k, m, head_scale=params)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+        got = attend(q, k, v, m, head_scale=params)
+        torch.testing.assert_close(got, expected @ v, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 7}, {"window": 7, "sinks": 3}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_decay_and_sinks_equal_the_loop_reference(name, settings):
-    q, k, v = random_qkv(19, 23, 20)
-    params, decay = params_of(name), -torch.rand(1, 2, 23, dtype=torch.float64)
-    expected = weights_of_batch(name, q, k, params, decay, **settings)
-    m, options = get_mechanism(name, **settings), {"head_scale": params, "decay": decay}
-    torch.testing.assert_close(attention_weights(q, k, m, **options), expected)
-    torch.testing.assert_close(attend(q, k, v, m, **options), expected @ v)
+def test_decay_and_sinks_equal_the_loop_reference(name):
+    for settings in cases([{}, {"window": 7}, {"window": 7, "sinks": 3}]):
+        q, k, v = random_qkv(19, 23, 20)
+        params, decay = params_of(name), -torch.rand(1, 2, 23, dtype=torch.float64)
+        expected = weights_of_batch(name, q, k, params, decay, **settings)
+        m, options = get_mechanism(name, **settings), {"head_scale": params, "decay": decay}
+        torch.testing.assert_close(attention_weights(q, k, m, **options), expected)
+        torch.testing.assert_close(attend(q, k, v, m, **options), expected @ v)
 
 
 def test_a_decay_is_exact_where_keys_are_near_however_long_the_row():
@@ -283,22 +277,15 @@ def test_a_decay_is_exact_where_keys_are_near_however_long_the_row():
     assert (got - exact).norm() <= 1e-6 * exact.norm()
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (
-            {"decay": torch.zeros(1, 2, 9)},
-            r"decay must be .* here \(1, 2, 13\); got .* \(1, 2, 9\)",
-        ),
-        ({"decay": torch.zeros(1, 2, 13, dtype=torch.int64)}, "got torch.int64"),
-        ({"decay": torch.zeros(1, 2, 13), "backend": "cpu"}, "its scores do not decay"),
-    ],
-    ids=["shape", "type", "backend"],
-)
-def test_a_decay_that_cannot_be_is_refused(options, part):
+def test_a_decay_that_cannot_be_is_refused():
     q, k, v = random_qkv(9, 13, 20, dtype=torch.float32)
-    with pytest.raises(UserError, match=part):
-        attend(q, k, v, "softmax", **options)
+    wrong_shape = r"decay must be .* here \(1, 2, 13\); got .* \(1, 2, 9\)"
+    with pytest.raises(UserError, match=wrong_shape):
+        attend(q, k, v, "softmax", decay=torch.zeros(1, 2, 9))
+    with pytest.raises(UserError, match=r"got torch\.int64"):
+        attend(q, k, v, "softmax", decay=torch.zeros(1, 2, 13, dtype=torch.int64))
+    with pytest.raises(UserError, match="its scores do not decay"):
+        attend(q, k, v, "softmax", decay=torch.zeros(1, 2, 13), backend="cpu")
 
 
 def test_sinks_need_a_window_and_rows_that_begin_at_the_first_key():
@@ -314,20 +301,20 @@ def test_sinks_need_a_window_and_rows_that_begin_at_the_first_key():
         Mechanism("mine", "Mine", norm="stick")
 
 
-@pytest.mark.parametrize("backend", ["eager", "rowblock"])
-@pytest.mark.parametrize("name", ["sigmoid", "relu-length"])
-def test_length_is_the_training_length_or_the_current_one(name, backend):
-    q, k, v = random_qkv(8, 13, 20)
-    for settings, length in (
+def test_length_is_the_training_length_or_the_current_one():
+    length_of_settings = [
         ({}, 1024),
         ({"train_length": 100}, 100),
         ({"length": "current"}, 13),
         ({"length": "current", "train_length": 100}, 13),
-    ):
-        expected = weights_of_batch(name, q, k, length=length)
-        m = get_mechanism(name, **settings)
-        torch.testing.assert_close(attention_weights(q, k, m), expected)
-        torch.testing.assert_close(attend(q, k, v, m, backend=backend), expected @ v)
+    ]
+    for backend, name in cases(["eager", "rowblock"], ["sigmoid", "relu-length"]):
+        q, k, v = random_qkv(8, 13, 20)
+        for settings, length in cases(length_of_settings):
+            expected = weights_of_batch(name, q, k, length=length)
+            m = get_mechanism(name, **settings)
+            torch.testing.assert_close(attention_weights(q, k, m), expected)
+            torch.testing.assert_close(attend(q, k, v, m, backend=backend), expected @ v)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -347,33 +334,33 @@ def test_a_later_token_never_changes_an_earlier_row(name):
     assert (attention_weights(q, k, name)[..., above] == 0).all()
 
 
-@pytest.mark.parametrize("name", PROBABILITIES)
-def test_rows_are_probabilities(name):
-    q, k, _ = random_qkv(63, 65, 20)
-    weights = attention_weights(q, k, name)
-    assert (weights >= 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 63, dtype=torch.float64))
+def test_rows_are_probabilities():
+    for name in cases(PROBABILITIES):
+        q, k, _ = random_qkv(63, 65, 20)
+        weights = attention_weights(q, k, name)
+        assert (weights >= 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 63, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", SIGNED)
-def test_signed_rows_have_l1_norm_one_and_both_signs(name):
-    q, k, _ = random_qkv(63, 65, 20)
-    weights = attention_weights(q, k, name)
-    torch.testing.assert_close(weights.abs().sum(-1), torch.ones(1, 2, 63, dtype=torch.float64))
-    assert (weights < 0).any()
+def test_signed_rows_have_l1_norm_one_and_both_signs():
+    for name in cases(SIGNED):
+        q, k, _ = random_qkv(63, 65, 20)
+        weights = attention_weights(q, k, name)
+        torch.testing.assert_close(weights.abs().sum(-1), torch.ones(1, 2, 63, dtype=torch.float64))
+        assert (weights < 0).any()
 
 
-@pytest.mark.parametrize("name", ["relu-l1", "relu2-l1", "relu6-l1"])
-def test_a_row_without_a_positive_score_attends_to_nothing(name):
-    q, k, v = random_qkv(12, 12, 20)
-    q, k = q.abs(), -k.abs()
-    q, k = q.requires_grad_(), k.requires_grad_()
-    out = attend(q, k, v, name)
-    assert (out == 0).all()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k)))
-    q, k, _ = random_qkv(40, 40, 20)
-    total = attention_weights(q, k, name).sum(-1)
-    assert (((total - 1).abs() < 1e-12) | (total == 0)).all()
+def test_a_row_without_a_positive_score_attends_to_nothing():
+    for name in cases(["relu-l1", "relu2-l1", "relu6-l1"]):
+        q, k, v = random_qkv(12, 12, 20)
+        q, k = q.abs(), -k.abs()
+        q, k = q.requires_grad_(), k.requires_grad_()
+        out = attend(q, k, v, name)
+        assert (out == 0).all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k)))
+        q, k, _ = random_qkv(40, 40, 20)
+        total = attention_weights(q, k, name).sum(-1)
+        assert (((total - 1).abs() < 1e-12) | (total == 0)).all()
 
 
 def test_recentred_rows_sum_to_zero_after_the_third():
@@ -393,15 +380,15 @@ def test_inverse_is_an_exact_symmetry_of_softmax():
     )
 
 
-@pytest.mark.parametrize("p", [1, 3, 15, 30])
-def test_sharpening_is_the_softmax_of_p_log_x(p):
+def test_sharpening_is_the_softmax_of_p_log_x():
     """The log-space form of the paper's appendix: softmax(p log relu(N A - O))."""
-    q, k, _ = random_qkv(50, 50, 64)
-    n = torch.arange(1.0, 51, dtype=torch.float64).unsqueeze(-1)
-    x = (n * attention_weights(q, k, "lssa") - (n > 3).double()).clamp(min=0)
-    log_space = softmax(p * x.log(), dim=-1)
-    got = attention_weights(q, k, get_mechanism("lssar", p=p))
-    torch.testing.assert_close(got, log_space, rtol=1e-9, atol=1e-12)
+    for p in cases([1, 3, 15, 30]):
+        q, k, _ = random_qkv(50, 50, 64)
+        n = torch.arange(1.0, 51, dtype=torch.float64).unsqueeze(-1)
+        x = (n * attention_weights(q, k, "lssa") - (n > 3).double()).clamp(min=0)
+        log_space = softmax(p * x.log(), dim=-1)
+        got = attention_weights(q, k, get_mechanism("lssar", p=p))
+        torch.testing.assert_close(got, log_space, rtol=1e-9, atol=1e-12)
 
 
 def test_lssa_ignores_the_length_of_queries_and_keys():
@@ -428,39 +415,40 @@ def away_from_kinks(name, lq, lk, d):
     raise AssertionError("no smooth input found")
 
 
-@pytest.mark.parametrize("backend", ["eager", "rowblock"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_equal_finite_differences(name, backend):
-    q, k, v = (t.requires_grad_() for t in away_from_kinks(name, 4, 5, 4))
-    params = params_of(name, heads=1)
-    m = get_mechanism(name, **({"p": 3.5} if name in SHARPENED else {}))
-    leaves = (q, k, v) if params is None else (q, k, v, params.requires_grad_())
+def test_gradients_equal_finite_differences(name):
+    leaves = [t.requires_grad_() for t in away_from_kinks(name, 4, 5, 4)]
+    if name in LEARNABLE:
+        leaves.append(params_of(name, heads=1).requires_grad_())
+    m = get_mechanism(name, p=3.5) if name in SHARPENED else get_mechanism(name)
 
-    def function(q, k, v, params=None):
-        return attend(q, k, v, m, head_scale=params, backend=backend)
+    def output(backend, q, k, v, head_scale=None):
+        return attend(q, k, v, m, head_scale=head_scale, backend=backend)
 
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=False)
+    for backend in cases(["eager", "rowblock"]):
+        assert torch.autograd.gradcheck(partial(output, backend), leaves, fast_mode=False)
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax"])
-def test_sdpa_gradients_equal_the_eager_ones(name):
-    q, k, v = (t.requires_grad_() for t in random_qkv(9, 13, 20))
-    leaves = [q, k, v] + ([params_of(name).requires_grad_()] if name == "ssmax" else [])
-    grads = []
-    for backend in ("sdpa", "eager"):
-        params = leaves[3] if name == "ssmax" else None
-        out = attend(q, k, v, name, head_scale=params, backend=backend)
-        grads.append(torch.autograd.grad(out.square().sum(), leaves))
-    for sdpa, eager in zip(*grads, strict=True):
-        torch.testing.assert_close(sdpa, eager, rtol=1e-9, atol=1e-11)
+def test_sdpa_gradients_equal_the_eager_ones():
+    for name in cases(["softmax", "ssmax"]):
+        leaves = [t.requires_grad_() for t in random_qkv(9, 13, 20)]
+        params = None
+        if name == "ssmax":
+            params = params_of(name).requires_grad_()
+            leaves.append(params)
+        gradients = []
+        for backend in ("sdpa", "eager"):
+            out = attend(*leaves[:3], name, head_scale=params, backend=backend)
+            gradients.append(torch.autograd.grad(out.square().sum(), leaves))
+        for sdpa, eager in zip(*gradients, strict=True):
+            torch.testing.assert_close(sdpa, eager, rtol=1e-9, atol=1e-11)
 
 
 # --- the contract's errors -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "parts"),
-    [
+def test_a_wrong_mechanism_is_refused_with_the_value_and_the_nearest():
+    examples = [
         ("lsar", {}, ["'lsar'", "did you mean 'lssar'"]),
         ("softplus", {}, ["'softplus'", "'softplus-l1'"]),
         ("zzzzzz", {}, ["'zzzzzz'", "choose from", "softmax-inverse"]),
@@ -488,16 +476,14 @@ def test_sdpa_gradients_equal_the_eager_ones(name):
         ("lssar", {"window": 2.5}, ["window = 2.5"]),
         ("sigmoid", {"length": "now"}, ["length = 'now'", "'train'", "'current'"]),
         ("lssar", {"numerics": "fast"}, ["numerics = 'fast'", "'safe'", "'naive'"]),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict | str) else "",
-)
-def test_a_wrong_mechanism_is_refused_with_the_value_and_the_nearest(name, overrides, parts):
-    with pytest.raises(UserError) as error:
-        get_mechanism(name, **overrides)
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
+    ]
+    for name, overrides, parts in cases(examples):
+        with pytest.raises(UserError) as error:
+            get_mechanism(name, **overrides)
+        message = str(error.value)
+        assert "\n" not in message
+        for part in parts:
+            assert part in message
 
 
 def test_overrides_change_only_what_they_name():
@@ -518,9 +504,8 @@ def test_a_new_mechanism_is_a_value():
     torch.testing.assert_close(attend(q, k, v, mine), -attend(q, k, v, "gelu-l1"))
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "v"),
-    [
+def test_wrong_shapes_are_refused_with_the_shapes():
+    examples = [
         ((1, 2, 5, 8), (1, 2, 4, 8), (1, 2, 4, 8)),  # more queries than keys
         ((1, 2, 0, 8), (1, 2, 4, 8), (1, 2, 4, 8)),  # no query
         ((1, 2, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)),  # other heads
@@ -529,15 +514,13 @@ def test_a_new_mechanism_is_a_value():
         ((2, 4, 8), (2, 4, 8), (2, 4, 8)),  # no batch
         ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 8)),  # a value missing
         ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)),  # values without a width
-    ],
-    ids=str,
-)
-def test_wrong_shapes_are_refused_with_the_shapes(q, k, v):
-    for backend in BACKENDS:
-        with pytest.raises(UserError, match="attention") as error:
-            attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), "softmax", backend=backend)
-        assert str(q) in str(error.value)
-        assert str(v) in str(error.value)
+    ]
+    for q, k, v in cases(examples):
+        for backend in cases(BACKENDS):
+            with pytest.raises(UserError, match="attention") as error:
+                attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), "softmax", backend=backend)
+            assert str(q) in str(error.value)
+            assert str(v) in str(error.value)
 
 
 def test_backend_errors_say_why_and_what_exists():

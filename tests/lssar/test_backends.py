@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
@@ -63,12 +64,12 @@ def test_whatever_auto_picks_equals_the_reference(m, lengths, widths, decays, se
     assert (got.double() - expected).abs().max() <= tolerance, (used_backend(m), m)
 
 
-@pytest.mark.parametrize("part", [f.name for f in fields(Mechanism)])
-def test_every_field_of_a_mechanism_reaches_the_choice(part):
+def test_every_field_of_a_mechanism_reaches_the_choice():
     """A field that no backend is asked about would be ignored by the fused ones in silence."""
     of_the_call = {"p", "window", "sinks", "softcap", *PARTS}
     passed_on = {"alpha", "train_length", "parameter_init"}  # numbers that every kernel is given
-    assert part in of_the_call | passed_on | {"name", "label"}
+    found = {field.name for field in fields(Mechanism)}
+    assert found == of_the_call | passed_on | {"name", "label"}
 
 
 def test_an_entry_no_backend_knows_is_computed_by_the_reference():
@@ -85,19 +86,19 @@ def test_an_entry_no_backend_knows_is_computed_by_the_reference():
             assert (out - expected).abs().max() < (1e-12 if precise else 1e-4)
 
 
-@pytest.mark.parametrize("part", ["bias", "phi", "norm", "post"])
-def test_a_part_that_only_the_reference_has_reaches_no_kernel(part, monkeypatch):
-    monkeypatch.setitem(PARTS, part, (*PARTS[part], "cubes"))
-    mine = Mechanism("mine", "Mine", **{part: "cubes"})
-    for device, backend in (("cpu", "cpu"), ("cuda", "triton"), ("cpu", "sdpa")):
-        refused = BACKENDS[backend].refuses(mine, Call(device, torch.float32, 100, 8))
-        assert refused == f"it does not compute 'mine': {part} = 'cubes'"
+def test_a_part_that_only_the_reference_has_reaches_no_kernel(monkeypatch):
+    for part in cases(["bias", "phi", "norm", "post"]):
+        monkeypatch.setitem(PARTS, part, (*PARTS[part], "cubes"))
+        mine = Mechanism("mine", "Mine", **{part: "cubes"})
+        for device, backend in cases([("cpu", "cpu"), ("cuda", "triton"), ("cpu", "sdpa")]):
+            refused = BACKENDS[backend].refuses(mine, Call(device, torch.float32, 100, 8))
+            assert refused == f"it does not compute 'mine': {part} = 'cubes'"
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_that_does_not_exist_is_refused(part):
-    with pytest.raises(UserError, match=rf"'mine': {part} = 'logs'; choose from"):
-        Mechanism("mine", "Mine", **{part: "logs"})
+def test_a_part_that_does_not_exist_is_refused():
+    for part in cases(PARTS):
+        with pytest.raises(UserError, match=rf"'mine': {part} = 'logs'; choose from"):
+            Mechanism("mine", "Mine", **{part: "logs"})
 
 
 def test_two_entries_of_one_name_are_refused():
@@ -115,10 +116,10 @@ def test_a_parameter_without_a_use_and_a_use_without_a_parameter_are_refused():
         Mechanism("mine", "Mine", scale="s log N / sqrt(d)")
 
 
-@pytest.mark.parametrize("parts", [{"norm": "L"}, {"post": "negate"}, {"phi": "gelu"}], ids=str)
-def test_only_probabilities_can_be_re_weighted(parts):
-    with pytest.raises(UserError, match=r"p = 3; re-weighting takes probabilities"):
-        Mechanism("mine", "Mine", **parts, p=3)
+def test_only_probabilities_can_be_re_weighted():
+    for parts in cases([{"norm": "L"}, {"post": "negate"}, {"phi": "gelu"}]):
+        with pytest.raises(UserError, match=r"p = 3; re-weighting takes probabilities"):
+            Mechanism("mine", "Mine", **parts, p=3)
 
 
 def test_a_backend_computes_only_the_default_of_what_it_does_not_name():
@@ -129,23 +130,22 @@ def test_a_backend_computes_only_the_default_of_what_it_does_not_name():
     assert refused == set(MECHANISMS) - {"softmax"}
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_every_mechanism_has_a_backend_on_every_device(name):
-    for device in ("cpu", "cuda", "mps"):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            for value_dim in (64, 48):
-                call = Call(device, dtype, 2**30, 64, value_dim=value_dim)
-                chosen = choose_backend(MECHANISMS[name], call, everywhere=True)
-                assert BACKENDS[chosen].refuses(MECHANISMS[name], call) is None
+def test_every_mechanism_has_a_backend_on_every_device():
+    types = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    for m, device, dtype in cases(MECHANISMS.values(), ["cpu", "cuda", "mps"], types):
+        for value_dim in cases([64, 48]):
+            call = Call(device, dtype, 2**30, 64, value_dim=value_dim)
+            chosen = choose_backend(m, call, everywhere=True)
+            assert BACKENDS[chosen].refuses(m, call) is None
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "cpu", "rowblock"])
-def test_a_scale_of_zero_is_a_scale(backend):
+def test_a_scale_of_zero_is_a_scale():
     """log d log L of a training length of one token: every key has the same weight."""
     m = get_mechanism("cos-softmax-fixed", train_length=1)
     q, k, v = torch.randn(3, 1, 2, 19, 8).unbind()
     means = v.cumsum(2) / torch.arange(1, 20)[:, None]
-    torch.testing.assert_close(attend(q, k, v, m, backend=backend), means)
+    for backend in cases(["sdpa", "cpu", "rowblock"]):
+        torch.testing.assert_close(attend(q, k, v, m, backend=backend), means)
 
 
 def test_forward_mode_derivatives_are_those_of_eager():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from cpu_kernel import distance, draw, eager, flat_row, fused, results, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,45 +44,43 @@ def assert_as_accurate_as_eager(tensors, names=NAMES, **options):
             assert distance(f, e) <= 2 * max(distance(x, e) for x in p) + 2e-7, name
 
 
-@pytest.mark.parametrize("d", [1, 2, 5, 8, 24, 33, 64, 100, 256])
-def test_head_dimensions_odd_and_large(d):
-    assert_as_accurate_as_eager(draw(1, 2, 203, d), p=15)
+def test_head_dimensions_odd_and_large():
+    for d in cases([1, 2, 5, 8, 24, 33, 64, 100, 256]):
+        assert_as_accurate_as_eager(draw(1, 2, 203, d), p=15)
 
 
-@pytest.mark.parametrize("p", [None, 1, 1.5, 2, 3, 7.3, 15, 30, 41])
-def test_powers_whole_and_real(p):
-    assert_as_accurate_as_eager(draw(1, 2, 301, 64), p=p)
+def test_powers_whole_and_real():
+    for p in cases([None, 1, 1.5, 2, 3, 7.3, 15, 30, 41]):
+        assert_as_accurate_as_eager(draw(1, 2, 301, 64), p=p)
 
 
-@pytest.mark.parametrize("p", [None, 1, 15])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 47, 49, 193])
-def test_short_and_uneven_lengths(length, p):
-    assert_as_accurate_as_eager(draw(2, 3 * max(1, ENOUGH_ROWS // length), length, 31), p=p)
+def test_short_and_uneven_lengths():
+    for p, length in cases([None, 1, 15], [1, 2, 3, 4, 5, 47, 49, 193]):
+        assert_as_accurate_as_eager(draw(2, 3 * max(1, ENOUGH_ROWS // length), length, 31), p=p)
 
 
-@pytest.mark.parametrize("length", [2, 3, 5, 7])
-def test_few_keys_over_many_draws(length):
+def test_few_keys_over_many_draws():
     """A single draw may be off by any factor, for eager too; over many, no more often than that."""
-    kernel, eager_again = [], []
-    for _ in range(100):
-        tensors = draw(1, 2, length, 31)
-        dout = torch.randn_like(tensors[0])
-        exact = results(eager, tensors, dout, torch.float64, p=15)
-        plain = results(eager, tensors, dout, torch.float32, p=15)
-        ours = results(fused, tensors, dout, torch.float32, p=15)
-        again = results(eager, rounded(*tensors)[0], dout, torch.float32, p=15)
-        for e, x, f, a in zip(exact, plain, ours, again, strict=True):
-            error = distance(x, e) + 1e-7
-            kernel.append(distance(f, e) / error)
-            eager_again.append(distance(a, e) / error)
-    assert torch.tensor(kernel).median() < 1
-    assert sum(x > 2 for x in kernel) <= sum(x > 2 for x in eager_again) + 12
+    for length in cases([2, 3, 5, 7]):
+        kernel, eager_again = [], []
+        for _ in range(100):
+            tensors = draw(1, 2, length, 31)
+            dout = torch.randn_like(tensors[0])
+            exact = results(eager, tensors, dout, torch.float64, p=15)
+            plain = results(eager, tensors, dout, torch.float32, p=15)
+            ours = results(fused, tensors, dout, torch.float32, p=15)
+            again = results(eager, rounded(*tensors)[0], dout, torch.float32, p=15)
+            for e, x, f, a in zip(exact, plain, ours, again, strict=True):
+                error = distance(x, e) + 1e-7
+                kernel.append(distance(f, e) / error)
+                eager_again.append(distance(a, e) / error)
+        assert torch.tensor(kernel).median() < 1
+        assert sum(x > 2 for x in kernel) <= sum(x > 2 for x in eager_again) + 12
 
 
-@pytest.mark.parametrize("lq, lk", [(1, 1000), (2, 333), (4, 400), (5, 401), (50, 1001)])
-@pytest.mark.parametrize("p", [None, 15])
-def test_decode_shapes(lq, lk, p):
-    assert_as_accurate_as_eager(draw(2, max(2, 32 // lq), lq, 40, lk=lk), p=p)
+def test_decode_shapes():
+    for (lq, lk), p in cases([(1, 1000), (2, 333), (4, 400), (5, 401), (50, 1001)], [None, 15]):
+        assert_as_accurate_as_eager(draw(2, max(2, 32 // lq), lq, 40, lk=lk), p=p)
 
 
 def test_decode_equals_prefill():
@@ -120,10 +119,8 @@ def hostile(kind):
     return q, k, v
 
 
-@pytest.mark.parametrize("p", [None, 1, 15])
-@pytest.mark.parametrize(
-    "kind",
-    [
+def test_hostile_inputs_lose_no_more_than_eager():
+    kinds = [
         "peaked",
         "near-uniform",
         "all scores far below zero",
@@ -131,10 +128,9 @@ def hostile(kind):
         "one low key, so nearly every entry counts",
         "huge norms",
         "tiny norms",
-    ],
-)
-def test_hostile_inputs_lose_no_more_than_eager(kind, p):
-    assert_as_accurate_as_eager(hostile(kind), p=p)
+    ]
+    for p, kind in cases([None, 1, 15], kinds):
+        assert_as_accurate_as_eager(hostile(kind), p=p)
 
 
 def test_rows_of_16k_keys():
@@ -143,26 +139,26 @@ def test_rows_of_16k_keys():
     assert_as_accurate_as_eager((q, k, v), p=None)
 
 
-@pytest.mark.parametrize("p", [1, 15, 7.3])
-def test_rows_of_identical_keys_are_uniform_with_the_stage_one_gradient(p):
-    q, _, v = draw(1, 2, 150, 64)
-    k = torch.randn(1, 2, 1, 64).expand(1, 2, 150, 64)
-    dout = torch.randn_like(q)
-    out, dq, dk, dv = results(fused, (q, k, v), dout, torch.float32, p=p)
-    exact = results(eager, (q, k, v), dout, torch.float64, p=p)
-    count = torch.arange(1, 151).view(-1, 1)
-    assert distance(out, v.double().cumsum(2) / count) < 1e-6
-    assert distance(dv, exact[3]) < 1e-6
-    assert distance(dk, exact[2]) < 1e-5
-    assert dq.abs().max() < 1e-5 * dk.abs().max()
+def test_rows_of_identical_keys_are_uniform_with_the_stage_one_gradient():
+    for p in cases([1, 15, 7.3]):
+        q, _, v = draw(1, 2, 150, 64)
+        k = torch.randn(1, 2, 1, 64).expand(1, 2, 150, 64)
+        dout = torch.randn_like(q)
+        out, dq, dk, dv = results(fused, (q, k, v), dout, torch.float32, p=p)
+        exact = results(eager, (q, k, v), dout, torch.float64, p=p)
+        count = torch.arange(1, 151).view(-1, 1)
+        assert distance(out, v.double().cumsum(2) / count) < 1e-6
+        assert distance(dv, exact[3]) < 1e-6
+        assert distance(dk, exact[2]) < 1e-5
+        assert dq.abs().max() < 1e-5 * dk.abs().max()
 
 
-@pytest.mark.parametrize("p", [None, 1, 15])
-def test_vectors_of_norm_zero_are_finite(p):
-    q, k, v = draw(1, 2, 120, 64)
-    q[:, :, 40:50] = 0
-    k[:, :, 60:80] = 0
-    assert_as_accurate_as_eager((q, k, v), p=p, names=("out", "dv"))
+def test_vectors_of_norm_zero_are_finite():
+    for p in cases([None, 1, 15]):
+        q, k, v = draw(1, 2, 120, 64)
+        q[:, :, 40:50] = 0
+        k[:, :, 60:80] = 0
+        assert_as_accurate_as_eager((q, k, v), p=p, names=("out", "dv"))
 
 
 def test_flat_rows_are_those_of_the_reference():
@@ -178,21 +174,21 @@ def huge_values(size, *shape, lk=None):
     return (q, k, size * (2 * torch.rand_like(v) - 1)), torch.randn_like(q) * 1e31 / size
 
 
-@pytest.mark.parametrize("p", [None, 1, 4.5, 15])
-@pytest.mark.parametrize("size", [1e35, 1e37, 3e38])
-@pytest.mark.parametrize(
-    ("shape", "lk"), [((1, 2, 300, 24), None), ((1, 8, 1, 64), 900), ((1, 8, 3, 33), 901)]
-)
-def test_the_mean_of_finite_values_is_finite(shape, lk, size, p):
-    tensors, dout = huge_values(size, *shape, lk=lk)
-    exact = results(eager, tensors, dout, torch.float64, p=p)
-    plain = results(eager, tensors, dout, torch.float32, p=p)
-    ours = results(fused, tensors, dout, torch.float32, p=p)
-    assert torch.equal(ours[0].float(), fused(*tensors, p=p))  # nothing saved for a backward
-    assert ours[0].isfinite().all()
-    for name, e, x, f in zip(NAMES, exact, plain, ours, strict=True):
-        assert f[x.isfinite()].isfinite().all(), name
-        assert distance(f, e) <= 2 * distance(x, e) + 1e-5, name
+def test_the_mean_of_finite_values_is_finite():
+    for p, size, (shape, lk) in cases(
+        [None, 1, 4.5, 15],
+        [1e35, 1e37, 3e38],
+        [((1, 2, 300, 24), None), ((1, 8, 1, 64), 900), ((1, 8, 3, 33), 901)],
+    ):
+        tensors, dout = huge_values(size, *shape, lk=lk)
+        exact = results(eager, tensors, dout, torch.float64, p=p)
+        plain = results(eager, tensors, dout, torch.float32, p=p)
+        ours = results(fused, tensors, dout, torch.float32, p=p)
+        assert torch.equal(ours[0].float(), fused(*tensors, p=p))  # nothing saved for a backward
+        assert ours[0].isfinite().all()
+        for name, e, x, f in zip(NAMES, exact, plain, ours, strict=True):
+            assert f[x.isfinite()].isfinite().all(), name
+            assert distance(f, e) <= 2 * distance(x, e) + 1e-5, name
 
 
 def test_small_values_beside_huge_ones_keep_their_bits():
@@ -208,19 +204,19 @@ def test_small_values_beside_huge_ones_keep_their_bits():
         assert together[..., ::2].abs().max() > 0
 
 
-@pytest.mark.parametrize("p", [None, 15])
-def test_threads_change_no_bit_where_some_rows_overflow(p):
-    (q, k, v), dout = huge_values(3e38, 1, 1, 700, 16)
-    v[:, :, :250] *= 1e-30
-    one = results(fused, (q, k, v), dout, torch.float32, p=p)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        try:
-            many = results(fused, (q, k, v), dout, torch.float32, p=p)
-        finally:
-            torch.set_num_threads(1)
-        assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
-    assert one[0].isfinite().all()
+def test_threads_change_no_bit_where_some_rows_overflow():
+    for p in cases([None, 15]):
+        (q, k, v), dout = huge_values(3e38, 1, 1, 700, 16)
+        v[:, :, :250] *= 1e-30
+        one = results(fused, (q, k, v), dout, torch.float32, p=p)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            try:
+                many = results(fused, (q, k, v), dout, torch.float32, p=p)
+            finally:
+                torch.set_num_threads(1)
+            assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+        assert one[0].isfinite().all()
 
 
 def test_an_infinite_value_stays_infinite():
@@ -235,22 +231,22 @@ def windows(numbers, n):
     return numbers.as_strided((1, 1, n, 256), (0, 0, 1, 1))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scores_at_the_bound_are_computed(sign):
+def test_scores_at_the_bound_are_computed():
     """All cosines near +-1, over the most keys that a row can have: 2^-|s| is nearly 2^-126."""
-    n = cpu.most_keys(256)
-    keys, values = 1 + 1e-3 * torch.randn(n + 255), 2 + torch.rand(n + 255)
-    q, k, v = torch.full((1, 1, 1, 256), float(sign)), windows(keys, n), windows(values, n)
-    try:
-        out = fused(q, k, v, p=None)
-    except MemoryError:
-        pytest.skip("not enough memory for a row of this length")
-    sums = [F.pad(x.cumsum(0), (1, 0)) for x in (keys.double(), keys.double() ** 2)]
-    along, square = (x[256:] - x[:-256] for x in sums)  # of each window
-    f = F.softplus(sign * math.log(256) * math.log(n) * along / square.sqrt() / 16)
-    weights, values = f / f.sum(), values.double()
-    mean = torch.stack([weights @ values[x : x + n] for x in range(256)])
-    torch.testing.assert_close(out[0, 0, 0].double(), mean, rtol=1e-5, atol=0)
+    for sign in cases([1, -1]):
+        n = cpu.most_keys(256)
+        keys, values = 1 + 1e-3 * torch.randn(n + 255), 2 + torch.rand(n + 255)
+        q, k, v = torch.full((1, 1, 1, 256), float(sign)), windows(keys, n), windows(values, n)
+        try:
+            out = fused(q, k, v, p=None)
+        except MemoryError:
+            pytest.skip("not enough memory for a row of this length")
+        sums = [F.pad(x.cumsum(0), (1, 0)) for x in (keys.double(), keys.double() ** 2)]
+        along, square = (x[256:] - x[:-256] for x in sums)  # of each window
+        f = F.softplus(sign * math.log(256) * math.log(n) * along / square.sqrt() / 16)
+        weights, values = f / f.sum(), values.double()
+        mean = torch.stack([weights @ values[x : x + n] for x in range(256)])
+        torch.testing.assert_close(out[0, 0, 0].double(), mean, rtol=1e-5, atol=0)
 
 
 def test_more_keys_than_scores_have_room_for_are_refused_and_auto_goes_elsewhere():

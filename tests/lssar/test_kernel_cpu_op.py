@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from cpu_kernel import distance, draw, fused, results
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -68,25 +69,25 @@ def test_threads_change_no_bit_of_the_output_and_dq():
     assert max(map(distance, two, one)) < 1e-6
 
 
-@pytest.mark.parametrize("threads, shape", [(3, (1, 1, 1000, 8)), (7, (5, 1, 500, 16))])
-def test_any_division_among_threads_gives_the_same_result(threads, shape):
-    tensors = draw(*shape)
-    one = results(fused, tensors, tensors[0], torch.float32, p=15)
-    torch.set_num_threads(threads)
-    try:
-        many = results(fused, tensors, tensors[0], torch.float32, p=15)
-    finally:
-        torch.set_num_threads(1)
-    assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
-    assert max(map(distance, many, one)) < 1e-6
+def test_any_division_among_threads_gives_the_same_result():
+    for threads, shape in cases([(3, (1, 1, 1000, 8)), (7, (5, 1, 500, 16))]):
+        tensors = draw(*shape)
+        one = results(fused, tensors, tensors[0], torch.float32, p=15)
+        torch.set_num_threads(threads)
+        try:
+            many = results(fused, tensors, tensors[0], torch.float32, p=15)
+        finally:
+            torch.set_num_threads(1)
+        assert torch.equal(one[0], many[0]) and torch.equal(one[1], many[1])
+        assert max(map(distance, many, one)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_computed_in_float32(dtype):
-    q, k, v = (x.to(dtype) for x in draw(1, 2, 60, 32))
-    out = fused(q, k, v, p=15)
-    assert out.dtype == dtype
-    assert torch.equal(out, fused(q.float(), k.float(), v.float(), p=15).to(dtype))
+def test_half_precision_is_computed_in_float32():
+    for dtype in cases([torch.bfloat16, torch.float16]):
+        q, k, v = (x.to(dtype) for x in draw(1, 2, 60, 32))
+        out = fused(q, k, v, p=15)
+        assert out.dtype == dtype
+        assert torch.equal(out, fused(q.float(), k.float(), v.float(), p=15).to(dtype))
 
 
 def test_autocast_trains_through_the_kernel():
@@ -100,18 +101,17 @@ def test_autocast_trains_through_the_kernel():
     assert project.weight.grad.isfinite().all() and project.weight.grad.any()
 
 
-@pytest.mark.parametrize("p", [0.0, 7.5])
-@pytest.mark.parametrize("first", [None, torch.tensor([[0, 0, 0, 3, 3, 3, 3, 6, 7]])])
-def test_operators_pass_opcheck(p, first):
-    q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
-    flags = cpu.fused.L1 | (cpu.fused.COSINE if p else cpu.fused.RECENTRE)
-    settings = (5, cpu.fused.PHI.index("softplus" if p else "exp"), flags, p, 0.1, 0.0, 4)
-    forward, backward = torch.ops.lssar.cpu_forward_v4, torch.ops.lssar.cpu_backward_v4
-    torch.library.opcheck(forward, (q, k, v, first, *settings, True))
-    q, k, v = (x.detach() for x in (q, k, v))
-    torch.library.opcheck(forward, (q, k, v, first, *settings, False))
-    saved = (q, q, k, v, first, *forward(q, k, v, first, *settings, True))
-    torch.library.opcheck(backward, (*saved, *settings))
+def test_operators_pass_opcheck():
+    for p, first in cases([0.0, 7.5], [None, torch.tensor([[0, 0, 0, 3, 3, 3, 3, 6, 7]])]):
+        q, k, v = (x.transpose(1, 2).requires_grad_() for x in draw(1, 9, 2, 8))
+        flags = cpu.fused.L1 | (cpu.fused.COSINE if p else cpu.fused.RECENTRE)
+        settings = (5, cpu.fused.PHI.index("softplus" if p else "exp"), flags, p, 0.1, 0.0, 4)
+        forward, backward = torch.ops.lssar.cpu_forward_v4, torch.ops.lssar.cpu_backward_v4
+        torch.library.opcheck(forward, (q, k, v, first, *settings, True))
+        q, k, v = (x.detach() for x in (q, k, v))
+        torch.library.opcheck(forward, (q, k, v, first, *settings, False))
+        saved = (q, q, k, v, first, *forward(q, k, v, first, *settings, True))
+        torch.library.opcheck(backward, (*saved, *settings))
 
 
 def test_compiled_graphs_see_one_node_each_way():

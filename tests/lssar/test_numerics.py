@@ -1,10 +1,10 @@
 """Where floating point breaks the paper's literal x**p, and the safe form does not."""
 
-import itertools
 import math
 
 import pytest
 import torch
+from cases import cases
 from loops import weights_of_batch
 
 from lssar import cpu
@@ -38,139 +38,126 @@ def peaked(length, rows, d=64):
     return 4 * q, 4 * k, torch.randn(1, 2, length, d)
 
 
-@pytest.mark.parametrize("p", [1, 3, 15, 30])
-@pytest.mark.parametrize("name", SHARPENED)
-def test_peaked_rows_at_16k_are_exact_and_finite(name, p):
-    q, k, v = peaked(LONG, rows=2)
-    m = get_mechanism(name, p=p)
-    weights = attention_weights(q, k, m)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 2))
-    assert (weights[..., LONG // 3] > 0.999).all() or p == 1
-    torch.testing.assert_close(
-        weights.double(), attention_weights(q.double(), k.double(), m), rtol=1e-3, atol=1e-5
-    )
-    assert_finite(*out_and_grads(q, k, v, m))
+def test_peaked_rows_at_16k_are_exact_and_finite():
+    for p, name in cases([1, 3, 15, 30], SHARPENED):
+        q, k, v = peaked(LONG, rows=2)
+        m = get_mechanism(name, p=p)
+        weights = attention_weights(q, k, m)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 2))
+        assert (weights[..., LONG // 3] > 0.999).all() or p == 1
+        exact = attention_weights(q.double(), k.double(), m)
+        torch.testing.assert_close(weights.double(), exact, rtol=1e-3, atol=1e-5)
+        assert_finite(*out_and_grads(q, k, v, m))
 
 
-@pytest.mark.parametrize("name", [n for n in NORMALISED if n not in SHARPENED])
-def test_normalised_rows_at_16k_stay_normalised(name):
-    q, k, v = peaked(LONG, rows=2)
-    torch.testing.assert_close(attention_weights(q, k, name).sum(-1), torch.ones(1, 2, 2))
-    assert_finite(*out_and_grads(q, k, v, name))
+def test_normalised_rows_at_16k_stay_normalised():
+    for name in cases([n for n in NORMALISED if n not in SHARPENED]):
+        q, k, v = peaked(LONG, rows=2)
+        torch.testing.assert_close(attention_weights(q, k, name).sum(-1), torch.ones(1, 2, 2))
+        assert_finite(*out_and_grads(q, k, v, name))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
 @pytest.mark.parametrize("name", NORMALISED)
-def test_no_scale_of_input_makes_a_row_infinite(name, scale, dtype):
-    q, k, v = (torch.randn(1, 2, 33, 20) for _ in range(3))
-    q, k = (q * scale).to(dtype), (k * min(scale, 10.0)).to(dtype)
-    m = get_mechanism(name, p=30) if name in SHARPENED else name
-    out, grads = out_and_grads(q, k, v.to(dtype), m, backend="eager")
-    assert out.dtype == dtype
-    assert out.isfinite().all()
-    assert all(g.dtype == dtype for g in grads)
-    # A gradient by q of a cosine grows as 1 / |q|: beyond float16's 65504 that is the honest value.
-    if not (dtype == torch.float16 and scale < 1):
-        assert all(g.isfinite().all() for g in grads)
+def test_no_scale_of_input_makes_a_row_infinite(name):
+    for dtype, scale in cases([torch.float32, torch.bfloat16, torch.float16], [1e-6, 1.0, 1e3]):
+        q, k, v = (torch.randn(1, 2, 33, 20) for _ in range(3))
+        q, k = (q * scale).to(dtype), (k * min(scale, 10.0)).to(dtype)
+        m = get_mechanism(name, p=30) if name in SHARPENED else name
+        out, grads = out_and_grads(q, k, v.to(dtype), m, backend="eager")
+        assert out.dtype == dtype
+        assert out.isfinite().all()
+        assert all(g.dtype == dtype for g in grads)
+        # A gradient by q of a cosine grows as 1 / |q|: infinity is honest beyond float16's 65504.
+        if not (dtype == torch.float16 and scale < 1):
+            assert all(g.isfinite().all() for g in grads)
 
 
-@pytest.mark.parametrize("backend", ["eager", "rowblock"])
-@pytest.mark.parametrize("name", NORMALISED)
-def test_the_mean_of_finite_values_is_finite(name, backend):
-    q, k = torch.randn(2, 1, 2, 300, 20).unbind()
-    v = 3e38 * (2 * torch.rand(1, 2, 300, 20) - 1)
-    assert attend(q, k, v, name, backend=backend).isfinite().all()
+def test_the_mean_of_finite_values_is_finite():
+    for backend, name in cases(["eager", "rowblock"], NORMALISED):
+        q, k = torch.randn(2, 1, 2, 300, 20).unbind()
+        v = 3e38 * (2 * torch.rand(1, 2, 300, 20) - 1)
+        assert attend(q, k, v, name, backend=backend).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", tuple(MECHANISMS))
-def test_half_precision_inputs_are_computed_in_float32(name, dtype):
-    q, k, v = (torch.randn(1, 2, 40, 20).to(dtype) for _ in range(3))
-    weights = attention_weights(q, k, name)
-    assert weights.dtype == torch.float32
-    exact = attention_weights(q.double(), k.double(), name)
-    torch.testing.assert_close(weights.double(), exact, rtol=1e-3, atol=2e-5)
-    out = attend(q, k, v, name, backend="eager")
-    torch.testing.assert_close(out, (weights @ v.float()).to(dtype))
+def test_half_precision_inputs_are_computed_in_float32(name):
+    for dtype in cases([torch.bfloat16, torch.float16]):
+        q, k, v = (torch.randn(1, 2, 40, 20).to(dtype) for _ in range(3))
+        weights = attention_weights(q, k, name)
+        assert weights.dtype == torch.float32
+        exact = attention_weights(q.double(), k.double(), name)
+        torch.testing.assert_close(weights.double(), exact, rtol=1e-3, atol=2e-5)
+        out = attend(q, k, v, name, backend="eager")
+        torch.testing.assert_close(out, (weights @ v.float()).to(dtype))
 
 
-@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-6])
-@pytest.mark.parametrize("name", SHARPENED)
-def test_near_uniform_rows_equal_the_reference_in_float64(name, noise):
+def test_near_uniform_rows_equal_the_reference_in_float64():
     """The naive power underflows here in float32, and loses digits in no other way in float64."""
-    q = torch.randn(1, 1, 5, 20, dtype=torch.float64)
-    k = torch.randn(1, 1, 1, 20, dtype=torch.float64) + noise * torch.randn(
-        1, 1, 64, 20, dtype=torch.float64
-    )
-    got = attention_weights(q, k, name)
-    tolerance = 15 * 1e-14 / noise  # what rounding the stage-one weights alone can do
-    torch.testing.assert_close(
-        got, weights_of_batch(name, q, k), rtol=100 * tolerance, atol=tolerance
-    )
+    for noise, name in cases([1e-2, 1e-4, 1e-6], SHARPENED):
+        q = torch.randn(1, 1, 5, 20, dtype=torch.float64)
+        key = torch.randn(1, 1, 1, 20, dtype=torch.float64)
+        k = key + noise * torch.randn(1, 1, 64, 20, dtype=torch.float64)
+        got = attention_weights(q, k, name)
+        expected = weights_of_batch(name, q, k)
+        tolerance = 15 * 1e-14 / noise  # what rounding the stage-one weights alone can do
+        torch.testing.assert_close(got, expected, rtol=100 * tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-6, 1e-7, 1e-8])
+def test_near_uniform_rows_are_finite_probabilities_in_float32():
+    for noise, name in cases([1e-2, 1e-4, 1e-6, 1e-7, 1e-8], SHARPENED):
+        q, v = torch.randn(1, 2, 9, 64), torch.randn(1, 2, 300, 64)
+        k = torch.randn(1, 2, 1, 64) + noise * torch.randn(1, 2, 300, 64)
+        torch.testing.assert_close(attention_weights(q, k, name).sum(-1), torch.ones(1, 2, 9))
+        assert_finite(*out_and_grads(q, k, v, name))
+
+
 @pytest.mark.parametrize("name", SHARPENED)
-def test_near_uniform_rows_are_finite_probabilities_in_float32(name, noise):
-    q, v = torch.randn(1, 2, 9, 64), torch.randn(1, 2, 300, 64)
-    k = torch.randn(1, 2, 1, 64) + noise * torch.randn(1, 2, 300, 64)
-    torch.testing.assert_close(attention_weights(q, k, name).sum(-1), torch.ones(1, 2, 9))
-    assert_finite(*out_and_grads(q, k, v, name))
-
-
-@pytest.mark.parametrize("length", [4, 5, 37, 1000, LONG])
-@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
-@pytest.mark.parametrize("name", SHARPENED)
-def test_identical_keys_fall_back_to_the_stage_one_row(name, sign, length):
+def test_identical_keys_fall_back_to_the_stage_one_row(name):
     """Nothing is above the mean, so every x is 0 and the paper's l1 divides 0 by 0."""
-    rows = min(length, 3)
-    key = torch.randn(1, 2, 1, 64)
-    k = key.expand(1, 2, length, 64).contiguous()
-    q = sign * key.expand(1, 2, rows, 64) + 0.1 * torch.randn(1, 2, rows, 64)
-    v = torch.randn(1, 2, length, 64)
-    counts = torch.arange(length - rows + 1, length + 1)
-    visible = torch.ones(rows, length).tril(length - rows)
-    expected = (visible / counts.unsqueeze(-1)).expand(1, 2, -1, -1)
-    weights = attention_weights(q, k, name)
-    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
-    out, grads = out_and_grads(q, k, v, name)
-    torch.testing.assert_close(out, expected @ v, rtol=1e-4, atol=1e-6)
-    assert_finite(out, grads)
+    for length, sign in cases([4, 5, 37, 1000, LONG], [1.0, -1.0, 0.0]):
+        rows = min(length, 3)
+        key = torch.randn(1, 2, 1, 64)
+        k = key.expand(1, 2, length, 64).contiguous()
+        q = sign * key.expand(1, 2, rows, 64) + 0.1 * torch.randn(1, 2, rows, 64)
+        v = torch.randn(1, 2, length, 64)
+        counts = torch.arange(length - rows + 1, length + 1)
+        visible = torch.ones(rows, length).tril(length - rows)
+        expected = (visible / counts.unsqueeze(-1)).expand(1, 2, -1, -1)
+        weights = attention_weights(q, k, name)
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=0)
+        out, grads = out_and_grads(q, k, v, name)
+        torch.testing.assert_close(out, expected @ v, rtol=1e-4, atol=1e-6)
+        assert_finite(out, grads)
 
 
-@pytest.mark.parametrize("d", [20, 64, 80, 128])
 @pytest.mark.parametrize("name", SHARPENED)
-def test_identical_keys_are_recognised_through_the_rounding_of_their_scores(name, d):
+def test_identical_keys_are_recognised_through_the_rounding_of_their_scores(name):
     """A matrix product may round the same dot product differently in two columns, and softplus or
     exp far below zero turns that into tens of eps of the row: still nothing to sharpen."""
-    for length in (29, 63, 471, 2175):
+    for d, length, sign in cases([20, 64, 80, 128], [29, 63, 471, 2175], [-1.0, 0.0, 1.0]):
         counts = torch.arange(length - 2, length + 1).unsqueeze(-1)
         expected = torch.ones(3, length).tril(length - 3) / counts
-        for sign in (-1.0, 0.0, 1.0):
-            key = torch.randn(5, 2, 1, d)
-            q = torch.randn(5, 2, 3, d) if sign == 0 else sign * key.expand(5, 2, 3, d)
-            weights = attention_weights(q, key.expand(5, 2, length, d).contiguous(), name)
-            torch.testing.assert_close(weights, expected.expand_as(weights), rtol=1e-4, atol=0)
+        key = torch.randn(5, 2, 1, d)
+        q = torch.randn(5, 2, 3, d) if sign == 0 else sign * key.expand(5, 2, 3, d)
+        weights = attention_weights(q, key.expand(5, 2, length, d).contiguous(), name)
+        torch.testing.assert_close(weights, expected.expand_as(weights), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", tuple(MECHANISMS))
-def test_zero_queries_and_keys_are_finite(name):
-    zero, v = torch.zeros(1, 2, 9, 20), torch.randn(1, 2, 9, 20)
-    assert_finite(*out_and_grads(zero, zero, v, name, backend="eager"))
+def test_zero_queries_and_keys_are_finite():
+    for name in cases(tuple(MECHANISMS)):
+        zero, v = torch.zeros(1, 2, 9, 20), torch.randn(1, 2, 9, 20)
+        assert_finite(*out_and_grads(zero, zero, v, name, backend="eager"))
 
 
 # --- the paper's literal form --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [1, 3, 15])
-@pytest.mark.parametrize("name", SHARPENED)
-def test_naive_agrees_with_safe_where_nothing_overflows(name, p):
-    q, k, _ = (torch.randn(1, 2, 50, 20, dtype=torch.float64) for _ in range(3))
-    safe, naive = (get_mechanism(name, p=p, numerics=n) for n in ("safe", "naive"))
-    torch.testing.assert_close(
-        attention_weights(q, k, naive), attention_weights(q, k, safe), rtol=1e-9, atol=1e-13
-    )
+def test_naive_agrees_with_safe_where_nothing_overflows():
+    for p, name in cases([1, 3, 15], SHARPENED):
+        q, k = torch.randn(2, 1, 2, 50, 20, dtype=torch.float64).unbind()
+        safe = attention_weights(q, k, get_mechanism(name, p=p, numerics="safe"))
+        naive = attention_weights(q, k, get_mechanism(name, p=p, numerics="naive"))
+        torch.testing.assert_close(naive, safe, rtol=1e-9, atol=1e-13)
 
 
 def stage_one_row(n, top):
@@ -180,15 +167,15 @@ def stage_one_row(n, top):
     return row
 
 
-@pytest.mark.parametrize(("n", "limit"), [(1024, 0.362), (16384, 0.0226)])
-def test_naive_overflows_above_the_published_limit_and_safe_does_not(n, limit):
+def test_naive_overflows_above_the_published_limit_and_safe_does_not():
     """x**15 is infinite in float32 for x > 370.5: a weight of 0.362 at 1K, of 0.0226 at 16K."""
     naive, safe = (get_mechanism("lssar", numerics=x) for x in ("naive", "safe"))
-    count = torch.tensor([[float(n)]])
-    for top, finite in ((limit * 0.99, True), (limit * 1.03, False), (0.99, False)):
-        row = stage_one_row(n, top)
-        assert sharpen(row, naive, count).isfinite().all() == finite
-        assert sharpen(row, safe, count)[0, 7] == 1
+    for n, limit in cases([(1024, 0.362), (16384, 0.0226)]):
+        count = torch.tensor([[float(n)]])
+        for top, finite in ((limit * 0.99, True), (limit * 1.03, False), (0.99, False)):
+            row = stage_one_row(n, top)
+            assert sharpen(row, naive, count).isfinite().all() == finite
+            assert sharpen(row, safe, count)[0, 7] == 1
 
 
 def test_naive_underflows_to_nan_on_nearly_flat_rows_and_safe_does_not():
@@ -225,20 +212,19 @@ def test_rows_of_scores_too_small_for_float32_are_the_same_on_every_backend():
     backends = ("eager", "rowblock", *(["cpu"] if cpu.unavailable() is None else []))
     above = (-75, -83, -86.5)
     below = (-95, -110, -200, -1000)
-    cases = {
+    scores = {
         "sigmoid-l1": (above, below),
         "softplus-l1": (above, below),
         "mish-l1": (above, below),
         "gelu-l1": ((-3, -6, -10, -12.8), (-13.2, -20, -1000)),
         "sigmoid-logn-l1-reweighted": ((-75,), below),
     }
-    for name, (normal, vanishing) in cases.items():
-        for score, backend in itertools.product(normal + vanishing, backends):
+    for name, (normal, vanishing) in cases(scores.items()):
+        for score, backend in cases(normal + vanishing, backends):
             q = torch.full((1, 1, 20, 16), -1.0)
             k = -score / 4 * (1 + 0.008 * torch.rand(1, 1, 20, 16))  # q.k / sqrt(d): the score
             expected = attend(*(x.double() for x in (q, k, v)), name, backend="eager")
             if score in vanishing:
                 expected = torch.zeros_like(v).double()
             got = attend(q, k, v, name, backend=backend).double()
-            close = torch.allclose(got, expected, rtol=2e-3, atol=2e-3)
-            assert close, f"{name} at {score}, backend {backend}"
+            torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)

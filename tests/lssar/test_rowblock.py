@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import cases
 from largest_tensor import LargestTensor
 
 from lssar import rowblock
@@ -44,61 +45,58 @@ def assert_equal_to_eager(mechanism, shape, dtype=torch.float64, **tolerance):
         torch.testing.assert_close(got, expected, **tolerance)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 63, 63, 20), (1, 3, 33, 70, 20)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_mechanism_equals_eager_with_gradients(name, shape, small_blocks):
-    assert_equal_to_eager(MECHANISMS[name], shape, rtol=1e-9, atol=1e-10)
+def test_every_mechanism_equals_eager_with_gradients(name, small_blocks):
+    for shape in cases([(2, 2, 63, 63, 20), (1, 3, 33, 70, 20)]):
+        assert_equal_to_eager(MECHANISMS[name], shape, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1, 1), (2, 2), (3, 3), (4, 4), (15, 16), (17, 17), (111, 111)]
-)
-@pytest.mark.parametrize("name", ["lssar", "ssmax", "relu-shen", "softmax-recentred-l1"])
-def test_odd_lengths(name, lengths, small_blocks):
-    assert_equal_to_eager(MECHANISMS[name], (1, 2, *lengths, 64), rtol=1e-9, atol=1e-10)
+def test_odd_lengths(small_blocks):
+    for lengths, name in cases(
+        [(1, 1), (2, 2), (3, 3), (4, 4), (15, 16), (17, 17), (111, 111)],
+        ["lssar", "ssmax", "relu-shen", "softmax-recentred-l1"],
+    ):
+        assert_equal_to_eager(MECHANISMS[name], (1, 2, *lengths, 64), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 63, 100])
-@pytest.mark.parametrize("name", ["lssar", "softmax", "ssmax", "relu-shen", "sigmoid-logn"])
-def test_windows(name, window, small_blocks):
-    mechanism = get_mechanism(name, window=window)
-    assert_equal_to_eager(mechanism, (1, 2, 63, 63, 20), rtol=1e-9, atol=1e-10)
-    assert_equal_to_eager(mechanism, (1, 2, 37, 70, 20), rtol=1e-9, atol=1e-10)
+def test_windows(small_blocks):
+    names = ["lssar", "softmax", "ssmax", "relu-shen", "sigmoid-logn"]
+    for width, name in cases([1, 2, 15, 16, 17, 40, 63, 100], names):
+        mechanism = get_mechanism(name, window=width)
+        assert_equal_to_eager(mechanism, (1, 2, 63, 63, 20), rtol=1e-9, atol=1e-10)
+        assert_equal_to_eager(mechanism, (1, 2, 37, 70, 20), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", SHARPENED)
-def test_adaptive_exponent_and_both_numerics(name, small_blocks):
-    for numerics in ("safe", "naive"):
+def test_adaptive_exponent_and_both_numerics(small_blocks):
+    for name, numerics in cases(SHARPENED, ["safe", "naive"]):
         mechanism = get_mechanism(name, p=4, alpha=0.5, train_length=20, numerics=numerics)
         assert_equal_to_eager(mechanism, (1, 2, 63, 70, 20), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "relu-length"])
-def test_the_current_length_is_that_of_the_call_not_of_the_block(name, small_blocks):
-    mechanism = get_mechanism(name, length="current")
-    assert_equal_to_eager(mechanism, (1, 2, 50, 63, 20), rtol=1e-9, atol=1e-10)
+def test_the_current_length_is_that_of_the_call_not_of_the_block(small_blocks):
+    for name in cases(["sigmoid", "relu-length"]):
+        mechanism = get_mechanism(name, length="current")
+        assert_equal_to_eager(mechanism, (1, 2, 50, 63, 20), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
-    ids=["fp32", "bf16", "fp16"],
-)
-@pytest.mark.parametrize("name", ["lssar", "lssa", "softmax-reweighted", "ssmax", "gelu-l1"])
-def test_lower_precision(name, dtype, tolerance, small_blocks):
-    for got, exact in zip(
-        run("rowblock", MECHANISMS[name], (1, 2, 63, 63, 20), dtype),
-        run("eager", MECHANISMS[name], (1, 2, 63, 63, 20), dtype),
-        strict=True,
+def test_lower_precision(small_blocks):
+    for (dtype, tolerance), name in cases(
+        [(torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)],
+        ["lssar", "lssa", "softmax-reweighted", "ssmax", "gelu-l1"],
     ):
-        assert got.dtype == exact.dtype
-        error = (got.double() - exact.double()).norm() / exact.double().norm()
-        assert error < tolerance
+        for got, exact in zip(
+            run("rowblock", MECHANISMS[name], (1, 2, 63, 63, 20), dtype),
+            run("eager", MECHANISMS[name], (1, 2, 63, 63, 20), dtype),
+            strict=True,
+        ):
+            assert got.dtype == exact.dtype
+            error = (got.double() - exact.double()).norm() / exact.double().norm()
+            assert error < tolerance
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_query_over_a_long_cache(name):
-    assert_equal_to_eager(MECHANISMS[name], (1, 2, 1, 2500, 20), rtol=1e-9, atol=1e-10)
+def test_one_query_over_a_long_cache():
+    for name in cases(NAMES):
+        assert_equal_to_eager(MECHANISMS[name], (1, 2, 1, 2500, 20), rtol=1e-9, atol=1e-10)
 
 
 def test_inputs_that_are_not_contiguous_and_a_gradient_of_some_only(small_blocks):
@@ -110,63 +108,57 @@ def test_inputs_that_are_not_contiguous_and_a_gradient_of_some_only(small_blocks
     torch.testing.assert_close(*(torch.autograd.grad(o.sum(), k)[0] for o in (out, expected)))
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "spans"),
-    [
+def test_decay_sinks_and_spans_equal_eager_with_gradients(small_blocks):
+    examples = [
         ("softmax", {}, False),
         ("lssar", {"p": 3}, True),
         ("stick-breaking", {"window": 21}, True),
         ("cos-ssmax", {"window": 9, "sinks": 3}, False),
         ("softmax-reweighted", {"window": 30, "sinks": 40, "p": 3}, False),
-    ],
-)
-@pytest.mark.parametrize("shared", [False, True])
-def test_decay_sinks_and_spans_equal_eager_with_gradients(
-    name, settings, spans, shared, small_blocks
-):
-    sizes = ((4, 50), (2, 70), (2, 70))
-    q, k, v = (torch.randn(2, *size, 12, dtype=torch.float64) for size in sizes)
-    decay = -torch.rand(1 if shared else 2, 4, 70, dtype=torch.float64)
-    first = torch.randint(0, 60, (2, 50)) if spans else None
-    found = []
-    for backend in ("rowblock", "eager"):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
-        options = {"first": first, "decay": leaves[3], "backend": backend}
-        out = attend(*leaves[:3], get_mechanism(name, **settings), **options)
-        found.append((out, *torch.autograd.grad(out, leaves, torch.cos(out.detach()))))
-    for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+    ]
+    for (name, settings, spans), shared in cases(examples, [False, True]):
+        sizes = ((4, 50), (2, 70), (2, 70))
+        q, k, v = (torch.randn(2, *size, 12, dtype=torch.float64) for size in sizes)
+        decay = -torch.rand(1 if shared else 2, 4, 70, dtype=torch.float64)
+        first = torch.randint(0, 60, (2, 50)) if spans else None
+        found = []
+        for backend in ("rowblock", "eager"):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
+            options = {"first": first, "decay": leaves[3], "backend": backend}
+            out = attend(*leaves[:3], get_mechanism(name, **settings), **options)
+            found.append((out, *torch.autograd.grad(out, leaves, torch.cos(out.detach()))))
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("decays", [False, True])
-def test_blocks_whose_rows_are_all_padding_equal_eager(name, decays, small_blocks):
+def test_blocks_whose_rows_are_all_padding_equal_eager(name, small_blocks):
     """Such a block has fewer keys than rows."""
-    q, k, v = torch.randn(3, 2, 2, 60, 12, dtype=torch.float64).unbind()
-    decay = -torch.rand(2, 2, 60, dtype=torch.float64) if decays else None
-    first = torch.tensor([[41], [7]]).expand(2, 60)
-    got, expected = (
-        attend(q, k, v, name, first=first, decay=decay, backend=backend)
-        for backend in ("rowblock", "eager")
-    )
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
-    assert not got[0, :, :41].any()
+    for decays in cases([False, True]):
+        q, k, v = torch.randn(3, 2, 2, 60, 12, dtype=torch.float64).unbind()
+        decay = -torch.rand(2, 2, 60, dtype=torch.float64) if decays else None
+        first = torch.tensor([[41], [7]]).expand(2, 60)
+        got, expected = (
+            attend(q, k, v, name, first=first, decay=decay, backend=backend)
+            for backend in ("rowblock", "eager")
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+        assert not got[0, :, :41].any()
 
 
-@pytest.mark.parametrize("name", ["lssar", "softmax-recentred-l1", "stick-breaking", "decay"])
-def test_nothing_of_size_length_squared_exists(name, monkeypatch):
+def test_nothing_of_size_length_squared_exists(monkeypatch):
     length, d = 1024, 16
+    decay = {"decay": -torch.rand(1, 1, length)}
     monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**17, "default": 2**17})
-    q, k, v = (torch.randn(1, 1, length, d).requires_grad_() for _ in range(3))
-    options = {}
-    if name == "decay":
-        name, options = "softmax", {"decay": -torch.rand(1, 1, length)}
-    with LargestTensor() as largest:
-        attend(q, k, v, name, **options, backend="rowblock").sum().backward()
-    assert largest.elements == 2**17
-    with LargestTensor() as largest:
-        attend(q, k, v, name, **options, backend="eager").sum().backward()
-    assert largest.elements == length * length  # the measure does see what it should
+    examples = [("lssar", {}), ("softmax-recentred-l1", {}), ("stick-breaking", {})]
+    for name, options in cases([*examples, ("softmax", decay)]):
+        q, k, v = (torch.randn(1, 1, length, d).requires_grad_() for _ in range(3))
+        with LargestTensor() as largest:
+            attend(q, k, v, name, **options, backend="rowblock").sum().backward()
+        assert largest.elements == 2**17
+        with LargestTensor() as largest:
+            attend(q, k, v, name, **options, backend="eager").sum().backward()
+        assert largest.elements == length * length  # the measure does see what it should
 
 
 def test_a_window_makes_the_cost_linear_too(monkeypatch):
@@ -182,16 +174,16 @@ def size(part: slice) -> int:
     return part.stop - part.start
 
 
-@pytest.mark.parametrize(("heads", "length"), [(7, 100), (3, 1000), (50, 17), (2, 5000)])
-def test_blocks_cover_every_row_of_every_head_once_in_bounded_memory(heads, length, monkeypatch):
+def test_blocks_cover_every_row_of_every_head_once_in_bounded_memory(monkeypatch):
     monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"default": 2**17})
-    q, k = torch.zeros(2, 1, heads, length, 2)
-    seen = torch.zeros(heads, length)
-    for block in rowblock._blocks(q, k, None):
-        seen[block.heads, block.rows] += 1
-        assert block.keys == slice(0, block.rows.stop)
-        assert size(block.heads) * size(block.rows) * length <= 2**17
-    assert (seen == 1).all()
+    for heads, length in cases([(7, 100), (3, 1000), (50, 17), (2, 5000)]):
+        q, k = torch.zeros(2, 1, heads, length, 2)
+        seen = torch.zeros(heads, length)
+        for block in rowblock._blocks(q, k, None):
+            seen[block.heads, block.rows] += 1
+            assert block.keys == slice(0, block.rows.stop)
+            assert size(block.heads) * size(block.rows) * length <= 2**17
+        assert (seen == 1).all()
 
 
 def test_long_calls_take_row_blocks_by_themselves():

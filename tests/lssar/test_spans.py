@@ -5,6 +5,7 @@ import itertools
 import loops
 import pytest
 import torch
+from cases import cases
 
 from lssar.backends import attend, attend_padded
 from lssar.errors import UserError
@@ -45,14 +46,14 @@ def alone(q, k, v, mechanism, mask):
     return out
 
 
-@pytest.mark.parametrize("tokens", [LEFT, RIGHT, HOLES], ids=["left", "right", "holes"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_padding_changes_nothing_for_any_mechanism(mechanism, tokens):
-    mask = torch.tensor(tokens, dtype=bool)
-    for queries in (WIDTH, 4, 1):
+def test_padding_changes_nothing_for_any_mechanism(mechanism):
+    for tokens, queries in cases([LEFT, RIGHT, HOLES], [WIDTH, 4, 1]):
+        mask = torch.tensor(tokens, dtype=bool)
         q, k, v = inputs(len(tokens), queries)
         got = attend_padded(q, k, v, mechanism, mask)
-        torch.testing.assert_close(got, alone(q, k, v, mechanism, mask), rtol=1e-10, atol=1e-12)
+        expected = alone(q, k, v, mechanism, mask)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_what_stands_at_a_padded_place_is_never_looked_at():
@@ -108,44 +109,45 @@ def rows_cut_out(name, q, k, v, first, params):
     return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_any_span_and_grouped_heads_equal_the_rows_cut_out(name, backend):
-    m, (queries, keys) = MECHANISMS[name], (9, 13)
+def test_any_span_and_grouped_heads_equal_the_rows_cut_out(name):
+    queries, keys = 9, 13
     q = torch.randn(2, 4, queries, 8, dtype=torch.float64)
     k = torch.randn(2, 2, keys, 8, dtype=torch.float64)
     v = torch.randn(2, 2, keys, 5, dtype=torch.float64)
-    params = None if m.parameter_init is None else 0.3 + torch.rand(4, dtype=torch.float64)
+    params = None
+    if MECHANISMS[name].parameter_init is not None:
+        params = 0.3 + torch.rand(4, dtype=torch.float64)
     first = torch.randint(0, keys, (2, queries))  # in any order, some beyond the row itself
-    got = attend(q, k, v, name, first=first, head_scale=params, backend=backend)
-    torch.testing.assert_close(
-        got, rows_cut_out(name, q, k, v, first, params), rtol=1e-9, atol=1e-11
-    )
+    expected = rows_cut_out(name, q, k, v, first, params)
+    for backend in cases(BACKENDS):
+        got = attend(q, k, v, name, first=first, head_scale=params, backend=backend)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["softmax", "lssar", "relu-shen", "softmax-recentred-l1"])
-def test_gradients_of_spans_and_groups_are_those_of_copies_and_cuts(name, backend):
+def test_gradients_of_spans_and_groups_are_those_of_copies_and_cuts():
     """Against heads copied out, and documents attended to one by one."""
-    starts, keys = (0, 5, 6, 20), 33
-    first = document_starts(torch.tensor([[i in starts for i in range(keys)]]))
-    q = torch.randn(1, 6, keys, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(1, 2, keys, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    probe = torch.randn(1, 6, keys, 8, dtype=torch.float64)
+    for backend, name in cases(BACKENDS, ["softmax", "lssar", "relu-shen", "softmax-recentred-l1"]):
+        starts, keys = (0, 5, 6, 20), 33
+        first = document_starts(torch.tensor([[i in starts for i in range(keys)]]))
+        q = torch.randn(1, 6, keys, 8, dtype=torch.float64, requires_grad=True)
+        k = torch.randn(1, 2, keys, 8, dtype=torch.float64, requires_grad=True)
+        v = torch.randn(1, 2, keys, 8, dtype=torch.float64, requires_grad=True)
+        probe = torch.randn(1, 6, keys, 8, dtype=torch.float64)
 
-    out = attend(q, k, v, name, first=first, backend=backend)
-    copied = [x.repeat_interleave(3, dim=1) for x in (k, v)]
-    alone = torch.cat(
-        [
-            attend(*(x[:, :, i:j] for x in (q, *copied)), name, backend="eager")
-            for i, j in zip(starts, (*starts[1:], keys), strict=True)
-        ],
-        dim=2,
-    )
-    torch.testing.assert_close(out, alone)
-    got = torch.autograd.grad(out, (q, k, v), probe)
-    for mine, theirs in zip(got, torch.autograd.grad(alone, (q, k, v), probe), strict=True):
-        torch.testing.assert_close(mine, theirs)
+        out = attend(q, k, v, name, first=first, backend=backend)
+        copied = [x.repeat_interleave(3, dim=1) for x in (k, v)]
+        alone = torch.cat(
+            [
+                attend(*(x[:, :, i:j] for x in (q, *copied)), name, backend="eager")
+                for i, j in zip(starts, (*starts[1:], keys), strict=True)
+            ],
+            dim=2,
+        )
+        torch.testing.assert_close(out, alone)
+        got = torch.autograd.grad(out, (q, k, v), probe)
+        for mine, theirs in zip(got, torch.autograd.grad(alone, (q, k, v), probe), strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_a_window_is_a_span():
@@ -191,20 +193,21 @@ def test_a_mask_and_a_span_together_are_refused():
         attend_padded(q, k, v, "lssar", torch.tensor(LEFT, dtype=bool), first=window(4, WIDTH))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_shifted_keys_are_those_of_the_token_before_in_the_same_sequence(dtype):
-    k = torch.randn(2, 3, 9, 4)
-    assert torch.equal(shifted_keys(k)[:, :, 0], k[:, :, 0])
-    assert torch.equal(shifted_keys(k)[:, :, 1:], k[:, :, :-1])
-    packed = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 5, 8], [0] * 9], dtype=dtype)
-    cached = torch.tensor([[5, 9]] * 2, dtype=dtype)  # the last two queries; the end: sees nothing
-    for first in (packed, packed[0], cached):
-        rows = first if first.dim() == 2 else first.expand(2, -1)
-        got = shifted_keys(k, first)
-        for b in range(2):
-            for j in range(9):
-                own = j == 0 or j in rows[b]
-                assert torch.equal(got[b, :, j], k[b, :, j if own else j - 1])
+def test_shifted_keys_are_those_of_the_token_before_in_the_same_sequence():
+    for dtype in cases([torch.int32, torch.int64]):
+        k = torch.randn(2, 3, 9, 4)
+        assert torch.equal(shifted_keys(k)[:, :, 0], k[:, :, 0])
+        assert torch.equal(shifted_keys(k)[:, :, 1:], k[:, :, :-1])
+        packed = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 5, 8], [0] * 9], dtype=dtype)
+        # The last two queries of a cache; one that begins at the end sees nothing.
+        cached = torch.tensor([[5, 9]] * 2, dtype=dtype)
+        for first in (packed, packed[0], cached):
+            rows = first if first.dim() == 2 else first.expand(2, -1)
+            got = shifted_keys(k, first)
+            for b in range(2):
+                for j in range(9):
+                    own = j == 0 or j in rows[b]
+                    assert torch.equal(got[b, :, j], k[b, :, j if own else j - 1])
 
 
 def test_a_padding_mask_is_not_taken_for_first():
