@@ -16,16 +16,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Attention, KVCache, Rope, rope_at
+from attention import Attention
 from lssar.errors import UserError
-from lssar.spans import document_starts, token_positions
+from lssar.spans import document_starts
+from modelling.cache import KVCache
 from modelling.config import PRESETS, WEIGHTS_VERSION, Layer, ModelConfig, preset
 from modelling.losses import linear_cross_entropy, token_losses
+from modelling.positions import Rope, rope_at
 
 __all__ = ["GPT", "PRESETS", "WEIGHTS_VERSION", "Block", "Layer", "ModelConfig", "preset", "sample"]
 
 
 class Block(nn.Module):
+    """One block of GPT-2: attention, then the MLP, each on normalised inputs."""
+
     def __init__(self, width: int, heads: int, layer: Layer, number: int):
         super().__init__()
         self.norm_attention = nn.LayerNorm(width)
@@ -35,20 +39,25 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(
-        self, x: Tensor, rope: Rope | None = None, cache: KVCache | None = None, first=None
+        self,
+        x: Tensor,
+        rope: Rope | None = None,
+        cache: KVCache | None = None,
+        first: Tensor | None = None,
     ) -> Tensor:
         x = x + self.attention(self.norm_attention(x), rope, cache, first)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:
+    """Make one block for each layer of the config."""
     layers = enumerate(config.all_layers)
     blocks = [Block(config.width, config.heads, layer, number) for number, layer in layers]
     return nn.ModuleList(blocks)
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw GPT-2's weights: N(0, 0.02), over sqrt(2 layers) where a block adds to the residual."""
+    """Draw GPT-2's weights: N(0, 0.02), over sqrt(2 layers) where a block adds to its input."""
     residual = 0.02 / math.sqrt(2 * len(model.blocks))
 
     def draw(module: nn.Module) -> None:
@@ -64,6 +73,8 @@ def initialise(model: nn.Module) -> None:
 
 
 class GPT(nn.Module):
+    """GPT-2: embedding, blocks, and a head tied to the embedding."""
+
     config_type = ModelConfig
 
     def __init__(self, config: ModelConfig):
@@ -84,15 +95,15 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the final hidden states (B, L, width); with a cache, of the tokens after it."""
         length = tokens.shape[1]
-        start = 0 if cache is None else cache.length
-        place = torch.arange(start, start + length, device=tokens.device)
-        if cache is not None and cache.mask is not None:
-            place = token_positions(cache.mask, length)
-        first = None  # of each token's document
+        if cache is None:
+            positions = torch.arange(length, device=tokens.device)
+        else:
+            positions = cache.positions(length, tokens.device)
+        first = None  # where each token's document starts
         if self.config.documents:
             starts = tokens == self.config.end_of_text
             first = document_starts(starts) if cache is None else cache.document_starts(starts)
-        rope = self.rope(place)
+        rope = self.rope(positions)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, rope, cache, first)
@@ -100,16 +111,16 @@ class GPT(nn.Module):
             cache.length += length
         return self.norm(x)
 
-    def rope(self, place: Tensor) -> Rope | None:
-        """Return RoPE at the tokens' places (L,) or (B, L); None if no layer has it."""
+    def rope(self, positions: Tensor) -> Rope | None:
+        """Return RoPE at the tokens' positions (L,) or (B, L); None if no layer has it."""
         if not any(block.attention.positions == "rope" for block in self.blocks):
             return None
         c = self.config
         m = c.attention
-        stretch = (c.head_dim, c.interpolation, c.scaling, m.train_length)
-        rope = rope_at(place, *stretch)
-        if m.sinks:  # queries also get RoPE at the position where sinks appear: before the window
-            rope += rope_at((m.window + m.sinks - 1 - place).clamp(max=0), *stretch)
+        settings = (c.head_dim, c.interpolation, c.scaling, m.train_length)
+        rope = rope_at(positions, *settings)
+        if m.sinks:  # they appear to queries right before the window
+            rope += rope_at((m.window + m.sinks - 1 - positions).clamp(max=0), *settings)
         return rope
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attention import KVCache
 from evaluating.checkpoints import Checkpoint
 from evaluating.protocol import progress
 from lssar.errors import UserError
 from model import sample
+from modelling.cache import KVCache
 
 NEW_TOKENS = 256  # default of a request; at most half of max_length
 GENERATION_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}

@@ -1,1 +1,1 @@
-"""What a model is made of before it exists: its config, and the loss of its head."""
+"""Holds what model.py and attention.py lean on: the config, positions, the KV cache, the loss."""

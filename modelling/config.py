@@ -1,4 +1,4 @@
-"""What a model is: its sizes, and for every layer the mechanism, the positions and the keys.
+"""Says what a model is: its sizes, and the mechanism, positions and keys of every layer.
 
     config = preset("124m", "lssar")
     config.all_layers  # one Layer for each layer of the model
@@ -19,43 +19,46 @@ from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
 #   1, or none: RoPE turns dimension i together with i + d/2
 #   2: RoPE turns dimensions 2i and 2i + 1
 WEIGHTS_VERSION = 2
-LARGEST = 2**31  # of any size
+LARGEST = 2**31  # the most that any size can be
 MOST_LAYERS = 1000  # a mistyped number should not build modules for an hour
 
-# How a layer knows where tokens are: RoPE; not at all (NoPE); scores that fall with the distance,
-# at a fixed rate per head (ALiBi) or by a gate per token (FoX, the forgetting transformer).
+# How a layer knows where tokens are. With "rope", queries and keys are turned; with "none" it does
+# not know (NoPE). With "alibi" and "fox" scores fall with the distance: at a fixed rate per head
+# (ALiBi), or by a gate per token (FoX, the forgetting transformer).
 POSITIONS = ("rope", "none", "alibi", "fox")
-SCALINGS = ("pi", "ntk", "yarn")
+SCALINGS = ("pi", "ntk", "yarn")  # ways to stretch RoPE: see modelling/positions.py
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What layers can differ in."""
+    """Says how a layer attends; layers of one model can differ in nothing else."""
 
     attention: Mechanism  # its `window` is how far the layer sees
     positions: str = "rope"  # one of POSITIONS
     shift: bool = False  # a value is kept under the previous token's key
 
     def narrowed(self, window: int) -> "Layer":
-        """Return the layer with a window."""
+        """Return the layer with a sliding window."""
         return replace(self, attention=replace(self.attention, window=window, sinks=0))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Says what a model is."""
+
     layers: int
     heads: int
     width: int
     vocab_size: int
-    vocab_rows: int  # of the embedding table: vocab_size, or padded to a multiple of 64 for speed
+    vocab_rows: int  # rows of the embedding table: vocab_size, or more to be a multiple of 64
     attention: Mechanism
     interpolation: float = 1.0  # position interpolation: RoPE position m becomes m / interpolation
     scaling: str = "pi"  # one of SCALINGS: how RoPE is stretched by `interpolation`
     positions: str = "rope"  # one of POSITIONS
     pattern: tuple[str, ...] = ("global",)  # repeated over the layers: "global", or "local:WINDOW"
-    local: Layer | None = None  # of the local layers; None: `attention` and `positions`
+    local: Layer | None = None  # settings of the local layers; None: `attention` and `positions`
     shift: bool = False  # global layers keep a value under the previous token's key
-    documents: bool = False  # a row sees its own document only, from its end-of-text token on
+    documents: bool = False  # a token sees its own document only, from the end-of-text token on
 
     @property
     def head_dim(self) -> int:
@@ -63,6 +66,7 @@ class ModelConfig:
 
     @property
     def head_rows(self) -> int:
+        """Return how many numbers the head gives for each position."""
         return self.vocab_rows
 
     @property
@@ -85,7 +89,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Return plain JSON values; mechanisms by their names and changed settings."""
-        # Leave defaults out: a field added later does not change the identity of older models.
+        # Without defaults, so that a field added later does not change older models' identity.
         defaults = {f.name: f.default for f in fields(self) if f.name != "interpolation"}
         plain = {k: v for k, v in vars(self).items() if v != defaults.get(k)}
         plain["attention"] = _description(self.attention)

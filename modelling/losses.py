@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, without the logits of all tokens in memory.
+"""Computes the cross-entropy of a linear head, without the logits of all tokens in memory.
 
 The logits are the largest tensor of a GPT-2 (50,304 floats per token). Here they are computed
 exactly, chunk by chunk. The loss is a scalar, so the forward pass also computes its gradients, up
@@ -20,8 +20,8 @@ CHUNK_LOGITS = {"cpu": 2**24, "default": 2**28}
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
     """Return the mean of -log softmax(hidden @ weight[:classes].T)[target] over targets.
 
-    hidden (..., C), weight (rows >= classes, C), targets (...), of which those that are IGNORE do
-    not count. Softmax and sums are in float32; the products follow autocast.
+    hidden (..., C), weight (rows >= classes, C), targets (...); those that are IGNORE do not count.
+    Softmax and sums are in float32; the products follow autocast.
     """
     # Inside a Function gradients look needed even under no_grad.
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -43,12 +43,13 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) 
 
 
 def _product_type(hidden: Tensor) -> torch.dtype:
+    """Return the type of products: autocast's, or that of the hidden states."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _chunks(hidden: Tensor, weight: Tensor):
-    """Yield slices of the tokens of about the same size: products of few rows are slow."""
+    """Cut the tokens into slices of about the same size, as products of few rows are slow."""
     logits = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["default"])
     tokens = hidden.shape[0]
     most = max(1, logits // weight.shape[0])
@@ -60,39 +61,41 @@ def _chunks(hidden: Tensor, weight: Tensor):
 def _losses(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, ...]:
     """Return the loss of each row (0 for IGNORE), log-probabilities, the targets as an index.
 
-    The log-probabilities are those of all rows of the weight, -inf where they are padding: padding
-    makes products faster. On a CPU they are overwritten by the next call.
+    There is a log-probability for every row of the weight, -inf for the padding that makes products
+    faster. On a CPU the next call overwrites them.
     """
     shape = (hidden.shape[0], weight.shape[0])
-    logits = torch.mm(hidden, weight.T, out=_room("logits", shape, hidden)).float()
+    logits = torch.mm(hidden, weight.T, out=_buffer("logits", shape, hidden)).float()
     logits[:, classes:] = -torch.inf
-    log_probability = torch.log_softmax(logits, -1, out=_room("probabilities", shape, logits))
+    log_probability = torch.log_softmax(logits, -1, out=_buffer("probabilities", shape, logits))
     ignored = targets == IGNORE
     index = targets.masked_fill(ignored, 0).unsqueeze(-1)
     losses = -log_probability[:, :classes].gather(-1, index).squeeze(-1).masked_fill(ignored, 0)
     return losses, log_probability, index
 
 
-_rooms = threading.local()
+_buffers = threading.local()
 
 
-def _room(use: str, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+def _buffer(use: str, shape: tuple[int, int], like: Tensor) -> Tensor | None:
     """Return this thread's memory for a result on a CPU, the same in every step; else None.
 
-    New memory of this size comes from the system, which clears it page by page. GPUs have an
-    allocator that keeps it.
+    The system clears new memory of this size page by page, which takes time. On a GPU the allocator
+    keeps it.
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    kept = vars(_rooms).get((use, like.dtype))
+    kept = vars(_buffers).get((use, like.dtype))
     if kept is None or kept.numel() < shape[0] * shape[1]:
         with torch.inference_mode(False):  # or only inference could write to it
             kept = torch.empty(shape[0] * shape[1], dtype=like.dtype)
-        vars(_rooms)[use, like.dtype] = kept
+        vars(_buffers)[use, like.dtype] = kept
     return kept[: shape[0] * shape[1]].view(shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the loss and its gradients in one pass over the chunks."""
+
     @staticmethod
     def forward(ctx, hidden, weight, targets, classes, training):
         dtype = _product_type(hidden)

@@ -30,7 +30,6 @@ import eval_extrapolation
 import generate
 import passkey
 import train
-from attention import KVCache
 from data.tokeniser import get_tokeniser
 from evaluating.results import read_results
 from lssar import key_parts, spans, triton_op
@@ -38,6 +37,7 @@ from lssar.backends import BACKENDS, attend, attend_padded, used_backend
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 from model import GPT, preset
+from modelling.cache import KVCache
 from physics.model import OrbitModel, OrbitModelConfig
 
 LAUNCHES = check_launches()

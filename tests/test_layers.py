@@ -9,12 +9,13 @@ import torch
 from eval_helpers import small_gpt, tiny_model, write_checkpoint
 from loops import dot, softmax, weights_of_batch
 
-from attention import KVCache, rope_at, rotate
 from attention_maps import layer_weights
 from evaluating.checkpoints import Variant, layer_inputs, model_label
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, Layer, ModelConfig, preset
+from modelling.cache import KVCache
+from modelling.positions import rope_at, rotate
 from training.checkpoint import load_weights
 from training.config import load_config, parse_config
 from training.estimate import dry_run, flops_per_token

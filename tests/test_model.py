@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from eval_helpers import small_gpt
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import KVCache, attend, lssa, lssar, rope_at, rotate
+from attention import attend, lssa, lssar
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from model import GPT, PRESETS, ModelConfig, preset
+from modelling.cache import KVCache
+from modelling.positions import rope_at, rotate
 from training.optimiser import parameter_groups
 
 NAMES = tuple(MECHANISMS)
