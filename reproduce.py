@@ -14,6 +14,7 @@ missing is done.
     --tables-only    train and evaluate nothing; make the tables from the results that exist
     --markdown       print the tables as Markdown
     --page site/     also write one HTML page of all scales: verdicts, tables, figures
+    --summary        print README's table and nothing else: sentences, numbers, verdicts, by scale
     --figures        draw results/SCALE/TABLE.png for every table; default: for the headline
     --seeds 0,1,2    for every run of these tables; results/ keeps its other seeds. Default: by run
                      and scale, in paper/runs.toml
@@ -50,6 +51,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--tables-only", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--summary", action="store_true")
     parser.add_argument("--figures", action="store_true")
     parser.add_argument("--seeds", type=seeds)
     parser.add_argument("--jobs", type=process_count)
@@ -57,7 +59,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--allow-dirty", action="store_true")
     arguments = parser.parse_args(argv)
     tables = all_tables(arguments.scale)
-    names = arguments.tables or (["all"] if arguments.plan else [])
+    names = arguments.tables or (["all"] if arguments.plan or arguments.summary else [])
     if not names:
         raise UserError(f"name a table ({', '.join(tables)}), or all; --plan shows the cost first")
     for name in names:
@@ -85,6 +87,11 @@ def main(argv: list[str]) -> int | None:
     processes = arguments.gpus or scale.gpus or 1
     parallel = arguments.jobs or (1 if scale.gpus else 2)
     space = Workspace(scale, arguments.seeds, processes)
+    if arguments.summary:
+        shown = [name for name in SCALES if (space.results / name).is_dir()]
+        tables = {name: fill_all(name, space.results / name)[0] for name in shown}
+        print(claims.summary(tables))
+        return None
     jobs = jobs_of(arguments.tables, space)
     if arguments.plan:
         print(describe([table.name for table in arguments.tables], jobs, space))

@@ -30,10 +30,9 @@ class Verdict(NamedTuple):
 
 def judge_all(filled: dict[str, FilledTable], scale: str) -> dict[str, list[Verdict]]:
     """Return the verdicts under "rules", "paper" and "controls"; none for tables not measured."""
-    data = load_toml("claims.toml")
-    judged = {"rules": [rule(filled["headline"]) for rule in (headline, sharpening)]}
-    for kind in ("paper", "controls"):
-        here = [given for given in data[kind] if given["table"] in filled]
+    judged = {}
+    for kind, sentences in load_toml("claims.toml").items():
+        here = [given for given in sentences if given["table"] in filled]
         judged[kind] = [judge(given, filled[given["table"]], scale) for given in here]
     return judged
 
@@ -41,6 +40,8 @@ def judge_all(filled: dict[str, FilledTable], scale: str) -> dict[str, list[Verd
 def judge(given: dict, table: FilledTable, scale: str) -> Verdict:
     """Judge one sentence."""
     named = (given["text"], given.get("where", ""), given["table"])
+    if "rule" in given:
+        return Verdict(*named, *RULES[given["rule"]](table))
     if why := of_scale(given.get("not_testable"), SCALES[scale]):
         return Verdict(*named, NOT_TESTABLE, [why])
     asked = of_scale(given["compare"], SCALES[scale])
@@ -114,8 +115,8 @@ def alike(found: Interval, margin: float) -> str:
     return DISAGREES if found.low > margin or found.high < -margin else UNDECIDED
 
 
-def headline(table: FilledTable) -> Verdict:
-    """Judge the paper's headline by the rule of docs/reproduction.md."""
+def headline(table: FilledTable) -> tuple[str, list[str]]:
+    """Return the verdict on the paper's headline by the rule of docs/reproduction.md, and why."""
     lssar = {n: cell_of(table, "lssar-p15", "loss", n) for n in (1, 8, 16)}
     softmax = {n: cell_of(table, "softmax", "loss", n) for n in (1, 8)}
     cost = compare(lssar[1], softmax[1])
@@ -124,10 +125,9 @@ def headline(table: FilledTable) -> Verdict:
     rise_16x = compare(lssar[16], lssar[1], 1.08)
     refuting_rise = compare(lssar[8], lssar[1], 1.08)
     softmax_rise = compare(softmax[8], softmax[1], 1.25)
-    text = "LSSAR maintains a nearly constant validation loss even at 16x the training token length"
     found = (cost, rise_8x, rise_16x, refuting_rise, softmax_rise)
     if None in found:
-        return Verdict(text, "Introduction", "headline", UNDECIDED, ["not measured"])
+        return UNDECIDED, ["not measured"]
     verdict = UNDECIDED
     if cost.high <= 0.02 and rise_8x.high <= 0 and rise_16x.high <= 0 and softmax_rise.low > 0:
         verdict = CONFIRMED
@@ -139,23 +139,79 @@ def headline(table: FilledTable) -> Verdict:
         f"rise at 16x: {rise(lssar[16], lssar[1])}; beyond 8 %: {rise_16x.text()}",
         f"softmax's rise at 8x: {rise(softmax[8], softmax[1])}; beyond 25 %: {softmax_rise.text()}",
     ]
-    return Verdict(text, "Introduction", "headline", verdict, points)
+    return verdict, points
 
 
 def rise(far: Cell, near: Cell) -> str:
     return f"{signed(100 * (far.mean / near.mean - 1), 1)} %"
 
 
-def sharpening(table: FilledTable) -> Verdict:
-    """Judge whether LSSAR's sharpening does more than the cosine alone."""
+def sharpening(table: FilledTable) -> tuple[str, list[str]]:
+    """Return the verdict on whether LSSAR's sharpening does more than the cosine alone, and why."""
     cosine, lssar = (cell_of(table, row, "loss", 8) for row in ("cos-softmax", "lssar-p15"))
     gain = compare(cosine, lssar)
-    text = "Sharpening brings more than 0.03 nats at 8x over softmax of cosines"
     if gain is None:
-        return Verdict(text, "", "headline", UNDECIDED, ["not measured"])
+        return UNDECIDED, ["not measured"]
     verdicts = {AGREES: CREDITED, DISAGREES: NOT_CREDITED}
     verdict = verdicts.get(better(gain, 0.03), UNDECIDED)
-    return Verdict(text, "", "headline", verdict, [f"gain at 8x: {gain.text()}"])
+    return verdict, [f"gain at 8x: {gain.text()}"]
+
+
+RULES = {"headline": headline, "sharpening": sharpening}
+
+
+def summary(scales: dict[str, dict[str, FilledTable]]) -> str:
+    """Return README's table as Markdown: sentences, the paper's numbers, and ours by scale.
+
+    `scales` has the filled tables of each. Shown are the two rows that a sentence compares first,
+    at the first and the last length.
+    """
+    header = ["", "compared", "the paper"]
+    for scale in scales:
+        header += [scale, "verdict"]
+    lines = [header, ["---"] * len(header)]
+    for given in (given for kind in load_toml("claims.toml").values() for given in kind):
+        if "short" not in given:
+            continue
+        one = of_scale(given["compare"], SCALES["nano"])[0]
+        table = scales["nano"][given["table"]]
+        line = [given["short"], f"{one['row']}, {one['other']}", paper_numbers_of(one, table)]
+        for scale, filled in scales.items():
+            table = filled.get(given["table"])
+            numbers = measured_numbers(one, table) if table else ""
+            line += [numbers, judge(given, table, scale).verdict if numbers else ""]
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def ends(one: dict) -> list[float]:
+    """Return the first and the last length of a comparison."""
+    return sorted({one["lengths"][0], one["lengths"][-1]})
+
+
+def measured_numbers(one: dict, table: FilledTable) -> str:
+    """Write the means of both rows of a comparison at each of its lengths; empty if one lacks."""
+    quantity = one.get("quantity", "loss")
+    shown = []
+    for length in ends(one):
+        cells = [cell_of(table, one[key], quantity, length) for key in ("row", "other")]
+        if not all(cell.n for cell in cells):
+            return ""
+        decimals = 3 if quantity == "loss" else 0
+        means = [f"{cell.mean:.{decimals}f}" if cell.finite else "overflow" for cell in cells]
+        shown.append(f"{length:g}x {', '.join(means)}")
+    return "; ".join(shown)
+
+
+def paper_numbers_of(one: dict, table: FilledTable) -> str:
+    """Write what the paper prints of both rows at these lengths, where it does."""
+    shown = []
+    for column in table.table.columns:
+        rows = [table.table.row(one[key]) for key in ("row", "other")]
+        printed = [table.printed(row, column) for row in rows]
+        if column.factor in ends(one) and None not in printed:
+            shown.append(f"{column.factor:g}x {', '.join(f'{value:.4g}' for value in printed)}")
+    return "; ".join(dict.fromkeys(shown))
 
 
 def show(judged: dict[str, list[Verdict]]) -> str:

@@ -43,8 +43,8 @@ def write_headline(folder, curves, seeds=5, name="headline"):
     return folder
 
 
-def filled(folder):
-    return fill_all("nano", folder)[0]
+def filled(folder, scale="nano"):
+    return fill_all(scale, folder)[0]
 
 
 def test_quantiles_are_those_of_printed_tables():
@@ -83,17 +83,17 @@ def test_the_headline_is_judged_by_the_rule_of_the_docs(tmp_path):
     ]
     for number, (curves, verdict) in enumerate(cases):
         folder = write_headline(tmp_path / str(number), curves)
-        assert claims.headline(filled(folder)["headline"]).verdict == verdict, number
+        assert claims.headline(filled(folder)["headline"])[0] == verdict, number
     one_seed = write_headline(tmp_path / "one", CURVES, seeds=1)
-    assert claims.headline(filled(one_seed)["headline"]).verdict == "undecided"
-    assert claims.headline(filled(tmp_path / "none")["headline"]).verdict == "undecided"
+    assert claims.headline(filled(one_seed)["headline"])[0] == "undecided"
+    assert claims.headline(filled(tmp_path / "none")["headline"])[0] == "undecided"
 
 
 def test_sharpening_needs_more_than_its_margin(tmp_path):
     for gap, verdict in ((0.06, "credited"), (0.03, "undecided"), (0.0, "not credited")):
         cosine = [loss + gap for loss in FLAT]
         folder = write_headline(tmp_path / str(gap), CURVES | {"cos-softmax": cosine})
-        assert claims.sharpening(filled(folder)["headline"]).verdict == verdict, gap
+        assert claims.sharpening(filled(folder)["headline"])[0] == verdict, gap
 
 
 def test_a_sentence_agrees_disagrees_or_is_undecided(tmp_path):
@@ -123,7 +123,7 @@ def test_every_sentence_names_rows_and_columns_that_exist():
     assert len(data["paper"]) <= 20 and len(data["controls"]) <= 10
     for scale in SCALES:
         tables = all_tables(scale)
-        for given in (*data["paper"], *data["controls"]):
+        for given in (*data["rules"], *data["paper"], *data["controls"]):
             table = tables.get(given["table"])
             asked = claims.of_scale(given.get("compare", []), SCALES[scale]) if table else []
             skipped = claims.of_scale(given.get("not_testable"), SCALES[scale])
@@ -133,6 +133,21 @@ def test_every_sentence_names_rows_and_columns_that_exist():
                 assert table.row(one["row"]) and table.row(one["other"]), (scale, one)
                 quantity = one.get("quantity", "loss")
                 assert {(quantity, n) for n in one["lengths"]} <= places, (scale, one)
+
+
+def test_the_summary_has_ten_sentences_with_the_papers_numbers_ours_and_the_verdicts(tmp_path):
+    nano = write_headline(tmp_path / "nano", CURVES)
+    lines = claims.summary({"nano": filled(nano), "mid": filled(tmp_path / "mid", "mid")})
+    header, _, *rows = (line.strip("| ").split(" | ") for line in lines.split("\n"))
+    assert header == ["compared", "the paper", "nano", "verdict", "mid", "verdict"]
+    assert len(rows) == 10
+    title, compared, printed, measured, verdict, *rest = rows[0]
+    assert title == "LSSAR's loss stays nearly constant to 16x"
+    assert compared == "lssar-p15, softmax"
+    assert printed == "1x 3.191, 3.191; 8x 3.317, 6.282"
+    assert re.fullmatch(r"1x 1\.5\d\d, 1\.5\d\d; 8x 1\.5\d\d, 2\.\d\d\d", measured)
+    assert verdict == "confirmed"
+    assert "".join(rest).strip("| ") == "", "nothing is measured at mid"
 
 
 def test_a_table_shows_the_mean_the_interval_the_paper_and_both_commits(tmp_path):
