@@ -14,7 +14,8 @@ missing is done.
     --tables-only    train and evaluate nothing; make the tables from the results that exist
     --markdown       print the tables as Markdown
     --page site/     also write one HTML page of all scales: verdicts, tables, figures
-    --summary        print README's table and nothing else: sentences, numbers, verdicts, by scale
+    --summary        print README's table of sentences, numbers and verdicts and draw its figure,
+                     results/headline.png; nothing else
     --figures        draw results/SCALE/TABLE.png for every table; default: for the headline
     --seeds 0,1,2    for every run of these tables; results/ keeps its other seeds. Default: by run
                      and scale, in paper/runs.toml
@@ -32,9 +33,8 @@ from pathlib import Path
 import torch
 
 from lssar.errors import UserError, did_you_mean
-from paper import claims
+from paper import claims, figures
 from paper.experiments import SCALES, all_tables
-from paper.figures import draw
 from paper.jobs import Workspace, collect, describe, jobs_of, run_all
 from paper.page import write_page
 from paper.tables import fill_all
@@ -88,9 +88,7 @@ def main(argv: list[str]) -> int | None:
     parallel = arguments.jobs or (1 if scale.gpus else 2)
     space = Workspace(scale, arguments.seeds, processes)
     if arguments.summary:
-        shown = [name for name in SCALES if (space.results / name).is_dir()]
-        tables = {name: fill_all(name, space.results / name)[0] for name in shown}
-        print(claims.summary(tables))
+        summarise(space.results)
         return None
     jobs = jobs_of(arguments.tables, space)
     if arguments.plan:
@@ -108,6 +106,17 @@ def main(argv: list[str]) -> int | None:
     for line in failed:
         print(line)
     return 1 if failed else None
+
+
+def summarise(results: Path) -> None:
+    """Print README's table and draw its figure, from all scales that have results."""
+    scales = [name for name in SCALES if (results / name).is_dir()]
+    tables = {name: fill_all(name, results / name)[0] for name in scales}
+    print(claims.summary(tables))
+    headlines = {name: filled["headline"] for name, filled in tables.items()}
+    measured = {name: table for name, table in headlines.items() if table.is_measured}
+    plots.save(figures.summary(measured), results / "headline.png", (".png",))
+    print(f"figure: {results / 'headline.png'}")
 
 
 def refuse_to_start(arguments: Namespace, needed: int) -> None:
@@ -130,7 +139,7 @@ def show_all(arguments: Namespace, space: Workspace) -> None:
         found = filled[table.name]
         print(found.markdown() if arguments.markdown else found.text())
         if arguments.figures or table.name == "headline":
-            figure = draw(found)
+            figure = figures.draw(found)
             if figure is not None:
                 written = plots.save(figure, space.folder / f"{table.name}.png", (".png",))
                 print(f"figure: {written[0]}")

@@ -84,6 +84,26 @@ def by_length(filled: FilledTable):
     return figure
 
 
+SUMMARY_ROWS = ("softmax", "lssa", "cos-softmax", "lssar-p15", "softmax-window", "lssar-window")
+
+
+def summary(scales: dict[str, FilledTable]):
+    """Draw README's figure: some rows of the headline, one panel per scale."""
+    size = {"width": plots.PAGE if len(scales) > 1 else 1.15 * plots.COLUMN, "height": 3.0}
+    figure, grid = plots.figure(1, len(scales), **size, squeeze=False, sharey=True)
+    for axes, (name, filled) in zip(grid[0], scales.items(), strict=True):
+        columns = length_columns(filled)
+        rows = [row for row in filled.rows if row.key in SUMMARY_ROWS]
+        draw_lines(axes, filled, rows, columns, gaps=False)
+        lengths = [filled.scale.length(column.factor) for column in columns]
+        plots.length_axis(axes, lengths, filled.scale.train_length)
+        axes.set_xlabel("evaluation length (bytes)")
+        axes.set_title(name, pad=12)
+    plots.legend_below(figure, grid[0, 0], columns=3)
+    grid[0, 0].set_ylabel(quantity(next(iter(scales.values()))))
+    return figure
+
+
 def priority(filled: FilledTable, row: Row) -> tuple:
     name = mechanism(filled, row)
     place = FIRST.index(name) if name in FIRST else len(FIRST)
@@ -111,7 +131,9 @@ def draw_lines(axes, filled: FilledTable, rows: list[Row], columns: list[Column]
                 points.append((length, found.mean, found.half_width or 0))
         if points:
             x, y, spread = zip(*points, strict=True)
-            label = row.title.partition(", ")[2] or row.title
+            label = row.title
+            if len(filled.table.panels) > 1:  # the panel's title has the first part
+                label = row.title.partition(", ")[2] or row.title
             axes.errorbar(x, y, yerr=spread, elinewidth=0.7, label=label, **style)
             ends.append((row.title, y[-1], style["color"]))
     return ends

@@ -135,7 +135,7 @@ def test_every_sentence_names_rows_and_columns_that_exist():
                 assert {(quantity, n) for n in one["lengths"]} <= places, (scale, one)
 
 
-def test_the_summary_has_ten_sentences_with_the_papers_numbers_ours_and_the_verdicts(tmp_path):
+def test_the_summary_has_ten_sentences_the_papers_numbers_ours_and_verdicts(tmp_path, capsys):
     nano = write_headline(tmp_path / "nano", CURVES)
     lines = claims.summary({"nano": filled(nano), "mid": filled(tmp_path / "mid", "mid")})
     header, _, *rows = (line.strip("| ").split(" | ") for line in lines.split("\n"))
@@ -148,6 +148,10 @@ def test_the_summary_has_ten_sentences_with_the_papers_numbers_ours_and_the_verd
     assert re.fullmatch(r"1x 1\.5\d\d, 1\.5\d\d; 8x 1\.5\d\d, 2\.\d\d\d", measured)
     assert verdict == "confirmed"
     assert "".join(rest).strip("| ") == "", "nothing is measured at mid"
+    (tmp_path / "mid").mkdir()
+    reproduce.summarise(tmp_path)
+    assert capsys.readouterr().out.startswith(lines)
+    assert (tmp_path / "headline.png").stat().st_size > 10_000
 
 
 def test_a_table_shows_the_mean_the_interval_the_paper_and_both_commits(tmp_path):
