@@ -71,7 +71,7 @@ struct Exp {
     vf y = value(t);
     return {y, y * all(LN_2)};
   }
-  static vf score(vf f) { return log2v(maximum(f, all(1e-37f))) - all(2e-3f); }
+  static vf score(vf f) { return log2v(maximum(f, all(FLT_MIN))) - all(2e-3f); }
 
  private:
   static vf over_127(vf t) { return exp2v(minimum(t, all(128.f)) - all(1.f)) * all(2.f); }
@@ -90,7 +90,7 @@ struct Sigmoid {
     return {where(t < all(0.f), e, all(1.f)) / whole, e * y * y * all(LN_2)};
   }
   static vf score(vf f) {
-    vf g = minimum(maximum(f, all(1e-37f)), all(0.99999994f));
+    vf g = minimum(maximum(f, all(FLT_MIN)), all(0.99999994f));
     return log2v(g) - log2v(all(1.f) - g) - all(2e-3f);
   }
 };
@@ -108,7 +108,7 @@ struct Softplus {
     return where(t < all(0.f), e, all(1.f)) * inverse(all(1.f) + e);
   }
   static vf score(vf f) {  // log2(2^f - 1), rounded down
-    vf tiny = log2v(maximum(f, all(1e-37f))) - all(0.53f);  // 2^f - 1 = f ln 2
+    vf tiny = log2v(maximum(f, all(FLT_MIN))) - all(0.53f);  // 2^f - 1 = f ln 2
     vf medium = log2v(maximum(exp2v(minimum(f, all(20.f))) - all(1.f), all(1e-6f)));
     return where(f < all(1e-3f), tiny, where(f < all(20.f), medium, f)) - all(2e-3f);
   }

@@ -204,7 +204,8 @@ int sharp_tile_sparse(const Block& block, const Tile& tile, const BackwardScratc
     for (int r = tile.from; r < tile.to; r += W) {
       vf t = load(s + r) + load(block.shift + r);
       vi counts = t > load(g.cut + r);
-      vf slope = only_slope<Phi>(t), ds = whole ? slope : load(g.pull + r) * slope;
+      vf slope = only_slope<Phi>(t) * load(block.lift + r);
+      vf ds = whole ? slope : load(g.pull + r) * slope;
       if (!tile.clean) {
         vi hidden = unseen(block, r, tile.first + x);
         counts &= ~hidden, ds = bits(bits(ds) & ~hidden);
@@ -221,11 +222,12 @@ int sharp_tile_sparse(const Block& block, const Tile& tile, const BackwardScratc
   for (int e = 0; e < n; e += W) {
     const int32_t* row = at.row + e;
     Both y = activation_and_slope<Phi>(load(at.w + e));
-    vf z = (y.value - lookup(block.mu, row) - lookup(block.mu_rest, row)) *
+    vf lift = lookup(block.lift, row);
+    vf z = (y.value * lift - lookup(block.mu, row) - lookup(block.mu_rest, row)) *
            lookup(block.inverse_m, row);
     z = maximum(z, all(0.f));
     vf r = block.mixed ? power(z, lookup(block.p, row) - all(1.f)) : power(z, block.p[0] - 1.f);
-    store(at.slope + e, y.slope);
+    store(at.slope + e, y.slope * lift);
     store(at.r + e, r);
     store(at.w + e, z * r);
   }
@@ -267,13 +269,15 @@ int sharp_tile_dense(const Block& block, const Tile& tile, const BackwardScratch
       float *s = at.s + x * ROWS + r, *dw = at.dw + x * ROWS + r;
       vf t = load(s) + load(block.shift + r);
       Both y = activation_and_slope<Phi>(t);
-      vf z = (y.value - load(block.mu + r) - load(block.mu_rest + r)) * load(block.inverse_m + r);
+      vf lift = load(block.lift + r);
+      vf excess = y.value * lift - load(block.mu + r) - load(block.mu_rest + r);
+      vf z = excess * load(block.inverse_m + r);
       vi hidden = tile.clean ? all(0) : unseen(block, r, tile.first + x);
       z = bits(bits(maximum(z, all(0.f))) & ~hidden);
       counted += __builtin_popcount(lanes((t > load(g.cut + r)) & ~hidden));
       vf sharp = block.mixed ? power(z, load(block.p + r) - all(1.f)) : power(z, block.p[0] - 1.f);
       vf a = sharp * load(g.slope + r) * (load(dw) - load(g.d + r)) + load(g.pull + r);
-      store(s, bits(bits(a * y.slope) & ~hidden));
+      store(s, bits(bits(a * (y.slope * lift)) & ~hidden));
       store(dw, z * sharp);
     }
   add_to_keys(tile, at.dw, at.dout, task.vcols, at.dv + key);
@@ -308,6 +312,7 @@ void prepare_rows(Block& block, const BackwardScratch& at, Gradients& g) {
       if (l > 0.f)
         block.shape(r, stat[SharpStat::MEAN], stat[SharpStat::MEAN_REST], stat[SharpStat::RANGE]);
       block.shift[r] = stat[SharpStat::SHIFT];
+      block.lift[r] = stat[SharpStat::LIFT];
     } else {
       scale = stat[PlainStat::INVERSE] / stat[PlainStat::AGAIN];
       if (stat[PlainStat::AGAIN] == 0.f) scale = 0.f;

@@ -16,7 +16,7 @@ struct PlainStat {  // numbers of a row that is not sharpened
   enum { TOP, INVERSE, AGAIN, PULL };
 };
 struct SharpStat {  // numbers of a sharpened row
-  enum { MEAN, MEAN_REST, RANGE, TOTAL, P, CUT, SHIFT };
+  enum { MEAN, MEAN_REST, RANGE, TOTAL, P, CUT, SHIFT, LIFT };
 };
 
 struct View {  // (B, H, L, d) float32, unit stride along d; data is null where there is none
@@ -119,6 +119,7 @@ struct Block {  // up to `rows` consecutive queries of a head
   alignas(64) float count[ROWS], scale[ROWS], shift[ROWS], p[ROWS];
   alignas(64) float mu[ROWS] = {}, mu_rest[ROWS] = {};  // the mean in two parts
   alignas(64) float m[ROWS], inverse_m[ROWS];           // largest excess over it
+  alignas(64) float lift[ROWS];                         // what f, mu and m are multiplied by
   bool mixed;                                           // rows differ in p
   bool bad[ROWS] = {};                                  // sees a NaN or an inf
 
@@ -132,7 +133,7 @@ struct Block {  // up to `rows` consecutive queries of a head
       lo[r] = (int32_t)s.lo, hi[r] = (int32_t)s.hi;
       count[r] = (float)std::max<int64_t>(s.hi - s.lo, 1);
       if (s.lo < s.hi) lo_all = std::min(lo_all, s.lo), hi_all = std::max(hi_all, s.hi);
-      m[r] = inverse_m[r] = 1.f;
+      m[r] = inverse_m[r] = lift[r] = 1.f;
     }
     lo_all = std::min(lo_all, hi_all);
     float log_d = std::log((float)c.head_dim), constant = 1.f / std::sqrt((float)c.head_dim);

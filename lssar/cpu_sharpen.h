@@ -107,8 +107,10 @@ void largest_values(const SharpRows& rows, float* f_top) {
 // The score below which no entry counts, of rows with this mean and this range
 template <class Phi>
 void set_cuts(const Block& block, const float* mu, const float* m, SharpRows& rows) {
-  for (int r = 0; r < rows.room; r += W)
-    store(rows.cut + r, Phi::score(load(mu + r) + load(rows.least + r) * load(m + r)));
+  for (int r = 0; r < rows.room; r += W) {
+    vf f = load(mu + r) + load(rows.least + r) * load(m + r);
+    store(rows.cut + r, Phi::score(f / load(block.lift + r)));
+  }
   for (int r = 0; r < block.rows; r++)
     if (block.p[r] == 1.f && mu[r] == 0.f) rows.cut[r] = -INFINITY;
 }
@@ -135,13 +137,16 @@ bool row_statistics(Block& block, const ForwardScratch& at, SharpRows& rows) {
   bool flat = false;
   largest_values<Phi>(rows, f_top);
   for (int r = 0; r < block.rows; r++) {
-    double mu = block.shifted(r) ? rows.total[r] / block.count[r] : 0.;
-    float m = (float)(f_top[r] - mu), bound = block.scale[r] / (Phi::UNIT == 1.f ? 1.f : LOG2_E);
+    // Differences of so small f would be flushed to zero.
+    float lift = f_top[r] < 0x1p-64f ? 0x1p64f : 1.f, top = f_top[r] * lift;
+    block.lift[r] = lift;
+    double mu = block.shifted(r) ? rows.total[r] / block.count[r] * lift : 0.;
+    float m = (float)(top - mu), bound = block.scale[r] / (Phi::UNIT == 1.f ? 1.f : LOG2_E);
     if (!task.call.has(COSINE)) {
       int64_t last = block.hi[r] - 1 - task.from;
       bound *= norm(block.query(r), task.d) * (last >= 0 ? at.longest[last] : 0.f);
     }
-    if (m <= LSSAR_FLAT * (4.f + bound) * FLT_EPSILON * f_top[r])
+    if (m <= LSSAR_FLAT * (4.f + bound) * FLT_EPSILON * top)
       block.stage_one(r), flat |= block.lo[r] < block.hi[r];
     else
       block.shape(r, (float)mu, (float)(mu - (float)mu), m);
@@ -171,13 +176,13 @@ inline void append(const float* s, int64_t lo, int64_t hi, const Block& block, i
 template <class Phi, bool GUIDE>
 inline void weigh_sharp(float* s, float* sharp, const Block& block, int row, SharpRows& rows) {
   vf mu = all(block.mu[row]), rest = all(block.mu_rest[row]), scale = all(block.inverse_m[row]);
-  vf shift = all(block.shift[row]);
+  vf shift = all(block.shift[row]), lift = all(block.lift[row]);
   float p = block.p[row] - 1.f;
   rows.l[row] = rows.h[row] = 0;
   by_chunks(0, rows.n[row], [&](int64_t from, int64_t to) {
     vf l = all(0.f), h = all(0.f);
     over(from, to, [&](int64_t x, auto inside) {
-      vf f = activation<Phi>(load(s + x) + shift);
+      vf f = activation<Phi>(load(s + x) + shift) * lift;
       vf z = keep(inside, maximum((f - mu - rest) * scale, all(0.f)));
       vf r = power(z, p), w = z * r;
       store(s + x, w);
@@ -322,6 +327,7 @@ void sharp_block(Block& block, const ForwardScratch& at) {
       stat[SharpStat::P] = block.p[r];
       stat[SharpStat::CUT] = rows.cut[r];
       stat[SharpStat::SHIFT] = block.shift[r];
+      stat[SharpStat::LIFT] = block.lift[r];
     }
     if (!GUIDE) continue;
     float *guide = block.of(c.guide, r), *g = at.guide + r * cols;
