@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import cases
 from eval_helpers import small_gpt, tiny_model, write_checkpoint
 from loops import dot, softmax, weights_of_batch
 
@@ -70,17 +71,16 @@ def test_a_pattern_is_repeated_over_the_layers():
     assert plain.all_layers == [Layer(get_mechanism("lssar"), "rope")] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_description_reads_back_and_a_plain_one_has_no_new_key(kind):
-    config = preset("nano", "lssar", **KINDS[kind])
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_a_description_reads_back_and_a_plain_one_has_no_new_key():
     known = {"layers", "heads", "width", "vocab_size", "vocab_rows", "attention", "interpolation"}
     assert set(preset("nano").to_dict()) == known
+    for kind in cases(KINDS):
+        config = preset("nano", "lssar", **KINDS[kind])
+        assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
+def test_layers_that_cannot_be_are_refused():
+    examples = [
         ({"pattern": ["local"]}, "pattern has 'local'"),
         ({"pattern": ["local:0"]}, "'local:0'"),
         ({"pattern": ["local:" + "9" * 5000]}, "'local:999"),
@@ -96,12 +96,10 @@ def test_a_description_reads_back_and_a_plain_one_has_no_new_key(kind):
         ({"scaling": "linear"}, "scaling = 'linear'"),
         ({"shift": 1}, "shift = 1 must be true or false"),
         ({"shift": True, "attention": {"name": "softmax", "window": 9, "sinks": 2}}, "sinks = 2"),
-    ],
-    ids=str,
-)
-def test_layers_that_cannot_be_are_refused(change, part):
-    with pytest.raises(UserError, match=part):
-        ModelConfig.from_dict(preset("nano").to_dict() | change)
+    ]
+    for change, part in cases(examples):
+        with pytest.raises(UserError, match=part):
+            ModelConfig.from_dict(preset("nano").to_dict() | change)
 
 
 def test_a_config_file_says_the_pattern_and_the_command_line_the_mechanism_of_one_kind(tmp_path):
@@ -141,36 +139,35 @@ def test_a_window_costs_what_it_shows():
 # --- what they compute ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [(1,) * 45, (7, 1, 13, 24), (45,)], ids=len)
-@pytest.mark.parametrize("name", ["lssar", "softmax", "stick-breaking", "cos-ssmax"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_decode_equals_prefill(kind, name, steps, tokens):
-    model = small_gpt(name, **KINDS[kind])
-    with torch.no_grad():
-        prefill, cache = model(tokens), KVCache(45)
-        decoded = [model.logits(model.hidden(t, cache)) for t in tokens.split(list(steps), dim=1)]
-    assert_alike(torch.cat(decoded, 1), prefill)
-    kept = [layer[0].shape[2] for layer in cache._layers.values()]
-    windows = [m.window for m in attentions(model.config)]
-    assert kept == [45 if window is None else window - 1 for window in windows]
+def test_decode_equals_prefill(kind, tokens):
+    names = ["lssar", "softmax", "stick-breaking", "cos-ssmax"]
+    for steps, name in cases([(1,) * 45, (7, 1, 13, 24), (45,)], names):
+        model, cache = small_gpt(name, **KINDS[kind]), KVCache(45)
+        with torch.no_grad():
+            prefill = model(tokens)
+            decoded = torch.cat([model.hidden(part, cache) for part in tokens.split(steps, 1)], 1)
+        assert_alike(model.logits(decoded), prefill)
+        kept = [layer[0].shape[2] for layer in cache._layers.values()]
+        windows = [m.window for m in attentions(model.config)]
+        assert kept == [45 if window is None else window - 1 for window in windows]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_learns_and_its_gates_too(kind, tokens):
-    model = small_gpt("softmax", **KINDS[kind])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(tokens, tokens.roll(-1, 1)).backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    gates = [p for n, p in model.named_parameters() if "forget" in n]
-    assert len(gates) == 2 * sum(place == "fox" for place in places(model.config))
-    assert all(p.grad.any() for p in gates)
-    _, plain = parameter_groups(model, 0.1)
-    assert {id(p) for p in gates if p.dim() == 1} <= {id(p) for p in plain["params"]}
+def test_every_kind_learns_and_its_gates_too(tokens):
+    for kind in cases(KINDS):
+        model = small_gpt("softmax", **KINDS[kind])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(tokens, tokens.roll(-1, 1)).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        gates = [p for n, p in model.named_parameters() if "forget" in n]
+        assert len(gates) == 2 * sum(place == "fox" for place in places(model.config))
+        assert all(p.grad.any() for p in gates)
+        _, plain = parameter_groups(model, 0.1)
+        assert {id(p) for p in gates if p.dim() == 1} <= {id(p) for p in plain["params"]}
 
 
-@pytest.mark.parametrize("name", ["lssar", "softmax", "stick-breaking"])
-def test_alibi_and_fox_have_the_weights_of_the_loop_reference(name, tokens):
-    for kind in ("alibi", "fox"):
+def test_alibi_and_fox_have_the_weights_of_the_loop_reference(tokens):
+    for name, kind in cases(["lssar", "softmax", "stick-breaking"], ["alibi", "fox"]):
         model = small_gpt(name, positions=kind).double()
         attention, x, rope, _ = layer_inputs(model, tokens[:1], 1)
         q, k, _ = attention.queries_keys_values(x, rope)
@@ -185,30 +182,32 @@ def test_alibi_and_fox_have_the_weights_of_the_loop_reference(name, tokens):
         torch.testing.assert_close(got, expected[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["lssar", "softmax", "cos-softmax"])
-def test_shifted_keys_have_the_weights_of_the_loop_reference_on_the_keys_before(name, tokens):
-    model = small_gpt(name, shift=True, positions="none").double()
-    attention, x, rope, _ = layer_inputs(model, tokens[:1], 1)
-    q, k, _ = attention.queries_keys_values(x, rope)
-    before = k.clone()
-    for place in range(1, 45):
-        before[:, :, place] = k[:, :, place - 1]
-    got, _, _ = layer_weights(model, tokens[0], 1)
-    expected = weights_of_batch(name, q, before)[0]
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(got, weights_of_batch(name, q, k)[0])
+def test_shifted_keys_have_the_weights_of_the_loop_reference_on_the_keys_before(tokens):
+    for name in cases(["lssar", "softmax", "cos-softmax"]):
+        model = small_gpt(name, shift=True, positions="none").double()
+        attention, x, rope, _ = layer_inputs(model, tokens[:1], 1)
+        q, k, _ = attention.queries_keys_values(x, rope)
+        before = k.clone()
+        for place in range(1, 45):
+            before[:, :, place] = k[:, :, place - 1]
+        got, _, _ = layer_weights(model, tokens[0], 1)
+        expected = weights_of_batch(name, q, before)[0]
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(got, weights_of_batch(name, q, k)[0])
 
 
-@pytest.mark.parametrize("kind", ["shifted", "shifted hybrid", "shifted hybrid of fox"])
-def test_shifted_keys_show_nothing_of_later_tokens_and_decode_through_a_window(kind, tokens):
-    model, other = small_gpt("lssar", **KINDS[kind]), tokens.clone()
+def test_shifted_keys_show_nothing_of_later_tokens_and_decode_through_a_window(tokens):
+    other = tokens.clone()
     other[:, 20:] = (other[:, 20:] + 1) % 61
-    with torch.no_grad():
-        assert_alike(model(other)[:, :20], model(tokens)[:, :20])
-        model.configure(attention=get_mechanism("lssar", window=9))
-        seen, cache = model(tokens), KVCache(45)
-        parts = [model.logits(model.hidden(t, cache)) for t in tokens.split((7, 1, 13, 24), dim=1)]
-    assert_alike(torch.cat(parts, 1), seen)
+    parts = tokens.split((7, 1, 13, 24), dim=1)
+    for kind in cases(["shifted", "shifted hybrid", "shifted hybrid of fox"]):
+        model, cache = small_gpt("lssar", **KINDS[kind]), KVCache(45)
+        with torch.no_grad():
+            assert_alike(model(other)[:, :20], model(tokens)[:, :20])
+            model.configure(attention=get_mechanism("lssar", window=9))
+            seen = model(tokens)
+            decoded = torch.cat([model.hidden(part, cache) for part in parts], 1)
+        assert_alike(model.logits(decoded), seen)
 
 
 def test_without_positions_the_order_of_earlier_tokens_does_not_matter(tokens):
@@ -218,37 +217,37 @@ def test_without_positions_the_order_of_earlier_tokens_does_not_matter(tokens):
         assert_alike(model(shuffled)[:, 30:], model(tokens)[:, 30:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_in_one_row_are_as_they_are_alone(kind):
-    model = small_gpt("lssar", documents=True, **KINDS[kind])
-    pieces = [torch.randint(0, 60, (1, n)) for n in (7, 1, 30)]
-    pieces = [torch.cat((torch.full((1, 1), 60), piece), dim=1) for piece in pieces]
-    packed, cache = torch.cat(pieces, dim=1), KVCache(41)
-    with torch.no_grad():
-        together = model(packed)
-        assert_alike(torch.cat([model(piece) for piece in pieces], dim=1), together)
-        parts = [model.hidden(part, cache) for part in packed.split((5, 1, 3, 20, 12), dim=1)]
-        assert_alike(model.logits(torch.cat(parts, dim=1)), together)
+def test_documents_in_one_row_are_as_they_are_alone():
+    for kind in cases(KINDS):
+        model = small_gpt("lssar", documents=True, **KINDS[kind])
+        pieces = [torch.randint(0, 60, (1, n)) for n in (7, 1, 30)]
+        pieces = [torch.cat((torch.full((1, 1), 60), piece), dim=1) for piece in pieces]
+        packed, cache = torch.cat(pieces, dim=1), KVCache(41)
+        with torch.no_grad():
+            together = model(packed)
+            assert_alike(torch.cat([model(piece) for piece in pieces], dim=1), together)
+            parts = [model.hidden(part, cache) for part in packed.split((5, 1, 3, 20, 12), dim=1)]
+            assert_alike(model.logits(torch.cat(parts, dim=1)), together)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_padded_batch_decodes_each_sequence_as_alone(kind):
+def test_a_padded_batch_decodes_each_sequence_as_alone():
     """Padding to the right of the prompts ends up between their tokens."""
-    model = small_gpt("lssar", **KINDS[kind])
-    rows = [torch.randint(61, (n,)) for n in (9, 4, 1)]
-    more = torch.randint(61, (3, 12))
-    prompt = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.arange(9) < torch.tensor([[len(row)] for row in rows])
-    cache = KVCache(21)
-    with torch.no_grad():
-        cache.mask = mask
-        model.hidden(prompt, cache)
-        for step in range(12):
-            cache.mask = torch.cat((cache.mask, torch.ones(3, 1, dtype=bool)), 1)
-            got = model.logits(model.hidden(more[:, step : step + 1], cache))[:, 0]
-        for row, sequence in enumerate(rows):
-            expected = model(torch.cat((sequence, more[row]))[None])[0, -1]
-            assert_alike(got[row], expected)
+    for kind in cases(KINDS):
+        model = small_gpt("lssar", **KINDS[kind])
+        rows = [torch.randint(61, (n,)) for n in (9, 4, 1)]
+        more = torch.randint(61, (3, 12))
+        prompt = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(9) < torch.tensor([[len(row)] for row in rows])
+        cache = KVCache(21)
+        with torch.no_grad():
+            cache.mask = mask
+            model.hidden(prompt, cache)
+            for step in range(12):
+                cache.mask = torch.cat((cache.mask, torch.ones(3, 1, dtype=bool)), 1)
+                got = model.logits(model.hidden(more[:, step : step + 1], cache))[:, 0]
+            for row, sequence in enumerate(rows):
+                expected = model(torch.cat((sequence, more[row]))[None])[0, -1]
+                assert_alike(got[row], expected)
 
 
 def test_compiled_equals_eager(tokens):
@@ -292,38 +291,38 @@ def test_ntk_and_yarn_turn_each_pair_by_its_band():
             torch.testing.assert_close(plain, same)
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax"])
-def test_sinks_stand_right_before_the_window(name, tokens):
+def test_sinks_stand_right_before_the_window(tokens):
     """StreamingLLM by hand: the kept keys, turned by their places in the cache."""
     window, sinks = 7, 3
-    mechanism = get_mechanism(name, window=window, sinks=sinks)
-    model = small_gpt(name, layers=1).double()
-    attention, x, _, _ = layer_inputs(model, tokens[:1], 0)
-    still = rope_at(torch.zeros(45), 20, 1.0)
-    q, k, v = attention.queries_keys_values(x, still)  # not turned yet
-    model.configure(attention=mechanism)
-    with torch.no_grad():
-        got = attention(x, model.rope(torch.arange(45)), None)
-    rows = []
-    for i in range(45):
-        kept = [j for j in range(i + 1) if j < sinks or j > i - window]
-        cos, sin = rope_at(torch.arange(len(kept)), 20, 1.0)
-        keys = rotate(k[0].transpose(0, 1)[kept].unsqueeze(1), cos, sin).squeeze(1)
-        query = rotate(q[0, :, i][None, None], cos[-1:], sin[-1:])[0, 0]
-        heads = []
-        for h in range(2):
-            scale = 0.43 * math.log(len(kept)) if name == "ssmax" else 1.0
-            scores = [scale * dot(query[h].tolist(), key.tolist()) for key in keys[:, h]]
-            weights = torch.tensor(softmax([s / math.sqrt(20) for s in scores]))
-            heads.append(weights.double() @ v[0, h, kept])
-        rows.append(torch.cat(heads))
-    expected = attention.proj(torch.stack(rows))
-    torch.testing.assert_close(got[0], expected, rtol=1e-4, atol=1e-4)
-    cache = KVCache(45)
-    with torch.no_grad():
-        prefill = model(tokens)
-        decoded = torch.cat([model.hidden(t, cache) for t in tokens.split(4, dim=1)], 1)
-    assert_alike(model.logits(decoded), prefill)
+    for name in cases(["softmax", "ssmax"]):
+        mechanism = get_mechanism(name, window=window, sinks=sinks)
+        model = small_gpt(name, layers=1).double()
+        attention, x, _, _ = layer_inputs(model, tokens[:1], 0)
+        still = rope_at(torch.zeros(45), 20, 1.0)
+        q, k, v = attention.queries_keys_values(x, still)  # not turned yet
+        model.configure(attention=mechanism)
+        with torch.no_grad():
+            got = attention(x, model.rope(torch.arange(45)), None)
+        rows = []
+        for i in range(45):
+            kept = [j for j in range(i + 1) if j < sinks or j > i - window]
+            cos, sin = rope_at(torch.arange(len(kept)), 20, 1.0)
+            keys = rotate(k[0].transpose(0, 1)[kept].unsqueeze(1), cos, sin).squeeze(1)
+            query = rotate(q[0, :, i][None, None], cos[-1:], sin[-1:])[0, 0]
+            heads = []
+            for h in range(2):
+                scale = 0.43 * math.log(len(kept)) if name == "ssmax" else 1.0
+                scores = [scale * dot(query[h].tolist(), key.tolist()) for key in keys[:, h]]
+                weights = torch.tensor(softmax([s / math.sqrt(20) for s in scores]))
+                heads.append(weights.double() @ v[0, h, kept])
+            rows.append(torch.cat(heads))
+        expected = attention.proj(torch.stack(rows))
+        torch.testing.assert_close(got[0], expected, rtol=1e-4, atol=1e-4)
+        cache = KVCache(45)
+        with torch.no_grad():
+            prefill = model(tokens)
+            decoded = torch.cat([model.hidden(t, cache) for t in tokens.split(4, dim=1)], 1)
+        assert_alike(model.logits(decoded), prefill)
 
 
 def test_variants_of_layers_of_two_kinds():

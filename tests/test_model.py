@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from eval_helpers import small_gpt
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,23 +30,21 @@ def tokens():
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "unpadded", "padded"),
-    [
+def test_parameter_counts_are_those_of_the_paper():
+    counts = [
         ("45m", 44_646_912, 44_670_976),
         ("124m", 123_653_376, 123_689_472),
         ("355m", 353_774_592, 353_822_720),
-    ],
-)
-def test_parameter_counts_are_those_of_the_paper(name, unpadded, padded):
-    with torch.device("meta"):
-        assert GPT(preset(name)).parameter_count() == padded
-        assert GPT(preset(name, vocab_rows=50257)).parameter_count() == unpadded
-        config = preset(name)
-        extra = GPT(preset(name, "ssmax")).parameter_count() - padded
-    assert extra == config.layers * config.heads
-    assert config.head_dim == 64
-    assert (config.vocab_size, config.vocab_rows) == (50257, 50304)
+    ]
+    for name, unpadded, padded in cases(counts):
+        with torch.device("meta"):
+            assert GPT(preset(name)).parameter_count() == padded
+            assert GPT(preset(name, vocab_rows=50257)).parameter_count() == unpadded
+            config = preset(name)
+            extra = GPT(preset(name, "ssmax")).parameter_count() - padded
+        assert extra == config.layers * config.heads
+        assert config.head_dim == 64
+        assert (config.vocab_size, config.vocab_rows) == (50257, 50304)
 
 
 def test_initialisation_is_gpt2s():
@@ -60,27 +59,27 @@ def test_initialisation_is_gpt2s():
             assert (parameter == (1 if "norm" in name and "weight" in name else 0)).all(), name
 
 
-@pytest.mark.parametrize(("name", "init"), [("ssmax", 0.43), ("relu-shen", 1.0)])
-def test_learnable_scales_start_at_the_papers_value_and_learn(name, init, tokens):
-    model = small_gpt(name)
-    scales = [p for n, p in model.named_parameters() if "scale" in n]
-    assert len(scales) == 2
-    assert all(p.shape == (2,) and torch.allclose(p, torch.tensor(init)) for p in scales)
-    model(tokens, tokens.roll(-1, 1)).backward()
-    assert all((p.grad != 0).all() for p in scales)
+def test_learnable_scales_start_at_the_papers_value_and_learn(tokens):
+    for name, init in cases([("ssmax", 0.43), ("relu-shen", 1.0)]):
+        model = small_gpt(name)
+        scales = [p for n, p in model.named_parameters() if "scale" in n]
+        assert len(scales) == 2
+        assert all(p.shape == (2,) and torch.allclose(p, torch.tensor(init)) for p in scales)
+        model(tokens, tokens.roll(-1, 1)).backward()
+        assert all((p.grad != 0).all() for p in scales)
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax", "relu-shen"])
-def test_weight_decay_is_on_matrices_only(name):
-    model = small_gpt(name)
-    decayed, plain = parameter_groups(model, 0.1)
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() >= 2 for p in decayed["params"])
-    assert all(p.dim() < 2 for p in plain["params"])
-    together = [*decayed["params"], *plain["params"]]
-    assert {id(p) for p in together} == {id(p) for p in model.parameters()}
-    assert len(together) == len(set(map(id, together)))
-    torch.optim.AdamW(parameter_groups(model, 0.1))
+def test_weight_decay_is_on_matrices_only():
+    for name in cases(["softmax", "ssmax", "relu-shen"]):
+        model = small_gpt(name)
+        decayed, plain = parameter_groups(model, 0.1)
+        assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+        assert all(p.dim() >= 2 for p in decayed["params"])
+        assert all(p.dim() < 2 for p in plain["params"])
+        together = [*decayed["params"], *plain["params"]]
+        assert {id(p) for p in together} == {id(p) for p in model.parameters()}
+        assert len(together) == len(set(map(id, together)))
+        torch.optim.AdamW(parameter_groups(model, 0.1))
 
 
 # --- positions -----------------------------------------------------------------------------------
@@ -148,31 +147,29 @@ def test_a_later_token_never_changes_an_earlier_logit(name, tokens):
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
-@pytest.mark.parametrize("steps", [(1,) * 45, (20, *(1,) * 25), (7, 1, 13, 24), (45,)], ids=len)
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_equals_prefill(name, steps, tokens):
-    model = small_gpt(name)
-    with torch.no_grad():
-        prefill = model(tokens)
-        cache, decoded = KVCache(50), []
-        for part in tokens.split(list(steps), dim=1):
-            decoded.append(model.logits(model.hidden(part, cache)))
-    assert cache.length == 45
-    scale = prefill.abs().amax()
-    torch.testing.assert_close(torch.cat(decoded, 1) / scale, prefill / scale, rtol=0, atol=2e-4)
+def test_decode_equals_prefill(name, tokens):
+    for steps in cases([(1,) * 45, (20, *(1,) * 25), (7, 1, 13, 24), (45,)]):
+        model = small_gpt(name)
+        cache = KVCache(50)
+        with torch.no_grad():
+            prefill = model(tokens)
+            parts = [model.hidden(part, cache) for part in tokens.split(steps, dim=1)]
+            decoded = model.logits(torch.cat(parts, 1))
+        assert cache.length == 45
+        scale = prefill.abs().amax()
+        torch.testing.assert_close(decoded / scale, prefill / scale, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"alpha": 0.5, "train_length": 20}, {"window": 6}, {"p": 3}], ids=str
-)
-def test_decode_equals_prefill_with_adaptive_p_window_and_interpolation(settings, tokens):
-    model = small_gpt(get_mechanism("lssar", **settings), interpolation=2.0)
-    with torch.no_grad():
-        prefill, cache = model(tokens), KVCache(45)
-        decoded = torch.cat([model.hidden(t, cache) for t in tokens.split(4, dim=1)], 1)
-        decoded = model.logits(decoded)
-    scale = prefill.abs().amax()
-    torch.testing.assert_close(decoded / scale, prefill / scale, rtol=0, atol=2e-4)
+def test_decode_equals_prefill_with_adaptive_p_window_and_interpolation(tokens):
+    for settings in cases([{"alpha": 0.5, "train_length": 20}, {"window": 6}, {"p": 3}]):
+        model = small_gpt(get_mechanism("lssar", **settings), interpolation=2.0)
+        with torch.no_grad():
+            prefill, cache = model(tokens), KVCache(45)
+            decoded = torch.cat([model.hidden(t, cache) for t in tokens.split(4, dim=1)], 1)
+            decoded = model.logits(decoded)
+        scale = prefill.abs().amax()
+        torch.testing.assert_close(decoded / scale, prefill / scale, rtol=0, atol=2e-4)
 
 
 def test_a_full_cache_says_so(tokens):
@@ -209,41 +206,40 @@ def test_every_mechanism_trains_under_bf16_autocast(name, tokens):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("ssmax", "eager"), ("gelu-l1", "eager"), ("lssar", "aot_eager")]
-)
-def test_compiled_equals_eager_at_two_lengths(name, backend, tokens):
-    torch.compiler.reset()
-    model = GPT(preset("nano", name, layers=1))
-    compiled = torch.compile(model, backend=backend)
-    for length in (45, 30):
-        x = tokens[:, :length]
-        y = x.roll(-1, 1)
-        model.zero_grad()
-        model(x, y).backward()
-        expected = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        loss = compiled(x, y)
-        loss.backward()
-        torch.testing.assert_close(loss, model(x, y))
-        for parameter, grad in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-5)
+def test_compiled_equals_eager_at_two_lengths(tokens):
+    for name, backend in cases([("ssmax", "eager"), ("gelu-l1", "eager"), ("lssar", "aot_eager")]):
+        torch.compiler.reset()
+        model = GPT(preset("nano", name, layers=1))
+        compiled = torch.compile(model, backend=backend)
+        for length in cases([45, 30]):
+            x = tokens[:, :length]
+            y = x.roll(-1, 1)
+            model.zero_grad()
+            model(x, y).backward()
+            expected = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            loss = compiled(x, y)
+            loss.backward()
+            torch.testing.assert_close(loss, model(x, y))
+            for parameter, grad in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-5)
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_model_config_round_trips_through_json(name):
-    overrides = {"p": 3, "alpha": 0.2, "numerics": "naive"} if MECHANISMS[name].sharpened else {}
-    mechanism = get_mechanism(name, train_length=77, window=9, **overrides)
-    for config in (preset("124m", name), preset("nano", mechanism, interpolation=4.0)):
-        assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_model_config_round_trips_through_json():
+    for name in cases(NAMES):
+        overrides = {"train_length": 77, "window": 9}
+        if MECHANISMS[name].sharpened:
+            overrides |= {"p": 3, "alpha": 0.2, "numerics": "naive"}
+        mechanism = get_mechanism(name, **overrides)
+        for config in (preset("124m", name), preset("nano", mechanism, interpolation=4.0)):
+            assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
+def test_a_wrong_model_config_is_refused():
+    examples = [
         ({"layres": 3}, "'layres'"),
         ({"layers": None}, "layers = None"),
         ({"layers": 0}, "layers = 0"),
@@ -257,12 +253,10 @@ def test_model_config_round_trips_through_json(name):
         ({"attention": {"name": "lssar", "beta": 1}}, "'beta'"),
         ({"attention": {}}, "name"),
         ({"attention": "lssar"}, "type"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_a_wrong_model_config_is_refused(change, part):
-    with pytest.raises(UserError, match=part):
-        ModelConfig.from_dict(preset("nano").to_dict() | change)
+    ]
+    for change, part in cases(examples):
+        with pytest.raises(UserError, match=part):
+            ModelConfig.from_dict(preset("nano").to_dict() | change)
 
 
 def test_a_model_config_needs_every_key():

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from cases import cases
 from checkout import tracked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,23 +68,23 @@ def test_every_headline_run_is_shipped():
     assert len(ALL) <= 20
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_shipped_config_loads_as_its_name_says(path):
-    config = load_config(path)
-    size = re.match(r"(gpt2-)?([0-9a-z]+)", path.stem)[2]
-    words = path.stem.split("-")[1:]
-    attention = next(MECHANISM_OF[word] for word in words if word in MECHANISM_OF)
-    assert config.model.preset == {"single": "45m"}.get(size, size)
-    assert config.attention.name == attention
-    assert config.mechanism().name == attention
-    assert config.model_config().attention.train_length == config.train.length
-    if attention == "lssar":
-        assert config.mechanism().p == 15
-    assert config.model_config().shift == ("far" in words)
-    if size != "nano":
-        assert ("edu" in path.stem) == ("edu" in config.data.directory)
-    assert config.log.name == path.stem
-    assert config.run_directory == Path("runs") / path.stem
+def test_every_shipped_config_loads_as_its_name_says():
+    for path in cases(CONFIGS):
+        config = load_config(path)
+        size = re.match(r"(gpt2-)?([0-9a-z]+)", path.stem)[2]
+        words = path.stem.split("-")[1:]
+        attention = next(MECHANISM_OF[word] for word in words if word in MECHANISM_OF)
+        assert config.model.preset == {"single": "45m"}.get(size, size)
+        assert config.attention.name == attention
+        assert config.mechanism().name == attention
+        assert config.model_config().attention.train_length == config.train.length
+        if attention == "lssar":
+            assert config.mechanism().p == 15
+        assert config.model_config().shift == ("far" in words)
+        if size != "nano":
+            assert ("edu" in path.stem) == ("edu" in config.data.directory)
+        assert config.log.name == path.stem
+        assert config.run_directory == Path("runs") / path.stem
 
 
 MECHANISM_OF = {"softmax": "softmax", "lssa": "lssa", "lssar": "lssar"}
@@ -93,26 +94,26 @@ MECHANISM_OF |= dict.fromkeys(
 )  # as a task's config is without an override
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if "gpt2" in p.stem], ids=lambda p: p.stem)
-def test_schedules_are_those_of_the_paper(path):
-    t = load_config(path).train
-    key = max((k for k in PAPER if path.stem.startswith(k)), key=len)
-    steps, lr, length, warmup, schedule, micro_batch, accumulation = PAPER[key]
-    assert (t.steps, t.lr, t.length, t.warmup, t.schedule) == (steps, lr, length, warmup, schedule)
-    assert t.batch_tokens == 524_288
-    assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
-    assert t.micro_batch == "auto"
-    plan = batch_plan(load_config(path).with_micro_batch(micro_batch or 1), world_size=8)
-    assert plan.sequences == 524_288 // length
-    assert plan.sequences == 8 * plan.accumulation * plan.micro_batch
-    if micro_batch:
-        assert plan.accumulation == accumulation
-        assert t.steps * t.batch_tokens == pytest.approx(TOKENS[key], rel=2e-3)
-    else:
-        config = load_config(path)
-        assert config.model.interpolation == length / 1024
-        assert config.train.init_from == "runs/gpt2-124m-lssar"
-        assert plan.sequences == {2048: 256, 4096: 128, 8192: 64}[length]
+def test_schedules_are_those_of_the_paper():
+    for path in cases([p for p in CONFIGS if "gpt2" in p.stem]):
+        t = load_config(path).train
+        key = max((k for k in PAPER if path.stem.startswith(k)), key=len)
+        *schedule, micro_batch, accumulation = PAPER[key]
+        assert [t.steps, t.lr, t.length, t.warmup, t.schedule] == schedule
+        assert t.batch_tokens == 524_288
+        assert (t.beta1, t.beta2, t.weight_decay, t.clip) == (0.9, 0.95, 0.1, 1.0)
+        assert t.micro_batch == "auto"
+        plan = batch_plan(load_config(path).with_micro_batch(micro_batch or 1), world_size=8)
+        assert plan.sequences == 524_288 // t.length
+        assert plan.sequences == 8 * plan.accumulation * plan.micro_batch
+        if micro_batch:
+            assert plan.accumulation == accumulation
+            assert t.steps * t.batch_tokens == pytest.approx(TOKENS[key], rel=2e-3)
+        else:
+            config = load_config(path)
+            assert config.model.interpolation == t.length / 1024
+            assert config.train.init_from == "runs/gpt2-124m-lssar"
+            assert plan.sequences == {2048: 256, 4096: 128, 8192: 64}[t.length]
 
 
 def test_the_token_budget_is_less_than_one_epoch_of_fineweb():
@@ -121,35 +122,19 @@ def test_the_token_budget_is_less_than_one_epoch_of_fineweb():
     assert shipped(SOFTMAX).eval.tokens == 10_485_760
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if "nano" in p.stem], ids=lambda p: p.stem)
-def test_nano_runs_on_one_process(path):
-    config = load_config(path)
-    plan = batch_plan(config)
-    assert plan.world_size == 1
-    assert plan.accumulation * plan.micro_batch * config.train.length == config.train.batch_tokens
-    assert config.train.steps * config.train.batch_tokens < 2e7  # within an hour on one core
+def test_nano_runs_on_one_process():
+    for path in cases([p for p in CONFIGS if "nano" in p.stem]):
+        config = load_config(path)
+        plan, t = batch_plan(config), config.train
+        assert plan.world_size == 1
+        assert plan.accumulation * plan.micro_batch * t.length == t.batch_tokens
+        assert t.steps * t.batch_tokens < 2e7  # within an hour on one core
 
 
 def test_nano_configs_differ_in_the_attention_and_its_best_rate_only():
     different = shipped("nano-softmax").differences(shipped("nano-lssar"))
     keys = [line.partition(":")[0] for line in different]
     assert keys == ["attention.name", "attention.p", "train.lr"]
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_the_comment_on_top_states_hardware_time_and_what_to_expect(path):
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        comment.append(line)
-    text = " ".join(comment).lower()
-    referred = re.search(r"see (\S+\.toml)", text)
-    if referred:
-        assert (path.parent / referred[1]).exists()
-    assert "hardware" in text
-    assert referred or re.search(r"hour|minute|second", text)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -185,23 +170,21 @@ def test_a_missing_file_suggests_the_nearest():
     assert "gpt2-124m-lssar.toml" in message.replace("gpt2-124m-lsar.toml", "")
 
 
-@pytest.mark.parametrize("given", ["nano-lssar", "nano-lssar.toml", "configs/nano-lssar"])
-def test_a_shipped_config_is_found_by_its_name_from_anywhere(given, tmp_path, monkeypatch):
+def test_a_shipped_config_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nano-lssar").mkdir()  # a folder is not what is meant
-    assert load_config(given) == shipped("nano-lssar")
-    own = write(tmp_path, "[train]\nsteps = 999\n", "nano-lssar.toml")
-    if not given.startswith("configs"):
-        assert load_config(given).train.steps == 999
-    own.unlink()
-    assert "did you mean 'nano-lssar.toml'" in refused(given.replace("ssar", "sar"))
+    for name in cases(["nano-lssar", "nano-lssar.toml", "configs/nano-lssar"]):
+        assert load_config(name) == shipped("nano-lssar")
+        assert "did you mean 'nano-lssar.toml'" in refused(name.replace("ssar", "sar"))
+    write(tmp_path, "[train]\nsteps = 999\n", "nano-lssar.toml")
+    for name in cases(["nano-lssar", "nano-lssar.toml"]):
+        assert load_config(name).train.steps == 999
     monkeypatch.chdir(CONFIGS[0].parent.parent)
     assert "'pyproject.toml'" not in refused("pyproject")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_no_file_is_a_traceback_a_hang_or_a_page(tmp_path):
+    examples = [
         "[train]\n" + ".".join("a" * 5000) + " = 1\n",
         "train." + ".".join("a" * 5000) + " = 1\n",
         "base." + ".".join("a" * 5000) + " = 1\n",
@@ -218,14 +201,12 @@ def test_a_shipped_config_is_found_by_its_name_from_anywhere(given, tmp_path, mo
         'base = "."',
         'base = "circle"',
         'base = "' + "x" * 5000 + '"',
-    ],
-    ids=lambda text: ascii(text[:30]),
-)
-def test_no_file_is_a_traceback_a_hang_or_a_page(tmp_path, text):
+    ]
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "circle").symlink_to("circle")
-    message = refused(write(tmp_path, text))
-    assert len(message) < 1000 or "x" * 5000 in message  # a path is given in full
+    for text in cases(examples):
+        message = refused(write(tmp_path, text))
+        assert len(message) < 1000 or "x" * 5000 in message  # a path is given in full
 
 
 def test_broken_toml_and_stray_keys_are_named(tmp_path):
@@ -258,14 +239,13 @@ def test_overrides_are_typed_like_the_file():
         config.train.steps = 1
 
 
-@pytest.mark.parametrize("text", ["true", "2024-01-31", "1e3", "0x10", "1_000"])
-def test_an_override_of_a_string_is_taken_as_typed(text):
-    assert shipped(SOFTMAX, f"--log.name={text}").log.name == text
+def test_an_override_of_a_string_is_taken_as_typed():
+    for text in cases(["true", "2024-01-31", "1e3", "0x10", "1_000"]):
+        assert shipped(SOFTMAX, f"--log.name={text}").log.name == text
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
+def test_a_wrong_override_is_refused_with_its_value_and_what_is_right():
+    examples = [
         ("--train.stpes=3", ["train.stpes = 3", "did you mean 'steps'"]),
         ("--trian.steps=3", ["[trian]", "did you mean 'train'"]),
         ("--train.steps=many", ["train.steps = 'many'", "str", "int"]),
@@ -300,28 +280,26 @@ def test_an_override_of_a_string_is_taken_as_typed(text):
         ("--train.steps", ["'--train.steps'", "--section.key=value"]),
         ("train.steps=3", ["'train.steps=3'", "--section.key=value"]),
         ("--steps=3", ["'--steps=3'", "--section.key=value"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_wrong_override_is_refused_with_its_value_and_what_is_right(override, parts):
-    message = refused(CONFIGS[0].parent / f"{SOFTMAX}.toml", override)
-    for part in parts:
-        assert part in message
+    ]
+    for override, parts in cases(examples):
+        message = refused(CONFIGS[0].parent / f"{SOFTMAX}.toml", override)
+        for part in parts:
+            assert part in message
 
 
-@pytest.mark.parametrize("kind", ["unknown key", "wrong type", "choice", "range", "mechanism"])
-def test_errors_name_the_file_the_value_stands_in(kind, tmp_path):
-    text = {
+def test_errors_name_the_file_the_value_stands_in(tmp_path):
+    examples = {
         "unknown key": "[train]\nstpes = 3\n",
         "wrong type": '[train]\nsteps = "3"\n',
         "choice": '[train]\nschedule = "cosin"\n',
         "range": "[train]\nlr = -1.0\n",
         "mechanism": '[attention]\nname = "lsar"\n',
-    }[kind]
-    write(tmp_path, text, "wrong-base.toml")
-    path = write(tmp_path, 'base = "wrong-base.toml"\n[log]\ninterval = 3\n', "top.toml")
-    assert "wrong-base.toml" in refused(path)
-    assert "run.toml" in refused(write(tmp_path, text))
+    }
+    for _, text in cases(examples.items()):
+        write(tmp_path, text, "wrong-base.toml")
+        path = write(tmp_path, 'base = "wrong-base.toml"\n[log]\ninterval = 3\n', "top.toml")
+        assert "wrong-base.toml" in refused(path)
+        assert "run.toml" in refused(write(tmp_path, text))
 
 
 def test_an_error_about_a_default_names_the_file_that_was_given(tmp_path):
@@ -334,9 +312,8 @@ def test_an_error_about_a_default_names_the_file_that_was_given(tmp_path):
 # --- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "parts"),
-    [
+def test_impossible_batches_are_refused_with_the_numbers():
+    examples = [
         (["--train.batch_tokens=524289"], 1, ["batch_tokens = 524289", "1024", "524288"]),
         (["--train.batch_tokens=100"], 1, ["batch_tokens = 100", "1024"]),
         (["--train.micro_batch=3"], 1, ["micro_batch = 3", "512", ": 2"]),
@@ -345,31 +322,29 @@ def test_an_error_about_a_default_names_the_file_that_was_given(tmp_path):
         ([], 3, ["512", "3 processes"]),
         ([], 1024, ["512", "1024 processes"]),
         (["--train.micro_batch=4"], 256, ["micro_batch = 4", "256 processes", ": 2"]),
-    ],
-    ids=str,
-)
-def test_impossible_batches_are_refused_with_the_numbers(overrides, world_size, parts):
-    with pytest.raises(UserError) as error:
-        batch_plan(shipped(SOFTMAX, *overrides), world_size)
-    for part in parts:
-        assert part in str(error.value)
+    ]
+    for overrides, world_size, parts in cases(examples):
+        with pytest.raises(UserError) as error:
+            batch_plan(shipped(SOFTMAX, *overrides), world_size)
+        for part in parts:
+            assert part in str(error.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16, 128])
-def test_the_global_batch_does_not_depend_on_the_processes(world_size):
-    plan = batch_plan(shipped(SOFTMAX), world_size)
-    assert plan.world_size * plan.accumulation * plan.micro_batch == plan.sequences == 512
+def test_the_global_batch_does_not_depend_on_the_processes():
+    for world_size in cases([1, 2, 4, 8, 16, 128]):
+        plan = batch_plan(shipped(SOFTMAX), world_size)
+        assert plan.world_size * plan.accumulation * plan.micro_batch == plan.sequences == 512
 
 
 # --- writing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_a_written_config_reads_back_equal(path, tmp_path):
-    config = load_config(path)
-    again = load_config(write(tmp_path, config.to_toml()))
-    assert again == config
-    assert again.to_toml() == config.to_toml()
+def test_a_written_config_reads_back_equal(tmp_path):
+    for path in cases(CONFIGS):
+        config = load_config(path)
+        again = load_config(write(tmp_path, config.to_toml()))
+        assert again == config
+        assert again.to_toml() == config.to_toml()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -387,15 +362,15 @@ def test_any_string_and_number_survive_writing(prompt, lr, tmp_path_factory):
     assert load_config(path) == config
 
 
-@pytest.mark.parametrize(("tokeniser", "rows"), [("gpt2", 50304), ("bytes", 257)])
-@pytest.mark.parametrize("name", ["nano-lssar", SOFTMAX, "gpt2-355m-edu"])
-def test_the_tokeniser_sets_the_vocabulary_of_any_preset(name, tokeniser, rows):
-    plain = shipped(name).model_config()
-    changed = shipped(name, f"--model.tokeniser={tokeniser}").model_config()
-    size = get_tokeniser(tokeniser).vocab_size
-    assert changed == dataclasses.replace(plain, vocab_size=size, vocab_rows=rows)
-    more = shipped(name, f"--model.tokeniser={tokeniser}", "--model.vocab_rows=60000")
-    assert more.model_config().vocab_rows == 60000
+def test_the_tokeniser_sets_the_vocabulary_of_any_preset():
+    names = ["nano-lssar", SOFTMAX, "gpt2-355m-edu"]
+    for (tokeniser, rows), name in cases([("gpt2", 50304), ("bytes", 257)], names):
+        plain = shipped(name).model_config()
+        changed = shipped(name, f"--model.tokeniser={tokeniser}").model_config()
+        size = get_tokeniser(tokeniser).vocab_size
+        assert changed == dataclasses.replace(plain, vocab_size=size, vocab_rows=rows)
+        more = shipped(name, f"--model.tokeniser={tokeniser}", "--model.vocab_rows=60000")
+        assert more.model_config().vocab_rows == 60000
 
 
 def test_a_vocabulary_that_contradicts_the_tokeniser_is_refused():
@@ -403,17 +378,17 @@ def test_a_vocabulary_that_contradicts_the_tokeniser_is_refused():
     assert "tokeniser = 'gpt2' has 50257 ids, vocab_size = 300 contradicts it" in message
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda p: p.stem)
-def test_every_config_carries_the_command_that_makes_its_data(path):
-    config = load_config(path, kind=kind_of(path))
-    python, script, *arguments = shlex.split(config.data_command())
-    parser = {"data/prepare.py": prepare, "physics/simulate.py": simulate}[script].make_parser()
-    assert python == "python"
-    assert config.data.prepare
-    assert str(parser.parse_args(arguments).out) == config.data.directory
-    for scale in SCALES.values():
-        if about := scale.corpora.get(config.data.directory):
-            assert config.data.prepare == " ".join(["data/prepare.py", *about["arguments"]])
+def test_every_config_carries_the_command_that_makes_its_data():
+    for path in cases(ALL):
+        config = load_config(path, kind=kind_of(path))
+        python, script, *arguments = shlex.split(config.data_command())
+        parser = {"data/prepare.py": prepare, "physics/simulate.py": simulate}[script].make_parser()
+        assert python == "python"
+        assert config.data.prepare
+        assert str(parser.parse_args(arguments).out) == config.data.directory
+        for scale in SCALES.values():
+            if about := scale.corpora.get(config.data.directory):
+                assert config.data.prepare == " ".join(["data/prepare.py", *about["arguments"]])
 
 
 def test_the_command_of_another_directory_is_that_for_own_text():

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from largest_tensor import LargestTensor
 
 from modelling import losses
 from modelling.losses import IGNORE, linear_cross_entropy, token_losses
 
 CLASSES, ROWS, WIDTH = 37, 41, 12
+# Logits at a time: one token; chunks that do and do not divide the 51 tokens; all at once.
+CHUNKS = [1, 41, 41 * 5, 41 * 17, 41 * 50 + 3, 2**24]
 
 
 def problem(shape=(3, 17), dtype=torch.float32, ignored=()):
@@ -25,35 +28,32 @@ def plain(hidden, weight, targets, **options):
     return F.cross_entropy(logits.float(), targets.reshape(-1), ignore_index=IGNORE, **options)
 
 
-@pytest.fixture(params=[1, 41, 41 * 5, 41 * 17, 41 * 50 + 3, 2**24], ids=lambda n: f"{n}-logits")
-def chunk(request, monkeypatch):
-    """One token per chunk; chunks that do and do not divide the 51 tokens; all at once."""
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": request.param, "default": 1})
+def test_loss_and_gradients_equal_cross_entropy(monkeypatch):
+    for chunk, ignored in cases(CHUNKS, [(), (0, 7, 50), tuple(range(50))]):
+        monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": chunk, "default": 1})
+        hidden, weight, targets = problem(ignored=ignored)
+        for scale in cases([1.0, -0.37]):  # the incoming gradient reaches the precomputed ones
+            got = scale * linear_cross_entropy(hidden, weight, targets, CLASSES)
+            expected = scale * plain(hidden, weight, targets)
+            torch.testing.assert_close(got, expected)
+            for mine, theirs in zip(
+                torch.autograd.grad(got, (hidden, weight)),
+                torch.autograd.grad(expected, (hidden, weight)),
+                strict=True,
+            ):
+                torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("ignored", [(), (0, 7, 50), tuple(range(0, 50))], ids=len)
-def test_loss_and_gradients_equal_cross_entropy(chunk, ignored):
-    hidden, weight, targets = problem(ignored=ignored)
-    for scale in (1.0, -0.37):  # the incoming gradient reaches the precomputed ones
-        got = scale * linear_cross_entropy(hidden, weight, targets, CLASSES)
-        expected = scale * plain(hidden, weight, targets)
-        torch.testing.assert_close(got, expected)
-        for mine, theirs in zip(
-            torch.autograd.grad(got, (hidden, weight)),
-            torch.autograd.grad(expected, (hidden, weight)),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, theirs)
-
-
-def test_every_tokens_loss(chunk):
-    hidden, weight, targets = problem(ignored=(3, 20))
-    got = token_losses(hidden, weight, targets, CLASSES)
-    assert got.shape == targets.shape
-    assert got.dtype == torch.float32
-    assert not got.requires_grad
-    torch.testing.assert_close(got.view(-1), plain(hidden, weight, targets, reduction="none"))
-    assert (got[targets == IGNORE] == 0).all()
+def test_every_tokens_loss(monkeypatch):
+    for chunk in cases(CHUNKS):
+        monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": chunk, "default": 1})
+        hidden, weight, targets = problem(ignored=(3, 20))
+        got = token_losses(hidden, weight, targets, CLASSES)
+        assert got.shape == targets.shape
+        assert got.dtype == torch.float32
+        assert not got.requires_grad
+        torch.testing.assert_close(got.view(-1), plain(hidden, weight, targets, reduction="none"))
+        assert (got[targets == IGNORE] == 0).all()
 
 
 def test_padding_rows_take_no_probability_and_no_gradient():
@@ -82,14 +82,14 @@ def test_enormous_logits_do_not_overflow():
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (hidden, weight)))
 
 
-@pytest.mark.parametrize("wrong", [CLASSES, ROWS, -1, -99])
-def test_a_target_outside_the_vocabulary_is_an_error(wrong):
-    hidden, weight, targets = problem()
-    targets[1, 4] = wrong
-    with pytest.raises((RuntimeError, IndexError)):
-        linear_cross_entropy(hidden, weight, targets, CLASSES)
-    with pytest.raises((RuntimeError, IndexError)):
-        token_losses(hidden, weight, targets, CLASSES)
+def test_a_target_outside_the_vocabulary_is_an_error():
+    for wrong in cases([CLASSES, ROWS, -1, -99]):
+        hidden, weight, targets = problem()
+        targets[1, 4] = wrong
+        with pytest.raises((RuntimeError, IndexError)):
+            linear_cross_entropy(hidden, weight, targets, CLASSES)
+        with pytest.raises((RuntimeError, IndexError)):
+            token_losses(hidden, weight, targets, CLASSES)
 
 
 def test_bf16_autocast_rounds_the_products_only():
@@ -107,18 +107,18 @@ def test_bf16_autocast_rounds_the_products_only():
         assert (mine - theirs).norm() / theirs.norm() < 2e-2
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_logits_of_the_sequence_never_exist(training, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": 16 * 512, "default": 1})
-    hidden = torch.randn(1, 1000, 8).requires_grad_(training)
-    weight = torch.randn(512, 8).requires_grad_(training)
-    targets = torch.randint(500, (1, 1000))
-    with LargestTensor() as largest:
-        loss = linear_cross_entropy(hidden, weight, targets, 500)
-        if training:
-            loss.backward()
-        token_losses(hidden, weight, targets, 500)
-    assert largest.elements <= 16 * 512
+def test_the_logits_of_the_sequence_never_exist(monkeypatch):
+    for training in cases([True, False]):
+        monkeypatch.setattr(losses, "CHUNK_LOGITS", {"cpu": 16 * 512, "default": 1})
+        hidden = torch.randn(1, 1000, 8).requires_grad_(training)
+        weight = torch.randn(512, 8).requires_grad_(training)
+        targets = torch.randint(500, (1, 1000))
+        with LargestTensor() as largest:
+            loss = linear_cross_entropy(hidden, weight, targets, 500)
+            if training:
+                loss.backward()
+            token_losses(hidden, weight, targets, 500)
+        assert largest.elements <= 16 * 512
 
 
 def test_the_hidden_state_may_be_frozen():
