@@ -34,8 +34,9 @@ import torch
 
 from lssar.errors import UserError, did_you_mean
 from paper import claims, figures
+from paper.collect import collect
 from paper.experiments import SCALES, all_tables
-from paper.jobs import Workspace, collect, describe, jobs_of, run_all
+from paper.jobs import Workspace, describe, jobs_of, run_all
 from paper.page import write_page
 from paper.tables import fill_all
 from support import plots
@@ -67,8 +68,10 @@ def parse_arguments(argv: list[str]) -> Namespace:
             continue
         elsewhere = [scale for scale in SCALES if name in all_tables(scale)]
         if elsewhere:
-            where = f"unknown table {name!r} at --scale {arguments.scale}"
-            raise UserError(f"{where}; it is one of --scale {', '.join(elsewhere)}")
+            raise UserError(
+                f"unknown table {name!r} at --scale {arguments.scale}; "
+                f"it is one of --scale {', '.join(elsewhere)}"
+            )
         raise UserError(f"unknown table {name!r}; {did_you_mean(name, ['all', *tables])}")
     # A table comes with those of the same script, such as its passkeys.
     scripts = {tables[name].script for name in names if name != "all"}
@@ -119,16 +122,20 @@ def summarise(results: Path) -> None:
     print(f"figure: {results / 'headline.png'}")
 
 
-def refuse_to_start(arguments: Namespace, needed: int) -> None:
+def refuse_to_start(arguments: Namespace, gpus: int) -> None:
+    """Refuse a scale that needs more GPUs than there are, and code with uncommitted changes."""
     here = torch.cuda.device_count()
-    if here < needed:
-        gpus = "a GPU, and there is none" if needed == 1 else f"{needed} GPUs, and there are {here}"
-        fewer = "--gpus N for fewer, " if needed > 1 else ""
-        options = f"{fewer}--plan to see what it takes, --scale nano for this machine"
-        raise UserError(f"--scale {arguments.scale} trains on {gpus} here; {options}")
+    if here < gpus:
+        wanted = "a GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise UserError(
+            f"--scale {arguments.scale} trains on {wanted}, and here are {here}; --gpus N for "
+            "fewer, --plan to see what it takes, --scale nano for this machine"
+        )
     if revision().endswith("+") and not arguments.allow_dirty:
-        dirty = "the code has uncommitted changes, so the results would be of no commit"
-        raise UserError(f"{dirty}; commit them, or pass --allow-dirty to mark the results with +")
+        raise UserError(
+            "the code has uncommitted changes, so the results would be of no commit; "
+            "commit them, or pass --allow-dirty to mark the results with +"
+        )
 
 
 def show_all(arguments: Namespace, space: Workspace) -> None:

@@ -1,4 +1,6 @@
-"""Judge the sentences of claims.toml, and the two rules for the headline, by docs/reproduction.md.
+"""Judges the sentences of claims.toml, and the two rules for the headline.
+
+The rules are those of docs/reproduction.md.
 
 Every comparison is `paper.tables.compare`: paired by seed, with an interval over seeds and text.
 """
@@ -10,9 +12,16 @@ from evaluating.statistic import Interval, signed
 from paper.experiments import SCALES, Column, load_toml, of_scale
 from paper.tables import Cell, FilledTable, compare
 
-AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
+# Verdicts on a sentence.
+AGREES = "agrees"
+DISAGREES = "disagrees"
+UNDECIDED = "undecided"
 NOT_TESTABLE = "not testable"
-CONFIRMED, REFUTED, CREDITED, NOT_CREDITED = "confirmed", "refuted", "credited", "not credited"
+# Verdicts by the rules for the headline and for sharpening, beside "undecided".
+CONFIRMED = "confirmed"
+REFUTED = "refuted"
+CREDITED = "credited"
+NOT_CREDITED = "not credited"
 EXPLANATION = (
     "Runs are paired by seed. A 95 % interval by Student's t counts seeds and, for losses, pieces "
     "of text. A sentence agrees if every interval lies on the stated side, disagrees if one lies "
@@ -21,6 +30,8 @@ EXPLANATION = (
 
 
 class Verdict(NamedTuple):
+    """Holds a sentence and the verdict on it."""
+
     text: str
     where: str  # in the paper; empty for our controls
     table: str
@@ -47,7 +58,8 @@ def judge(given: dict, table: FilledTable, scale: str) -> Verdict:
     asked = of_scale(given["compare"], SCALES[scale])
     if why := not_learned(given, asked[0]["row"], table):
         return Verdict(*named, NOT_TESTABLE, [why])
-    sides, points = [], []
+    sides = []
+    points = []
     for one in asked:
         for length in one["lengths"]:
             side, point = compare_rows(one, length, table)
@@ -57,6 +69,7 @@ def judge(given: dict, table: FilledTable, scale: str) -> Verdict:
 
 
 def combine(sides: list[str]) -> str:
+    """Return the verdict on a sentence of several comparisons."""
     if DISAGREES in sides:
         return DISAGREES
     return AGREES if set(sides) == {AGREES} else UNDECIDED
@@ -85,8 +98,10 @@ def cell_of(table: FilledTable, row: str, quantity: str, length: float) -> Cell:
 
 def compare_rows(one: dict, length: float, table: FilledTable) -> tuple[str, str]:
     """Return the verdict on one comparison, and the comparison in words."""
-    quantity, margin = one.get("quantity", "loss"), one.get("margin", 0.0)
-    first, second = (cell_of(table, one[key], quantity, length) for key in ("row", "other"))
+    quantity = one.get("quantity", "loss")
+    margin = one.get("margin", 0.0)
+    first = cell_of(table, one["row"], quantity, length)
+    second = cell_of(table, one["other"], quantity, length)
     found = compare(first, second)
     words = f"{one['row']} against {one['other']} at {length:g}x"
     if found is None:
@@ -94,22 +109,21 @@ def compare_rows(one: dict, length: float, table: FilledTable) -> tuple[str, str
     point = f"{words}: {found.text()}"
     if one.get("is") == "alike":
         return alike(found, margin), f"{point}, margin {margin:g}"
-    # Of the loss, less is better.
-    gain = negated(found) if quantity == "loss" else found
+    gain = found
+    if quantity == "loss":  # less is better
+        gain = found._replace(mean=-found.mean)
     return better(gain, margin), point
 
 
-def negated(found: Interval) -> Interval:
-    return found._replace(mean=-found.mean)
-
-
 def better(gain: Interval, margin: float) -> str:
+    """Judge whether a gain is more than the margin."""
     if gain.low > margin:
         return AGREES
     return DISAGREES if gain.high < margin else UNDECIDED
 
 
 def alike(found: Interval, margin: float) -> str:
+    """Judge whether a difference is within the margin."""
     if -margin <= found.low and found.high <= margin:
         return AGREES
     return DISAGREES if found.low > margin or found.high < -margin else UNDECIDED
@@ -120,7 +134,7 @@ def headline(table: FilledTable) -> tuple[str, list[str]]:
     lssar = {n: cell_of(table, "lssar-p15", "loss", n) for n in (1, 8, 16)}
     softmax = {n: cell_of(table, "softmax", "loss", n) for n in (1, 8)}
     cost = compare(lssar[1], softmax[1])
-    # A rise by at most 4 % is a loss below 1.04 times that of 1x.
+    # A rise by less than 4 % is a loss below 1.04 times that of 1x.
     rise_8x = compare(lssar[8], lssar[1], 1.04)
     rise_16x = compare(lssar[16], lssar[1], 1.08)
     refuting_rise = compare(lssar[8], lssar[1], 1.08)
@@ -143,12 +157,14 @@ def headline(table: FilledTable) -> tuple[str, list[str]]:
 
 
 def rise(far: Cell, near: Cell) -> str:
+    """Write how much higher the loss is, in per cent."""
     return f"{signed(100 * (far.mean / near.mean - 1), 1)} %"
 
 
 def sharpening(table: FilledTable) -> tuple[str, list[str]]:
     """Return the verdict on whether LSSAR's sharpening does more than the cosine alone, and why."""
-    cosine, lssar = (cell_of(table, row, "loss", 8) for row in ("cos-softmax", "lssar-p15"))
+    cosine = cell_of(table, "cos-softmax", "loss", 8)
+    lssar = cell_of(table, "lssar-p15", "loss", 8)
     gain = compare(cosine, lssar)
     if gain is None:
         return UNDECIDED, ["not measured"]

@@ -1,4 +1,4 @@
-"""Load the scales, the runs to train and the tables: runs.toml, tables.toml, paper.json.
+"""Loads the scales, the runs to train and the tables: runs.toml, tables.toml, paper.json.
 
 A number of a table is a quantity of a run, or of a variant of it, at a multiple of the training
 length or on a task. Tables share runs by key.
@@ -17,7 +17,9 @@ from evaluating.task_columns import COLUMNS, LOWER_IS_BETTER, PER_CENT
 from evaluating.variants import CURRENT_LENGTH, NTK, YARN, alpha_name, window_name
 from lssar.errors import UserError, did_you_mean
 
-EXTRAPOLATION, PASSKEY = "extrapolation", "passkey"
+# How a run is evaluated.
+EXTRAPOLATION = "extrapolation"
+PASSKEY = "passkey"
 USUAL_SCALES = ("nano", "single", "paper")  # of a table
 # Lengths to evaluate at, in training lengths.
 FACTORS = {EXTRAPOLATION: (1, 2, 4, 8, 16), PASSKEY: (1, 1.5, 2, 4, 8)}
@@ -28,6 +30,7 @@ WINDOWS = {"window": 0, f"window, sinks={SINKS}": SINKS}
 
 @cache
 def load_toml(name: str) -> dict:
+    """Read a TOML file of this folder."""
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
@@ -39,34 +42,42 @@ def paper_numbers() -> dict:
 
 @dataclass(frozen=True)
 class Scale:
+    """Says how large the runs of a scale are, on what text, and with how many seeds."""
+
     name: str
     config: str  # of the runs that all scales have
     train_length: int
     eval_tokens: int  # targets of the loss at every length
     spread: bool  # targets from all over the validation set, or only its beginning
     unit: str
-    seeds: dict[str, int]  # number of seeds by run, and of those not named: "others"
+    seeds: dict[str, int]  # number of seeds by run; "others" is for those not named
     corpora: dict[str, dict]  # by directory: arguments of data/prepare.py, number of tokens
     rates: dict[str, float] = field(default_factory=dict)  # learning rates by run or mechanism
-    gpus: int = 0  # that train a run together; 0: a CPU does
-    gpu: str = "a100"  # whose hours a plan states
+    gpus: int = 0  # GPUs that train a run together; 0: a CPU does
+    gpu: str = "a100"  # the GPU whose hours a plan states
     like: str = ""  # the scale whose fields its tables take where they have none of their own
     tokens_per_second: float | None = None  # training speed of one CPU core, for the plan
 
     def length(self, factor: float | None) -> int | None:
+        """Return a length in tokens, given in training lengths."""
         return None if factor is None else int(factor * self.train_length)
 
     def seeds_of(self, run: str) -> Sequence[int]:
+        """Return the seeds of a run."""
         return range(self.seeds.get(run, self.seeds["others"]))
 
     def rate_of(self, run: str, options: str) -> float | None:
         """Return the learning rate of a run; None: the config's."""
-        named = re.search(r"--attention\.name=(\S+)", options)
-        return self.rates.get(run, self.rates.get(named[1]) if named else None)
+        if run in self.rates:
+            return self.rates[run]
+        mechanism = re.search(r"--attention\.name=(\S+)", options)
+        return self.rates.get(mechanism[1]) if mechanism else None
 
 
 @dataclass(frozen=True)
 class Run:
+    """Says how a model is trained and evaluated; each seed of it is one training."""
+
     key: str
     config: str  # a file in configs/
     options: str = ""  # of train.py
@@ -87,6 +98,7 @@ SCALES = _load_scales()
 
 
 def all_runs(scale: str) -> dict[str, Run]:
+    """Return the runs of a scale by their keys."""
     data = load_toml("runs.toml")
     runs = {}
     for key, given in (data["main"] | data["sweep"] | data[scale]).items():
@@ -105,6 +117,8 @@ def all_runs(scale: str) -> dict[str, Run]:
 
 @dataclass(frozen=True)
 class Column:
+    """Says which quantity a column shows, and at which length or on which task."""
+
     factor: float | None = None  # length, in training lengths
     quantity: str = "loss"
     task: str = ""
@@ -120,6 +134,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
+    """Says which run a row shows, and under which variant."""
+
     key: str
     title: str
     run: str  # may contain {factor}, the column's
@@ -135,6 +151,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
+    """Says what a table of the paper, or of ours, shows, and how it is measured."""
+
     name: str
     label: str
     title: str
@@ -157,13 +175,16 @@ class Table:
 
     @property
     def base(self) -> Row | None:
+        """Return the row that others are compared with."""
         return self.row(self.baseline)
 
     def row(self, key: str | None) -> Row | None:
+        """Return the row with this key; None if there is none."""
         return next((row for row in self.rows if row.key == key), None)
 
 
 def all_tables(scale: str) -> dict[str, Table]:
+    """Return the tables of a scale by their names."""
     data = load_toml("tables.toml")
     tables = {}
     for name, given in data["tables"].items():
@@ -175,22 +196,27 @@ def all_tables(scale: str) -> dict[str, Table]:
 
 def of_scale(value, scale: Scale):
     """Return a field's value, which may be given per scale."""
-    return value.get(scale.name, value.get(scale.like)) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return value.get(scale.name, value.get(scale.like))
 
 
 def _load_table(name: str, scale: Scale, fields: dict, data: dict) -> Table:
+    """Build a table of its fields at a scale; `data` has the rows and notes that tables share."""
     given = {key: value for key, value in fields.items() if value is not None}
     printed = paper_numbers()[given["label"]]
-    unit = scale.unit if printed["unit"] == "nats per token" else printed["unit"]
-    notes = (of_scale(data["notes"][note], scale) for note in given.pop("notes", ()))
     rows = tuple(_load_row(row, data["rows"]) for row in given.pop("rows"))
     columns = tuple(_load_columns(given))
     if "measure" not in given:  # else its own command names the variants
         check_variants(name, rows, scale.name)
+    notes = [of_scale(data["notes"][note], scale) for note in given.get("notes", ())]
+    script = given.get("script", f"table_{name}")
+    given.setdefault("title", printed["title"])
+    given["unit"] = scale.unit if printed["unit"] == "nats per token" else printed["unit"]
+    given["notes"] = tuple(note for note in notes if note)
     given["panels"] = tuple(given.get("panels", ("",)))
-    given["script"] = f"scripts/{given.get('script', f'table_{name}')}.sh"
-    more = {"unit": unit, "notes": tuple(filter(None, notes))}
-    return Table(name, rows=rows, columns=columns, **{"title": printed["title"]} | given | more)
+    given["script"] = f"scripts/{script}.sh"
+    return Table(name, rows=rows, columns=columns, **given)
 
 
 def check_variants(table: str, rows: Sequence[Row], scale: str) -> None:
@@ -206,9 +232,12 @@ def check_variants(table: str, rows: Sequence[Row], scale: str) -> None:
 
 
 def _load_row(given: str | dict, known: dict) -> Row:
-    given = {"key": given} if isinstance(given, str) else given
+    """Build a row of its key or fields; [rows] has what all tables share."""
+    if isinstance(given, str):
+        given = {"key": given}
     shared = known.get(given["key"], {})
-    shared = {"title": shared} if isinstance(shared, str) else shared
+    if isinstance(shared, str):
+        shared = {"title": shared}
     return Row(**{"run": given["key"]} | shared | given)
 
 
@@ -224,11 +253,13 @@ def _load_columns(given: dict) -> list[Column]:
         columns.append(Column(16, "far_context_benefit", lower_is_better=False))
         columns.append(Column(1, "bits_per_byte", title="bits per byte (1x)"))
     if given.pop("far", False):
-        for factor in (factor for factor in lengths if factor > 1):
-            columns.append(Column(factor, "far_accuracy", **share))
+        for factor in lengths:
+            if factor > 1:
+                columns.append(Column(factor, "far_accuracy", **share))
     tasks = given.pop("tasks", ())
-    for task, metric, title in (column for column in COLUMNS if column[0] in tasks):
-        paper = metric if task.startswith("lambada") else task
-        kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}
-        columns.append(Column(None, metric, task, title, paper, **kind))
+    for task, metric, title in COLUMNS:
+        if task in tasks:
+            paper = metric if task.startswith("lambada") else task
+            kind = {"lower_is_better": metric in LOWER_IS_BETTER, "percent": metric in PER_CENT}
+            columns.append(Column(None, metric, task, title, paper, **kind))
     return columns

@@ -1,4 +1,4 @@
-"""Draw a filled table: by length, bars for one length, both ends, by exponent, by column.
+"""Draws a filled table: by length, bars for one length, both ends, by exponent, by column.
 
 Every mechanism has its own colour. A busy chart shows four lines in colour; all are named at their
 ends.
@@ -27,17 +27,20 @@ def draw(filled: FilledTable):
 
 
 def quantity(filled: FilledTable) -> str:
+    """Name what the axis shows."""
     if filled.table.measured_by == PASSKEY:
         return "passkey accuracy (%)"
     return f"validation loss ({filled.table.unit})"
 
 
 def mechanism(filled: FilledTable, row: Row) -> str:
+    """Return the name of a row's mechanism."""
     cells = (filled.cell(row, column) for column in filled.columns)
     return next((cell.mechanism for cell in cells if cell.n), "")
 
 
 def length_columns(filled: FilledTable) -> list[Column]:
+    """Return the columns of losses or accuracies by length."""
     return [c for c in filled.columns if c.quantity in ("loss", "accuracy") and c.factor]
 
 
@@ -56,8 +59,9 @@ def by_length(filled: FilledTable):
     wide = several or len(filled.rows) > 9 or longest > 40
     width = plots.PAGE if wide else 1.15 * plots.COLUMN
     height = max(2.5, 0.8 + 0.14 * len(filled.rows) / len(table.panels))
-    size = {"width": width, "height": height}
-    figure, grid = plots.figure(1, len(table.panels), **size, squeeze=False, sharey=True)
+    figure, grid = plots.figure(
+        1, len(table.panels), width=width, height=height, squeeze=False, sharey=True
+    )
     for axes, prefix in zip(grid[0], table.panels, strict=True):
         rows = [row for row in filled.rows if row.key.startswith(prefix)]
         if gaps:
@@ -105,6 +109,7 @@ def summary(scales: dict[str, FilledTable]):
 
 
 def priority(filled: FilledTable, row: Row) -> tuple:
+    """Return a sort key: the rows that keep their colours come first."""
     name = mechanism(filled, row)
     place = FIRST.index(name) if name in FIRST else len(FIRST)
     # p = 15 is the paper's LSSAR; only one line per mechanism keeps the colour.
@@ -116,7 +121,9 @@ def draw_lines(axes, filled: FilledTable, rows: list[Row], columns: list[Column]
 
     One colour per mechanism; its second and third line have other dashes.
     """
-    seen, styles, ends = Counter(), [], []
+    seen = Counter()
+    styles = []
+    ends = []
     for row in rows:
         name = mechanism(filled, row)
         kind = (name, row.variant == "window")
@@ -142,10 +149,15 @@ def draw_lines(axes, filled: FilledTable, rows: list[Row], columns: list[Column]
 def by_ends(filled: FilledTable):
     """Draw the loss at the first and last length, the lowest at the top, for many rows."""
     columns = length_columns(filled)
-    first, last = columns[0], columns[-1]
-    found = [(row, filled.cell(row, first), filled.cell(row, last)) for row in filled.rows]
-    found = [(row, near, far) for row, near, far in found if near.finite and far.finite]
-    found.sort(key=lambda one: one[2].mean)
+    first = columns[0]
+    last = columns[-1]
+    found = []
+    for row in filled.rows:
+        near = filled.cell(row, first)
+        far = filled.cell(row, last)
+        if near.finite and far.finite:
+            found.append((row, near, far))
+    found.sort(key=lambda ends: ends[2].mean)
     figure, axes = plots.figure(width=plots.PAGE, height=0.7 + 0.18 * len(found))
     for place, (row, near, far) in enumerate(found):
         style = plots.style(mechanism(filled, row), row.variant)
@@ -171,8 +183,9 @@ def by_exponent(filled: FilledTable):
                 panels.setdefault(stem, {})[int(found[1])] = row
     if not panels:
         return None
-    size = {"width": plots.PAGE, "height": 2.6, "sharey": True, "squeeze": False}
-    figure, grid = plots.figure(1, len(panels), **size)
+    figure, grid = plots.figure(
+        1, len(panels), width=plots.PAGE, height=2.6, squeeze=False, sharey=True
+    )
     for axes, rows in zip(grid[0], panels.values(), strict=True):
         ends = []
         name = mechanism(filled, next(iter(rows.values())))
@@ -193,7 +206,8 @@ def by_exponent(filled: FilledTable):
 
 def bars(filled: FilledTable):
     """Draw how far each row is from the baseline at one length, with its interval."""
-    table, column = filled.table, filled.columns[0]
+    table = filled.table
+    column = filled.columns[0]
     found = []
     for row in filled.rows:
         difference = filled.difference(row, column)
@@ -222,8 +236,11 @@ def by_column(filled: FilledTable):
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for axes, column in zip(grid.flat, filled.columns, strict=False):
-        cells = [(row, filled.cell(row, column)) for row in rows]
-        draw_bars(axes, [(r.title, c.mean, c.half_width, c.mechanism or r.key) for r, c in cells])
+        found = []
+        for row in rows:
+            cell = filled.cell(row, column)
+            found.append((row.title, cell.mean, cell.half_width, cell.mechanism or row.key))
+        draw_bars(axes, found)
         axes.set_title(textwrap.fill(filled.heading(column), 16))
         if column.percent:  # an interval may reach beyond what a share can be
             low, high = axes.get_xlim()

@@ -1,10 +1,8 @@
-"""Which jobs the tables need, running them, and collecting what they measured.
+"""Finds the jobs that tables need, and runs them.
 
 Each job is a command, run once; its failure stops only those that need it. What a job prints goes
 to its own log file; the terminal shows one line per job. When run again, finished jobs are skipped
 and interrupted ones continue, because every command here does.
-
-Evaluations write to runs/SCALE/evaluations; `collect` makes results/SCALE/TABLE.json of them.
 """
 
 import itertools
@@ -16,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from data.shards import MANIFEST
@@ -24,9 +23,8 @@ from evaluating.results import AS_TRAINED, read_results
 from evaluating.variants import CURRENT_LENGTH, NTK, YARN, alpha_name, window_name
 from lssar.errors import UserError
 from paper.experiments import FACTORS, PASSKEY, SINKS, Run, Scale, Table, all_runs
-from paper.tables import merge
 from physics.config import OrbitConfig
-from support.files import lookup, make_folder, read_text
+from support.files import make_folder, read_text
 from training.checkpoint import find, read_info
 from training.config import Config, load_config, parse_config
 from training.distributed import StopSignal
@@ -42,6 +40,8 @@ from training.estimate import (
 
 @dataclass(frozen=True)
 class Job:
+    """Holds one command, and how to see that it is done."""
+
     name: str
     command: tuple[str, ...]
     done: Callable[[], bool]
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where the runs and results of one scale are, and how to make them."""
+    """Says where the runs and results of one scale are, and with which seeds they are made."""
 
     scale: Scale
     seeds: Sequence[int] | None = None
@@ -72,6 +72,7 @@ class Workspace:
         return self.runs / self.scale.name / f"{key}-s{seed}"
 
     def seeds_of(self, key: str) -> Sequence[int]:
+        """Return the seeds of a run: those asked for, or the scale's."""
         return self.scale.seeds_of(key) if self.seeds is None else self.seeds
 
     def arguments(self, run: Run, seed: int) -> list[str]:
@@ -84,6 +85,7 @@ class Workspace:
         return [f"configs/{run.config}.toml", *options]
 
     def config(self, run: Run, seed: int) -> Config:
+        """Return the config that train.py makes of these arguments."""
         path, *options = self.arguments(run, seed)
         return load_config(path, options, world_size=self.processes)
 
@@ -94,13 +96,15 @@ class Workspace:
         known = all_runs(self.scale.name)
         keys = dict.fromkeys(c.run(row.run) for row in table.rows for c in table.columns)
         found = [(known[key], seed) for key in keys for seed in self.seeds_of(key)]
-        return sorted(found, key=lambda one: one[1])
+        return sorted(found, key=itemgetter(1))
 
 
 def python(*command: str, processes: int = 1) -> tuple[str, ...]:
     """Return the command line of a script, started by torchrun if it takes several processes."""
+    if processes == 1:
+        return (sys.executable, *command)
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    return (sys.executable, *(launcher if processes > 1 else ()), *command)
+    return (sys.executable, *launcher, *command)
 
 
 def jobs_of(tables: list[Table], space: Workspace) -> list[Job]:
@@ -133,7 +137,7 @@ def training_jobs(run: Run, seed: int, space: Workspace) -> list[Job]:
 
 
 def is_trained(config: Config) -> bool:
-    """Tell whether a run is finished with these settings; else its own command says why."""
+    """Tell whether a run is finished with these settings; if not, its own command says why."""
     info = read_info(find(config.run_directory))
     if info.step < config.train.steps:
         return False
@@ -147,11 +151,14 @@ def is_trained(config: Config) -> bool:
 
 def evaluation_job(run: Run, seed: int, space: Workspace, kind: str) -> Job:
     """Return the job that measures the losses or the passkeys of one run."""
-    scale, config = space.scale, space.config(run, seed)
-    name, directory = config.log.name, str(config.run_directory)
+    scale = space.scale
+    config = space.config(run, seed)
+    name = config.log.name
+    directory = str(config.run_directory)
     out = space.evaluations / f"{kind}-{name}.json"
     window = scale.train_length
-    options, variants = [], [AS_TRAINED]
+    options = []
+    variants = [AS_TRAINED]
     if kind == PASSKEY or run.windows:
         options.append(f"--window={window}")
         variants.append(window_name(window))
@@ -165,19 +172,22 @@ def evaluation_job(run: Run, seed: int, space: Workspace, kind: str) -> Job:
         options += [f"--sinks={SINKS}", "--ntk", "--yarn"]
         variants += [window_name(window, SINKS), NTK, YARN]
     if kind == PASSKEY:
-        factors, processes = FACTORS[PASSKEY], 1
+        label = "passkey"
+        factors = FACTORS[PASSKEY]
+        processes = 1
         words = ["passkey.py", directory, f"--form={run.form}"]
     else:
-        factors, processes = run.factors, space.processes
+        label = "evaluate"
+        factors = run.factors
+        processes = space.processes
         words = ["eval_extrapolation.py", directory, f"--data={config.data.directory}"]
         words += [f"--tokens={scale.eval_tokens}", "--no-figures"]
         words += [f"--segment={scale.length(max(FACTORS[kind]))}"]
         words += ["--spread"] if scale.spread else []
     lengths = [scale.length(factor) for factor in factors]
     words += [f"--lengths={','.join(map(str, lengths))}", *options, f"--out={out}"]
-    done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
     command = python(*words, processes=processes)
-    label = "passkey" if kind == PASSKEY else "evaluate"
+    done = partial(is_evaluated, out, directory, set(itertools.product(variants, lengths)))
     return Job(f"{label} {name}", command, done, (f"train {name}",), writes=out)
 
 
@@ -189,7 +199,7 @@ def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> boo
 
 
 def measuring_job(table: Table, runs: list[tuple[Run, int]], space: Workspace) -> Job:
-    """Return the one job that measures all runs of a table, or what needs no run."""
+    """Return the one job that measures a table: all of its runs, or what needs no run."""
     out = space.evaluations / f"{table.name}.json"
     directories = [str(space.run_directory(run.key, seed)) for run, seed in runs]
     needs = tuple(f"train {Path(directory).name}" for directory in directories)
@@ -198,8 +208,10 @@ def measuring_job(table: Table, runs: list[tuple[Run, int]], space: Workspace) -
         settings = (f"SCALE={space.scale.name}", f"OUT={out}", f"SEEDS={seeds}")
         command = ("env", *settings, f"GPUS={space.processes}", "bash", table.measure, "--run")
         return Job(f"measure {table.name}", command, out.exists, writes=out)
-    words = [[word] if word != "{runs}" else directories for word in table.measure.split()]
-    command = python(*itertools.chain(*words), "--out", str(out))
+    words = []
+    for word in table.measure.split():
+        words += directories if word == "{runs}" else [word]
+    command = python(*words, "--out", str(out))
     done = partial(is_complete, out, directories)
     return Job(f"measure {table.name}", command, done, needs, writes=out)
 
@@ -212,7 +224,7 @@ def is_complete(out: Path, directories: list[str]) -> bool:
 
 
 def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:
-    """Run every job that is not done, `parallel` at a time; name -> "done" or why not."""
+    """Run every job that is not done, `parallel` at a time; return by name "done" or why not."""
     jobs = {job.name: job for job in jobs}
     states = {name: "done" for name, job in jobs.items() if is_done(job)}
     if states:
@@ -244,7 +256,7 @@ def is_done(job: Job) -> bool:
 
 
 class Pool(StopSignal):
-    """Processes that run jobs; on Ctrl-C and SIGTERM they get time to save."""
+    """Runs jobs in processes; on Ctrl-C and SIGTERM they get time to save."""
 
     def __init__(self, logs: Path):
         self.logs = logs
@@ -261,15 +273,21 @@ class Pool(StopSignal):
             super().__exit__()
 
     def start(self, job: Job) -> None:
+        """Start a job, whose output goes to its log."""
         print(f"      {job.name} ...", flush=True)
         log = self.logs / f"{job.name.replace(' ', '-')}.log"
         # One thread for every job, whoever starts it: the last bits of a run depend on it.
-        options = {"env": os.environ | {"OMP_NUM_THREADS": "1"}}
-        options["start_new_session"] = True  # Ctrl-C reaches it once, through __exit__
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with log.open("a") as output:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(job.command, **streams, **options)
-        self.running[process] = job, log, time.monotonic()
+            process = subprocess.Popen(
+                job.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it once, through __exit__
+            )
+        self.running[process] = (job, log, time.monotonic())
 
     def finished(self) -> Iterator[tuple[Job, str]]:
         """Wait for the first job to end; yield those that have, and how."""
@@ -281,58 +299,14 @@ class Pool(StopSignal):
             ended = [process for process in self.running if process.poll() is not None]
         for process in ended:
             job, log, began = self.running.pop(process)
-            code, state = process.returncode, "done"
-            if code == 0 and is_done(job):
+            if process.returncode == 0 and is_done(job):
                 print(f"      {job.name} took {time.monotonic() - began:,.0f} s", flush=True)
-            else:
-                printed = reversed(log.read_text(errors="replace").splitlines())
-                last = next(filter(str.strip, printed), "it printed nothing").strip()
-                state = f"failed with exit code {code}: {last} (full log: {log})"
-            yield job, state
-
-
-def collect(tables: list[Table], space: Workspace) -> None:
-    """Write results/SCALE/TABLE.json of every table that has evaluations here."""
-    make_folder(space.folder)
-    for table in tables:
-        if table.records:
-            continue
-        runs = space.runs_of(table)
-        out = space.folder / f"{table.name}.json"
-        if table.measure:
-            sources = [space.evaluations / f"{table.name}.json"]
-        else:
-            names = [f"{table.measured_by}-{run.key}-s{seed}.json" for run, seed in runs]
-            sources = [space.evaluations / name for name in names]
-        sources = [path for path in sources if path.exists()]
-        if not sources:
-            continue
-        described = {}
-        for path in sources:
-            described |= read_results(path).runs
-        if table.has_runs:
-            described = trained_runs(runs, space)
-        kind = table.name if table.measure else table.measured_by
-        merge(out, kind, described, sources, space.seeds)
-
-
-def trained_runs(runs: list[tuple[Run, int]], space: Workspace) -> dict[str, dict]:
-    """Return by identity what a table's file says of the models that are here."""
-    found = {}
-    for run, seed in runs:
-        directory = space.run_directory(run.key, seed)
-        try:
-            checkpoint = open_checkpoints([str(directory)])[0]
-        except UserError:
-            continue  # it has not been trained here
-        about = {"run": run.key, "seed": seed, "config": run.config, "options": run.options}
-        about["lr"] = space.config(run, seed).train.lr
-        about["step"] = checkpoint.info.step
-        about["train_length"] = checkpoint.info.train_length
-        about["trained_at"] = lookup(directory / "run.json", "revision") or ""
-        about["model"] = {"attention": {"name": checkpoint.config.attention.name}}
-        found[checkpoint.identity] = about
-    return found
+                yield job, "done"
+                continue
+            printed = reversed(log.read_text(errors="replace").splitlines())
+            last = next(filter(str.strip, printed), "it printed nothing").strip()
+            failed = f"failed with exit code {process.returncode}"
+            yield job, f"{failed}: {last} (full log: {log})"
 
 
 def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
@@ -340,18 +314,15 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
     scale = space.scale
     device = "cuda" if scale.gpus else "cpu"
     lines = [f"tables      {', '.join(names)}"]
-    configs = [(job.name, job.trains, is_done(job)) for job in jobs if job.trains]
+    configs = [(job.trains, is_done(job)) for job in jobs if job.trains]
     if "physics" in names:
-        configs += [
-            (f"train {config.log.name}", config, False) for config in physics_configs(scale)
-        ]
-    left = [name for name, _, done in configs if not done]
-    lines.append(f"runs        {len(configs)}, of which {len(left)} are still to be trained")
+        configs += [(config, False) for config in physics_configs(scale)]
+    left = sum(not done for _, done in configs)
+    lines.append(f"runs        {len(configs)}, of which {left} are still to be trained")
     tokens = flops = disk = memory = 0.0
-    for name, config, done in configs:
-        label = name.removeprefix("train ")
+    for config, done in configs:
         if done:
-            lines.append(f"  {label}: done")
+            lines.append(f"  {config.log.name}: done")
             continue
         sized = config.with_micro_batch(1) if config.train.micro_batch == "auto" else config
         found = estimate(sized, planned_backends(sized, device), device)
@@ -360,12 +331,11 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
         disk += checkpoint_bytes(config, found)
         memory = max(memory, sum(found.memory.values()))
         size = f"{found.parameters:,} parameters, {found.tokens:,} tokens, {found.flops:.2g} FLOPs"
-        lines.append(f"  {label}: {size}")
-    data = sum(
-        2 * corpus["tokens"]
-        for folder, corpus in scale.corpora.items()
-        if not (Path(folder) / MANIFEST).exists()
-    )
+        lines.append(f"  {config.log.name}: {size}")
+    data = 0.0
+    for folder, corpus in scale.corpora.items():
+        if not (Path(folder) / MANIFEST).exists():
+            data += 2 * corpus["tokens"]  # two bytes each
     lines.append(f"tokens      {tokens:,.0f}")
     lines.append(f"FLOPs       {flops:.3g}")
     per = "GPU" if scale.gpus else "process"

@@ -1,4 +1,4 @@
-"""Write all results as one HTML page: verdicts, every table folded, figures.
+"""Writes all results as one HTML page: verdicts, every table folded, figures.
 
 Nothing is judged here: verdicts come from claims.py, cells from tables.py.
 """
@@ -23,7 +23,8 @@ from support.files import read_text, write_text, writing
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent / "README.md"
-INDEX, FIGURES = "index.html", "figures"
+INDEX = "index.html"
+FIGURES = "figures"
 GENERATOR = '<meta name="generator" content="reproduce.py">'
 PIXELS = 135  # per inch of a figure, where there is room
 
@@ -55,21 +56,24 @@ def check_out(out: Path, results: Path) -> None:
 
 
 class Page:
-    """What page.html shows."""
+    """Holds what page.html shows."""
 
     def __init__(self, results: Path, out: Path):
-        self.results, self.out = results, out
+        self.results = results
+        self.out = out
         self.problems: dict[Path, str] = {}
         self.figures: set[str] = set()
         self.scales = [self._scale(name) for name in SCALES if (results / name).is_dir()]
 
     def _scale(self, name: str) -> dict:
+        """Return what the page shows of one scale."""
         filled, problems = fill_all(name, self.results / name)
         self.problems |= problems
         tables = [self._view(table, name) for table in filled.values()]
         return {"name": name, "judged": judge_all(filled, name), "tables": tables}
 
     def _view(self, filled: FilledTable, scale: str) -> dict:
+        """Return what the page shows of one table, and write its figure."""
         name = filled.table.name
         source = self.results / scale / f"{filled.table.records or name}.json"
         view = {"id": f"{scale}-{name}", "filled": filled, "svg": None, "source": source}
@@ -82,12 +86,22 @@ class Page:
         return view
 
     def html(self) -> str:
-        options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-        environment = Environment(loader=FileSystemLoader(HERE), finalize=printable, **options)
-        style, script = (Markup(read_text(HERE / f"page.{end}")) for end in ("css", "js"))
-        values = {"page": self, "repository": REPOSITORY, "style": style, "script": script}
-        values |= {"EXPLANATION": EXPLANATION, "hash": source_hash}
-        return environment.get_template("page.html").render(values)
+        """Return the page."""
+        environment = Environment(
+            loader=FileSystemLoader(HERE),
+            finalize=printable,
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        return environment.get_template("page.html").render(
+            page=self,
+            repository=REPOSITORY,
+            style=Markup(read_text(HERE / "page.css")),
+            script=Markup(read_text(HERE / "page.js")),
+            EXPLANATION=EXPLANATION,
+            hash=source_hash,
+        )
 
     def link(self, path: Path) -> str:
         """Return where a file is as seen from the page; the page holds no copies."""

@@ -1,14 +1,14 @@
-"""Fill a table with records: record -> cell -> Markdown, figure, page.
+"""Fills a table with records: record -> cell -> Markdown, figure, page.
 
 results/SCALE/TABLE.json has the records of a table, in the schema of evaluating/results.py. Its
-`runs` say of every model its key in runs.toml, its seed and the commit that trained it; a record
-says the commit that measured it.
+`runs` give every model's key in runs.toml, its seed and the commit that trained it; a record gives
+the commit that measured it.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from evaluating.results import Record, Results, read_results
@@ -26,25 +26,28 @@ SIGNED = ("far_context_benefit", "benefit_by_distance", "far_benefit")
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table: what was measured with each seed, and what the paper prints."""
+    """Holds one number of a table: what was measured with each seed, and what the paper prints."""
 
     values: dict[int | None, float | None] = field(default_factory=dict)  # by seed
-    segments: dict[int | None, list[float]] = field(default_factory=dict)  # by seed, of the text
+    segments: dict[int | None, list[float]] = field(default_factory=dict)  # by seed: of each piece
     paper: float | None = None
     mechanism: str = ""  # decides the colour
     rate: float | None = None  # the learning rate of its runs
-    commits: frozenset[tuple[str, str]] = frozenset()  # of training and of evaluation
+    commits: frozenset[tuple[str, str]] = frozenset()  # (of training, of evaluation)
 
     @property
     def n(self) -> int:
+        """Return the number of seeds."""
         return len(self.values)
 
     @property
     def finite(self) -> bool:
+        """Tell whether there is a value, and none overflowed."""
         return self.n > 0 and None not in self.values.values()
 
     @property
     def mean(self) -> float | None:
+        """Return the mean over seeds; None if one overflowed."""
         return statistics.fmean(self.values.values()) if self.finite else None
 
     @property
@@ -65,54 +68,63 @@ def compare(first: Cell, second: Cell, factor: float = 1.0) -> Interval | None:
     if not pairs or any(None in pair for pair in pairs):
         return None
     by_seed = [a - factor * b for a, b in pairs]
-    lists = []
+    pieces = []  # of every seed: the difference on each piece of text
     for seed in seeds:
-        a, b = first.segments.get(seed, []), second.segments.get(seed, [])
+        a = first.segments.get(seed, [])
+        b = second.segments.get(seed, [])
         if not a or len(a) != len(b):
             return interval(by_seed)
-        lists.append([x - factor * y for x, y in zip(a, b, strict=True)])
-    if len({len(one) for one in lists}) > 1:
+        pieces.append([x - factor * y for x, y in zip(a, b, strict=True)])
+    if len({len(one) for one in pieces}) > 1:
         return interval(by_seed)
-    return interval(by_seed, [statistics.fmean(values) for values in zip(*lists, strict=True)])
+    return interval(by_seed, [statistics.fmean(values) for values in zip(*pieces, strict=True)])
 
 
 class FilledTable:
-    """A table with its cells; controls and titled columns only where they have a number."""
+    """Holds a table with its cells; controls and titled columns only where they have a number."""
 
     def __init__(self, table: Table, scale: str, results: Results | None):
-        self.table, self.scale = table, SCALES[scale]
+        self.table = table
+        self.scale = SCALES[scale]
         self._found: dict[tuple, list[tuple[dict, Record]]] = {}
         for record in results.records if results else ():
             run = results.runs[record.run]
             place = (run_key(run), record.quantity, record.variant, record.task, record.length)
             self._found.setdefault(place, []).append((run, record))
         self.cell = cache(self._cell)
-        self.rows = [r for r in table.rows if not r.control or self._has_number([r], table.columns)]
-        self.columns = [
-            c for c in table.columns if not c.title or self._has_number(table.rows, [c])
-        ]
+        self.rows = []
+        for row in table.rows:
+            if not row.control or self._has_number([row], table.columns):
+                self.rows.append(row)
+        self.columns = []
+        for column in table.columns:
+            if not column.title or self._has_number(table.rows, [column]):
+                self.columns.append(column)
 
     @property
     def is_measured(self) -> bool:
+        """Tell whether there is any number."""
         return self._has_number(self.table.rows, self.table.columns)
 
     def _has_number(self, rows, columns) -> bool:
         return any(self.cell(row, column).n for row in rows for column in columns)
 
     def _records(self, row: Row, column: Column) -> list[tuple[dict, Record]]:
+        """Return (run, record) of a cell; without a length, those at the longest length."""
         variant = row.variant_at(self.scale.train_length)
         place = (column.run(row.run), column.quantity, variant, column.task)
         length = self.scale.length(column.factor)
         if length is not None:
             return self._found.get((*place, length), [])
-        # Asked for without a length, a quantity is the one at the longest.
         lengths = [key[-1] for key in self._found if key[:-1] == place]
         longest = max(lengths, key=lambda n: n or 0, default=None)
         return self._found.get((*place, longest), [])
 
     def _cell(self, row: Row, column: Column) -> Cell:
         scale = 100 if column.percent else 1
-        values, segments, commits = {}, {}, set()
+        values = {}
+        segments = {}
+        commits = set()
         mechanism = ""
         rate = None
         for run, record in self._records(row, column):
@@ -123,17 +135,12 @@ class FilledTable:
             commits.add((str(run.get("trained_at", "")), record.revision))
             mechanism = mechanism or mechanism_of(run)
             rate = rate or run.get("lr")
-        return Cell(
-            dict(sorted(values.items(), key=lambda one: one[0] or 0)),
-            segments,
-            self.printed(row, column),
-            mechanism,
-            rate,
-            frozenset(commits),
-        )
+        by_seed = {seed: values[seed] for seed in sorted(values, key=lambda seed: seed or 0)}
+        paper = self.printed(row, column)
+        return Cell(by_seed, segments, paper, mechanism, rate, frozenset(commits))
 
     def printed(self, row: Row, column: Column) -> float | None:
-        """Return the paper's own number."""
+        """Return the number that the paper prints; None where it has none."""
         paper = paper_numbers()[self.table.label]
         if row.key not in paper["rows"] or column.paper not in paper["columns"]:
             return None
@@ -148,13 +155,16 @@ class FilledTable:
 
     def missing(self, row: Row) -> bool:
         """Tell whether some of the row's seeds are still to be measured."""
-        cells = [(column, self.cell(row, column)) for column in self.columns]
         if not self.table.has_runs:
-            return not any(cell.n for _, cell in cells)
-        counts = [(len(self.scale.seeds_of(column.run(row.run))), cell.n) for column, cell in cells]
-        return any(n < wanted for wanted, n in counts)
+            return self.seeds(row) == 0
+        for column in self.columns:
+            wanted = self.scale.seeds_of(column.run(row.run))
+            if self.cell(row, column).n < len(wanted):
+                return True
+        return False
 
     def seeds(self, row: Row) -> int:
+        """Return the number of seeds of a row."""
         return max((self.cell(row, column).n for column in self.columns), default=0)
 
     def rate(self, row: Row) -> str:
@@ -162,20 +172,23 @@ class FilledTable:
         rates = {self.cell(row, column).rate for column in self.columns} - {None}
         return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
-    def more(self, row: Row) -> list[str]:
-        """Return what stands after the row's numbers: its rate, if rows differ, and its seeds."""
+    def about_runs(self, row: Row) -> list[str]:
+        """Return the last columns of a row: its rate, if rows differ in it, and its seeds."""
         seeds = str(self.seeds(row) or "missing")
         return [self.rate(row), seeds] if self.rates_differ else [seeds]
 
     @property
     def rates_differ(self) -> bool:
+        """Tell whether the rows were trained with different learning rates."""
         return len({self.rate(row) for row in self.rows} - {""}) > 1
 
     def header(self) -> list[str]:
-        ends = ["rate", "seeds"] if self.rates_differ else ["seeds"]
-        return ["", *map(self.heading, self.columns), *ends]
+        """Return the headings of all columns."""
+        last = ["rate", "seeds"] if self.rates_differ else ["seeds"]
+        return ["", *map(self.heading, self.columns), *last]
 
     def heading(self, column: Column) -> str:
+        """Return the heading of a column of numbers."""
         if column.title:
             return column.title
         at = f"{short_number(self.scale.length(column.factor))} ({column.factor:g}x)"
@@ -193,6 +206,7 @@ class FilledTable:
         return next((cell.mean for cell in cells if cell.n), None)
 
     def decimals(self, column: Column) -> int:
+        """Return how many digits the column shows after the point."""
         cells = (self.cell(row, column) for row in self.rows)
         values = [abs(v) for cell in cells for v in cell.values.values() if v]
         if column.percent:
@@ -201,25 +215,30 @@ class FilledTable:
 
     def shown(self, row: Row, column: Column) -> str:
         """Write the mean and half of its 95 % interval."""
-        cell, decimals = self.cell(row, column), self.decimals(column)
+        cell = self.cell(row, column)
+        decimals = self.decimals(column)
         if not cell.n:
             return ""
         if not cell.finite:
             return NO_VALUE.get(column.quantity, "overflow")
-        text = f"{cell.mean:,.{decimals}f}"
         if column.quantity in SIGNED:
             text = signed(cell.mean, decimals)
         elif 0 < abs(cell.mean) < 0.5 * 10**-decimals or abs(cell.mean) >= 1e9:
             text = f"{cell.mean:.2g}"
+        else:
+            text = f"{cell.mean:,.{decimals}f}"
         return text if cell.half_width is None else f"{text} ±{cell.half_width:,.{decimals}f}"
 
     def commits(self) -> list[tuple[str, str]]:
         """Return the commits of training and of evaluation of all cells, shortened."""
-        cells = (self.cell(row, column) for row in self.rows for column in self.columns)
-        found = {(a[:7], b[:7] + "+" * b.endswith("+")) for cell in cells for a, b in cell.commits}
+        found = set()
+        for row, column in product(self.rows, self.columns):
+            for trained, evaluated in self.cell(row, column).commits:
+                found.add((short_commit(trained), short_commit(evaluated)))
         return sorted(found)
 
     def caption(self) -> str:
+        """Say the unit, what ± means, and which commits made the numbers."""
         unit = f"{self.table.unit}; mean ± half of the 95 % interval over seeds"
         made = [f"trained at {a or 'no commit'}, evaluated at {b}" for a, b in self.commits()]
         return "; ".join([unit, *made])
@@ -230,12 +249,12 @@ class FilledTable:
         for row in self.rows:
             cells = [self.shown(row, column) for column in self.columns]
             mark = " *" if row.control else ""
-            more = self.more(row)
-            body.append([row.title + mark, *cells, *more])
+            last = self.about_runs(row)
+            body.append([row.title + mark, *cells, *last])
             printed = [self.printed(row, column) for column in self.columns]
             if any(value is not None for value in printed):
                 shown = ["" if value is None else f"{value:g}" for value in printed]
-                body.append(["  the paper, at its own scale", *shown, *[""] * len(more)])
+                body.append(["  the paper, at its own scale", *shown, *[""] * len(last)])
         title = f"\n{self.table.label}: {self.table.title} ({self.caption()}; * not in the paper)"
         return f"{title}\n{text_table(self.header(), body)}"
 
@@ -245,7 +264,7 @@ class FilledTable:
         lines = [header, ["---"] * len(header)]
         for row in self.rows:
             cells = [self.shown(row, column) for column in self.columns]
-            lines.append([row.title, *cells, *self.more(row)])
+            lines.append([row.title, *cells, *self.about_runs(row)])
         drawn = [f"| {' | '.join(line)} |" for line in lines]
         source = f"`python reproduce.py {self.table.name} --scale {self.scale.name}`"
         return "\n".join([*drawn, "", f"*{self.caption()} ({source}).*"])
@@ -256,13 +275,19 @@ def run_key(run: dict) -> str:
     return run["run"].removesuffix(f"-s{run.get('seed')}")
 
 
+def short_commit(commit: str) -> str:
+    """Shorten a commit's name; a + at its end, for uncommitted changes, stays."""
+    return commit[:7] + ("+" if commit.endswith("+") else "")
+
+
 def mechanism_of(run: dict) -> str:
+    """Return the name of a run's mechanism; empty where it has none."""
     attention = run.get("model", {}).get("attention", {}) if isinstance(run, dict) else {}
     name = attention.get("name") if isinstance(attention, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def segments_of(record: Record, scale: float = 1) -> list[float]:
+def segments_of(record: Record, scale: float) -> list[float]:
     """Return the value of each piece of text; empty where they are not recorded or overflowed."""
     values = record.details.get("by_segment", [])
     if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
@@ -272,7 +297,8 @@ def segments_of(record: Record, scale: float = 1) -> list[float]:
 
 def fill_all(scale: str, folder: Path) -> tuple[dict[str, FilledTable], dict[Path, str]]:
     """Fill every table of a scale; also return which files could not be read, and why."""
-    filled, problems = {}, {}
+    filled = {}
+    problems = {}
     for name, table in all_tables(scale).items():
         path = folder / f"{table.records or name}.json"
         try:
@@ -282,50 +308,3 @@ def fill_all(scale: str, folder: Path) -> tuple[dict[str, FilledTable], dict[Pat
             results = None
         filled[name] = FilledTable(table, scale, results)
     return filled, problems
-
-
-KEPT = ("by_segment", "wilson_low", "wilson_high", "verdict", "accuracy_at_near", "equations")
-
-
-def merge(
-    out: Path,
-    kind: str,
-    runs: dict[str, dict],
-    sources: Iterable[Path],
-    seeds: Sequence[int] | None = None,
-) -> int:
-    """Write the records of several results files, of these runs alone, into one compact file.
-
-    `runs` says of each model, by its identity, what the file is to say of it. With `seeds`, what
-    `out` has of other seeds stays. Returns the number of records.
-    """
-    settings = None
-    about, kept = {}, {}
-    records = []
-    if seeds is not None and out.exists():
-        earlier = read_results(out)
-        others = {key: run for key, run in earlier.runs.items() if run.get("seed") not in seeds}
-        kept = {key: run for key, run in others.items() if key not in runs}
-        records = [record for record in earlier.records if record.run in kept]
-        settings, about = earlier.settings, earlier.about
-    for path in sources:
-        found = read_results(path)
-        if settings is not None and found.settings != settings:
-            differs = f"{path} was measured with other settings than the rest of {out}"
-            raise UserError(f"{differs}; delete it, and the same command measures it again")
-        settings, about = found.settings, found.about
-        records += [compact(record) for record in found.records if record.run in runs]
-    results = Results(out, kind, settings or {}, about, replace_all=True)
-    results.runs = kept | runs
-    results.records = records
-    results.save()
-    return len(records)
-
-
-def compact(record: Record) -> Record:
-    """Return the record without what no table, figure or comparison needs."""
-    details = {key: value for key, value in record.details.items() if key in KEPT}
-    values = details.get("by_segment")
-    if values and None not in values:
-        details["by_segment"] = [float(f"{value:.6g}") for value in values]
-    return Record(**vars(record) | {"details": details, "command": ""})

@@ -27,7 +27,7 @@ COMMANDS = {
     "reproduce.py": ["headline"],
     "export_hf.py": ["runs/x", "x"],
     "data/prepare.py": ["text", "x", "--out", "x"],
-    "paper/theory.py": ["--out", "x.json"],
+    "-m benchmarks.theory": ["--out", "x.json"],
     "physics/simulate.py": ["orbits", "--out", "x"],
     "physics/force.py": ["magnitude", "runs/x", "--config", "configs/physics-nano-magnitude.toml"],
     "physics/discover.py": ["--forces", "x", "--planets", "x", "--out", "x.json"],
@@ -51,7 +51,7 @@ def test_every_command_is_here():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_printed(command, capsys):
-    script, *words = command.split()
+    script, *words = command.removeprefix("-m ").split()
     try:
         code = main_of(script)([*words, "--help"])
     except SystemExit as end:  # argparse leaves this way

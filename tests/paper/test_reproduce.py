@@ -12,6 +12,7 @@ import paper.jobs
 import reproduce
 from evaluating.results import read_results
 from lssar.errors import UserError
+from paper.collect import collect
 from paper.experiments import (
     FACTORS,
     SCALES,
@@ -25,7 +26,7 @@ from paper.experiments import (
     load_toml,
     paper_numbers,
 )
-from paper.jobs import Workspace, collect, describe, jobs_of, run_all
+from paper.jobs import Workspace, describe, jobs_of, run_all
 from paper.tables import FilledTable
 from support import command
 from support.files import locked
@@ -170,8 +171,8 @@ def test_a_number_that_is_none_is_one_clear_line(option):
 @pytest.mark.parametrize(
     "scale, said",
     [
-        ("paper", "8 GPUs, and there are 0 here; --gpus N"),
-        ("single", "a GPU, and there is none here; --plan"),
+        ("paper", "8 GPUs, and here are 0; --gpus N"),
+        ("single", "a GPU, and here are 0; --gpus N"),
     ],
 )
 def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch, scale, said):

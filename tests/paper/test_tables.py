@@ -11,10 +11,11 @@ from evaluating.results import Record, Results, read_results
 from evaluating.statistic import interval, t_quantile
 from lssar.errors import UserError
 from paper import claims
+from paper.collect import merge
 from paper.experiments import SCALES, all_tables, load_toml
 from paper.figures import draw
 from paper.page import write_page
-from paper.tables import Cell, compare, fill_all, merge
+from paper.tables import Cell, compare, fill_all
 
 LENGTHS = [256, 512, 1024, 2048, 4096]
 FLAT = [1.57, 1.57, 1.57, 1.58, 1.60]

@@ -1,6 +1,6 @@
-"""python paper/theory.py --out results/theory.json
+"""python -m benchmarks.theory --out results/theory.json
 
-What the paper derives about its attention, computed on random rows: `--draws 5` of them, float64.
+Computes what the paper derives about its attention, on random rows: `--draws 5` of them, float64.
 
     rate           d log g / dx of the gradient g = dA/dx of the winner's stage-one weight in its
                    own score, at x = 40: -1 if it decays as exp(-x)
@@ -18,12 +18,8 @@ What the paper derives about its attention, computed on random rows: `--draws 5`
 """
 
 import math
-import sys
 from itertools import product
 from pathlib import Path
-
-if not __package__:  # run as a script: the repository, not this folder, is where imports start
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +32,9 @@ from lssar.reference import attention_weights
 from support import plots
 from support.command import Parser, run, whole
 
-KEYS, DIM, P = 1024, 64, 15
+KEYS = 1024
+DIM = 64
+P = 15
 STAGE_ONE = {"softmax": torch.exp, "lssa": F.softplus}
 FINAL = {"softmax": torch.exp, "softmax-p15": torch.exp, "lssar-p15": F.softplus}
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import theory
 from evaluating.results import read_results
-from paper import theory
 from paper.figures import draw
 from paper.tables import fill_all
 
