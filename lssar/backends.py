@@ -163,28 +163,30 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None)
     device = q.device.type
     dtype = q.dtype
     batch, heads, queries, head_dim = q.shape
-    groups, keys = k.shape[1:3]
-    compiled = torch.compiler.is_compiling()
+    _, groups, keys, value_dim = v.shape
     alike = dtype == k.dtype == v.dtype or torch.is_autocast_enabled(device)
     return Call(
-        device=device,
-        dtype=dtype,
-        entries=batch * heads * queries * keys,
-        head_dim=head_dim,
-        compiled=compiled,
-        value_dim=v.shape[3],
-        mixed=not alike,
-        keys=keys,
-        spans=not span.full,
-        grouped=heads != groups,
-        decays=decay is not None,
-        transformed=_is_transformed(),
+        device,
+        dtype,
+        batch * heads * queries * keys,
+        head_dim,
+        torch.compiler.is_compiling(),
+        value_dim,
+        not alike,
+        keys,
+        not span.full,
+        heads != groups,
+        decay is not None,
+        _is_transformed(),
     )
 
 
 def _is_transformed() -> bool:
     """Tell whether torch.func or forward-mode AD computes with these tensors."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Backend:
         if call.device != self.device and not interpreted:
             place = "the CPU" if self.device == "cpu" else "a GPU"
             return f"it computes on {place}, not on {call.device}"
-        if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if call.dtype not in KERNEL_TYPES:
             return f"it computes in float32, not {call.dtype}"
         widest = max(call.head_dim, call.value_dim or 0)
         if widest > fused.LARGEST_HEAD_DIM:

@@ -42,7 +42,7 @@ def compute(q, k, v, m: Mechanism, head_scale: Tensor | None, span: Span) -> Ten
         out = _Direct.apply(q, k, v, span.first, settings)
     else:
         out = room_like(q, v.shape[3])
-        _run(_kernel().lssar_forward, settings, span.first, {"q": q, "k": k, "v": v}, {"out": out})
+        _run(_kernel().lssar_forward, settings, span.first, (q, k, v), (out,))
     return fused.finish(out, q, k, m, head_scale, span).to(dtype)
 
 
@@ -54,21 +54,8 @@ def most_keys(head_dim: int) -> int:
 # --- the library ---------------------------------------------------------------------------------
 
 
-class View(ctypes.Structure):
-    """Describes a float32 tensor (B, H, L, d) with unit stride along d: `View` of cpu_call.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-    )
-
-    @classmethod
-    def of(cls, x: Tensor) -> "View":
-        """Return the view of a tensor (B, H, L, d)."""
-        batch, head, row, _ = x.stride()
-        return cls(x.data_ptr(), batch, head, row)
+TENSORS = ("q", "k", "v", "out", "stats", "guide", "grad_out", "grad_q", "grad_k", "grad_v")
+VIEW = ("data", "batch_stride", "head_stride", "row_stride")
 
 
 class KernelCall(ctypes.Structure):
@@ -83,34 +70,32 @@ class KernelCall(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("value_dim", ctypes.c_int64),
         ("threads", ctypes.c_int64),
-        ("train_length", ctypes.c_int64),
+        # From here to train_length: `Settings`
         ("window", ctypes.c_int64),
         ("phi", ctypes.c_int64),
         ("flags", ctypes.c_int64),
         ("p", ctypes.c_double),
         ("alpha", ctypes.c_double),
         ("bias", ctypes.c_double),
+        ("train_length", ctypes.c_int64),
         ("first", ctypes.c_void_p),
         ("first_stride", ctypes.c_int64),
-        ("q", View),
-        ("k", View),
-        ("v", View),
-        ("out", View),
-        ("stats", View),
-        ("guide", View),
-        ("grad_out", View),
-        ("grad_q", View),
-        ("grad_k", View),
-        ("grad_v", View),
+        # Of each tensor, (B, H, L, d) in float32 with unit stride along d; zeros: there is none
+        *((f"{tensor}.{field}", ctypes.c_int64) for tensor in TENSORS for field in VIEW),
     )
 
 
+def view_of(x: Tensor) -> tuple[int, int, int, int]:
+    """Return the fields of a call for one of its tensors; an empty one stands for none."""
+    if x.ndim != 4:
+        return 0, 0, 0, 0
+    batch, head, row, _ = x.stride()
+    return x.data_ptr(), batch, head, row
+
+
 def call_layout() -> list[str]:
-    """Return `STRUCTURE.FIELD=OFFSET` of every field of a call, and its size."""
-    layout = []
-    for structure, name in ((View, "View"), (KernelCall, "KernelCall")):
-        for field, *_ in structure._fields_:
-            layout.append(f"{name}.{field}={getattr(structure, field).offset}")
+    """Return `FIELD=OFFSET` of every field of a call, and its size."""
+    layout = [f"{field}={getattr(KernelCall, field).offset}" for field, _ in KernelCall._fields_]
     return [*layout, f"bytes={ctypes.sizeof(KernelCall)}"]
 
 
@@ -152,39 +137,35 @@ def unavailable() -> str | None:
 # --- the operators -------------------------------------------------------------------------------
 
 
-def _run(function, settings: Settings, first: Tensor | None, inputs: dict, outputs: dict) -> None:
-    """Call a function of the kernel: fill the outputs from the inputs, tensors by field."""
-    inputs = {name: readable(x) for name, x in inputs.items()}
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+def _run(function, settings: Settings, first: Tensor | None, inputs: tuple, outputs: tuple) -> None:
+    """Call a function of the kernel, which fills the outputs.
+
+    Inputs and outputs are in the order of TENSORS.
+    """
+    inputs = tuple(map(readable, inputs))
+    q, _, v, *_ = inputs
     if not (q.numel() and v.numel()):
-        for x in outputs.values():
+        for x in outputs:
             x.zero_()
         return
     batch, heads, queries, head_dim = q.shape
-    groups, keys = k.shape[1:3]
-    call = KernelCall(
-        batch=batch,
-        heads=heads,
-        groups=groups,
-        queries=queries,
-        keys=keys,
-        head_dim=head_dim,
-        value_dim=v.shape[3],
-        threads=torch.get_num_threads(),
-        **settings._asdict(),
-    )
-    for name, x in (*inputs.items(), *outputs.items()):
-        if x.ndim == 4:  # else it is empty, and stands for none
-            setattr(call, name, View.of(x))
+    _, groups, keys, value_dim = v.shape
+    first_place, first_stride = None, 0
     if first is not None:
         first = first.contiguous()
-        call.first = first.data_ptr()
-        call.first_stride = q.shape[2] if len(first) > 1 else 0
+        first_place = first.data_ptr()
+        first_stride = queries if len(first) > 1 else 0
+    sizes = (batch, heads, groups, queries, keys, head_dim, value_dim)
+    threads = torch.get_num_threads()
+    views: list[int] = []
+    for x in (*inputs, *outputs):
+        views.extend(view_of(x))
+    call = KernelCall(*sizes, threads, *settings, first_place, first_stride, *views)
     status = function(ctypes.byref(call))
     if status == UNKNOWN_ACTIVATION:
         raise NotImplementedError(f"the CPU kernel has no case for phi = {fused.PHI[call.phi]!r}")
     if status == NO_MEMORY:
-        raise MemoryError(f"the attention kernel found no scratch memory for {call.keys} keys")
+        raise MemoryError(f"the attention kernel found no scratch memory for {keys} keys")
 
 
 def _outputs(q, k, v, first, *settings_and_save):
@@ -199,18 +180,16 @@ def _outputs(q, k, v, first, *settings_and_save):
 
 def _forward(q, k, v, first, *settings_and_save):
     out, stats, guide = _outputs(q, k, v, first, *settings_and_save)
-    inputs = {"q": q, "k": k, "v": v}
-    outputs = {"out": out, "stats": stats, "guide": guide}
-    _run(_kernel().lssar_forward, Settings(*settings_and_save[:-1]), first, inputs, outputs)
-    return out, stats, guide
+    outputs = (out, stats, guide)
+    _run(_kernel().lssar_forward, Settings(*settings_and_save[:-1]), first, (q, k, v), outputs)
+    return outputs
 
 
 def _backward(grad, q, k, v, first, out, stats, guide, *settings):
-    grad_q, grad_k, grad_v = room_for_gradients(grad, q, k, v)
-    inputs = {"q": q, "k": k, "v": v, "out": out, "stats": stats, "guide": guide, "grad_out": grad}
-    outputs = {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
-    _run(_kernel().lssar_backward, Settings(*settings), first, inputs, outputs)
-    return grad_q, grad_k, grad_v
+    grads = room_for_gradients(grad, q, k, v)
+    inputs = (q, k, v, out, stats, guide, grad)
+    _run(_kernel().lssar_backward, Settings(*settings), first, inputs, grads)
+    return grads
 
 
 def _kept(q, out, stats, guide):

@@ -41,8 +41,9 @@ enum Flags : int64_t {  // what is not the plain case; named in fused.py
 // `KernelCall` in cpu.py, field by field; names and offsets are compared when this is loaded
 struct Call {
   int64_t batch, heads, groups, queries, keys, head_dim, value_dim, threads;
-  int64_t train_length, window, phi, flags;
-  double p, alpha, bias;  // p = 0: not sharpened
+  int64_t window, phi, flags;  // from here to train_length: `Settings` in fused.py
+  double p, alpha, bias;       // p = 0: not sharpened
+  int64_t train_length;
   const int64_t* first;   // (B, Lq) or (Lq,): the first key that each row sees; null: the first
   int64_t first_stride;   // over the batch
   View q, k, v, out, stats, guide, grad_out, grad_q, grad_k, grad_v;

@@ -83,17 +83,19 @@ def kernel_inputs(
         keys = k[:, :, :0] if scaling else k  # which the kernel divides by their lengths
         q, keys = over_root_d(q, keys, m, head_scale, count)
         k = k if scaling else keys
-    flags = {
-        scaling: True,
-        L1: m.norm == "l1",
-        LOG_N: m.bias == "-log N",
-        RECENTRE: m.post.startswith("recentre"),
-        RECENTRE_L1: m.post == "recentre, l1",
-    }
+    flags = scaling
+    if m.norm == "l1":
+        flags |= L1
+    if m.bias == "-log N":
+        flags |= LOG_N
+    if m.post in ("recentre", "recentre, l1"):
+        flags |= RECENTRE
+    if m.post == "recentre, l1":
+        flags |= RECENTRE_L1
     settings = Settings(
         window=span.window or 0,
         phi=PHI.index(m.phi),
-        flags=sum(flag for flag, on in flags.items() if on),
+        flags=flags,
         p=0.0 if m.p is None else float(m.p),
         alpha=float(m.alpha) if m.sharpened else 0.0,
         bias=-math.log(m.train_length) if m.bias == "-log L" else 0.0,
@@ -119,8 +121,10 @@ FARTHEST_ROWS = 2**23  # elements apart: offsets within a tile of 256 rows stay 
 
 
 def _fits(x: Tensor) -> bool:
-    *_, row, element = (0, *x.stride())
-    return element == 1 and row < FARTHEST_ROWS
+    if x.ndim < 2:
+        return True
+    strides = x.stride()
+    return strides[-1] == 1 and strides[-2] < FARTHEST_ROWS
 
 
 def readable(x: Tensor) -> Tensor:

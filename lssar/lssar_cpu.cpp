@@ -32,18 +32,17 @@ enum Status { DONE = 0, NO_MEMORY = 1, UNKNOWN_ACTIVATION = 2 };
 
 // The fields of a call and where they are, for cpu.py to compare with its own
 extern "C" const char* lssar_call_layout() {
-#define VIEW_FIELD(name) "View." #name "=" + std::to_string(offsetof(View, name)) + " "
-#define FIELD(name) "KernelCall." #name "=" + std::to_string(offsetof(Call, name)) + " "
+#define FIELD(name) #name "=" + std::to_string(offsetof(Call, name)) + " "
+#define VIEW(name) \
+  FIELD(name.data) + FIELD(name.batch_stride) + FIELD(name.head_stride) + FIELD(name.row_stride)
   static const std::string layout = std::string() +
-      VIEW_FIELD(data) + VIEW_FIELD(batch_stride) + VIEW_FIELD(head_stride) +
-      VIEW_FIELD(row_stride) +
       FIELD(batch) + FIELD(heads) + FIELD(groups) + FIELD(queries) + FIELD(keys) +
-      FIELD(head_dim) + FIELD(value_dim) + FIELD(threads) + FIELD(train_length) + FIELD(window) +
-      FIELD(phi) + FIELD(flags) + FIELD(p) + FIELD(alpha) + FIELD(bias) + FIELD(first) +
-      FIELD(first_stride) + FIELD(q) + FIELD(k) + FIELD(v) + FIELD(out) + FIELD(stats) +
-      FIELD(guide) + FIELD(grad_out) + FIELD(grad_q) + FIELD(grad_k) + FIELD(grad_v) +
+      FIELD(head_dim) + FIELD(value_dim) + FIELD(threads) + FIELD(window) + FIELD(phi) +
+      FIELD(flags) + FIELD(p) + FIELD(alpha) + FIELD(bias) + FIELD(train_length) + FIELD(first) +
+      FIELD(first_stride) + VIEW(q) + VIEW(k) + VIEW(v) + VIEW(out) + VIEW(stats) + VIEW(guide) +
+      VIEW(grad_out) + VIEW(grad_q) + VIEW(grad_k) + VIEW(grad_v) +
       "bytes=" + std::to_string(sizeof(Call));
-#undef VIEW_FIELD
+#undef VIEW
 #undef FIELD
   return layout.c_str();
 }
