@@ -16,6 +16,7 @@ that compute the model. It generates the tokens that `generate.py` does. To publ
 
 import contextlib
 import errno
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -286,15 +287,20 @@ def without_folder(argument: str) -> str:
 def write_code(out: Path) -> None:
     """Copy the modules that the model needs, flat, so that they import each other."""
     needed = modules_of(MODEL)
+    files = {}
     for module in needed:
         text = exported(_file(module).read_text(encoding="utf-8"), needed)
         if module == "lssar.cpu_build":
             text = text.replace(CPU_SOURCE, CPU_SOURCE + WRITE_SOURCE)
-        write_text(out / f"{_flat(module)}.py", text)
+        files[f"{_flat(module)}.py"] = text
     about = '"""The C++ files of lssar/: transformers copies Python files only."""'
     sources = [*sorted(ROOT.glob("lssar/cpu_*.h")), ROOT / "lssar/lssar_cpu.cpp"]
     texts = {path.name: path.read_text(encoding="utf-8") for path in sources}
-    write_text(out / f"{KERNEL_MODULE}.py", f"{about}\n\nTEXTS = {texts!r}\n")
+    files[f"{KERNEL_MODULE}.py"] = f"{about}\n\nTEXTS = {texts!r}\n"
+    # torch knows an operator by its name in the whole process, and in its cache of compiled graphs.
+    version = hashlib.sha256("".join(files.values()).encode()).hexdigest()[:12]
+    for name, text in files.items():
+        write_text(out / name, text.replace('"lssar::', f'"lssar_{version}::'))
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
 
 
