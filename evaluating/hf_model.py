@@ -57,7 +57,7 @@ class Seen:
         if isinstance(start, Tensor) and can_look_at(start):
             start = int(start)
         rows = torch.arange(length, device=x.device) + start  # of the queries among the keys
-        fixed = isinstance(start, Tensor)  # a static cache in a compiled graph
+        fixed = isinstance(start, Tensor)  # a static cache in a graph, or on a GPU
         keys = cache.get_max_length() if fixed else start + length
         self.place = rows if place is None else place
         self.mask: Arrangement | None = None

@@ -19,6 +19,7 @@ to its base model, or merge it. One that is used with another attention gives a 
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -162,7 +163,7 @@ def visibility(
         _refuse(mechanism, config, "a choice of keys (indexer)")  # made from the mask itself
     if isinstance(q_offset, Tensor) and can_look_at(q_offset):
         q_offset = int(q_offset)
-    fixed = isinstance(q_offset, Tensor)  # a static cache in a compiled graph
+    fixed = isinstance(q_offset, Tensor)  # a static cache in a graph, or on a GPU
     end = kv_length if isinstance(q_offset, Tensor) else q_offset + q_length - kv_offset
     places = torch.arange(q_length, device=device) + (q_offset - kv_offset)
     plain = mask_function is causal_mask_function
@@ -187,7 +188,7 @@ def visibility(
             return _full(batch_size, q_length, end, device, NO_SPAN)
     if counts is None or fixed or attention_mask is not None or can_look_at(tokens):
         arrangement = arrange(tokens, q_length, places, counts)
-    else:  # in a graph, where nobody sees that all are tokens
+    else:  # all are tokens, though nobody can look
         arrangement = Arrangement(end, places + 1 - counts)
     return _packed(arrangement, batch_size, q_length, device)
 
@@ -203,7 +204,9 @@ def _counts(mask_function, tokens: Tensor, places, offset: int, more: bool) -> T
     sequence, head = torch.arange(batch, device=tokens.device), key[:1]
     rank = tokens.cumsum(1)  # of each token in its sequence, from 1
     look = can_look_at(tokens)
-    blocks = places.split(max(1, ENTRIES // (batch * keys))) if look else (places,)
+    blocks: Sequence[Tensor] = (places,)  # all in one, as a graph has no loop of unknown length
+    if not torch.compiler.is_compiling():
+        blocks = places.split(max(1, ENTRIES // (batch * keys)))
     found = []
     for place in blocks:
         visible = mask_function(
@@ -248,11 +251,10 @@ def _unpacked(mask: Tensor, queries: int) -> Arrangement | str:
         return f"a mask of shape {tuple(mask.shape)}; give the padding mask (batch, keys)"
     if 0 not in mask.stride() and not mask.is_meta:  # no longer a view, or of three rows
         whole = (mask >= MARKS[mask.dtype]).all()
-        if mask.device.type == "cpu" and can_look_at(mask):
-            if not whole:
-                return CHANGED
-        else:  # a GPU is not waited for
+        if not can_look_at(mask):
             torch._assert_async(whole, f"attention cannot take {CHANGED}")
+        elif not whole:
+            return CHANGED
     end = mask.shape[3]
     if mask.dtype == torch.int8:
         return NOT_A_SPAN if mask.shape[1] == NO_SPAN else Arrangement(end)

@@ -29,6 +29,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from lssar.backends import trace_constant  # runs while a graph is traced, and leaves nothing in it
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, Mechanism
+from lssar.spans import can_look_at
 
 REGISTERED: dict[str, Mechanism] = {}  # by the name that `attn_implementation` takes
 FIELD = "lssar_attention"  # of a config: the name, the mechanism, whether heads have a scalar
@@ -309,16 +310,8 @@ def _after(model: PreTrainedModel, args: tuple, output) -> None:
 def _packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> dict:
     """Return options that make transformers separate packed sequences: no cache, no mask."""
     mask, cache = options.get("attention_mask"), options.get("past_key_values")
-    if torch.compiler.is_compiling():
-        wanted = options.get("use_cache")
-        keeps = getattr(model.config, "use_cache", False) if wanted is None else wanted
-        if mask is None and cache is None and keeps:
-            raise UserError(
-                f"position_ids for {family_of(model.config)} in a compiled graph may be of packed "
-                "sequences, which cannot be cached; give use_cache=False, or attention_mask"
-            )
-        if _covers(mask, positions):
-            torch._assert_async(~_start_again(positions, mask), PACKED_AND_MASKED)
+    if not can_look_at(positions):  # in a graph, or on a GPU, which is not waited for
+        _assert_not_packed(model, positions, options)
         return options
     sequences = find_packed_sequence_indices(positions)
     if sequences is None:
@@ -334,17 +327,42 @@ def _packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> d
                 "give position 0 to padding"
             )
     if cache is not None:
-        raise UserError(
-            "position_ids that start again are packed sequences, which cannot be cached; "
-            "leave past_key_values out"
-        )
+        raise UserError(PACKED_AND_CACHED)
     return options | {"attention_mask": None, "use_cache": False}
 
 
-PACKED_AND_MASKED = (
-    "position_ids that start again are packed sequences, which a compiled graph tells apart only "
-    "without attention_mask; leave it out"
+PACKED_AND_CACHED = (
+    "position_ids that start again are packed sequences, which cannot be cached; "
+    "give use_cache=False and no past_key_values"
 )
+PACKED_AND_MASKED = (
+    "position_ids that start again are packed sequences, which a compiled graph or a GPU tells "
+    "apart only without attention_mask; leave it out"
+)
+
+
+def _assert_not_packed(model: PreTrainedModel, positions: Tensor, options: dict) -> None:
+    """Let the device check what the host cannot look at, where packed sequences cannot be told."""
+    mask, cache = options.get("attention_mask"), options.get("past_key_values")
+    if mask is not None:
+        if _covers(mask, positions):
+            _assert_on_device(~_start_again(positions, mask), PACKED_AND_MASKED)
+        return
+    wanted = options.get("use_cache")
+    if wanted is None:
+        wanted = getattr(model.config, "use_cache", False)
+    if torch.compiler.is_compiling() and cache is None and wanted:
+        raise UserError(
+            f"position_ids for {family_of(model.config)} in a compiled graph may be of packed "
+            "sequences, which cannot be cached; give use_cache=False, or attention_mask"
+        )
+    if cache is not None or wanted:
+        _assert_on_device((positions.diff(dim=1) == 1).all(), PACKED_AND_CACHED)
+
+
+def _assert_on_device(condition: Tensor, message: str) -> None:
+    if not condition.is_meta:
+        torch._assert_async(condition, message)
 
 
 def _covers(mask: Any, positions: Tensor) -> TypeGuard[Tensor]:

@@ -43,13 +43,19 @@ def bounded(bounds: Tensor, length: int) -> Tensor:
 
 def padding(mask: Tensor, queries: int) -> Tensor:
     """Return the first token of left-padded sequences, (B, queries); the mask is True at tokens."""
-    if not _is_left_padded(mask):
-        raise UserError("padding between or after the tokens is not a span; use attend_padded")
+    left_padded = _is_left_padded(mask)
+    if not can_look_at(mask):
+        torch._assert_async(left_padded, NOT_LEFT_PADDED)
+    elif not left_padded:
+        raise UserError(NOT_LEFT_PADDED)
     return (~mask).sum(-1, keepdim=True).expand(-1, queries)
 
 
-def _is_left_padded(mask: Tensor) -> bool:
-    return bool((mask[:, 1:] >= mask[:, :-1]).all())
+NOT_LEFT_PADDED = "padding between or after the tokens is not a span; use attend_padded"
+
+
+def _is_left_padded(mask: Tensor) -> Tensor:
+    return (mask[:, 1:] >= mask[:, :-1]).all()
 
 
 @dataclass(frozen=True)
@@ -110,9 +116,9 @@ def _looks_like_a_mask(first: Tensor) -> bool:
     """Tell whether this is the mask of tokens before padding: ones, then zeros.
 
     As places, they would hide the first key from the early queries and show it to the late ones.
-    Other masks can be meant as places. A GPU is not waited for.
+    Other masks can be meant as places.
     """
-    if first.device.type != "cpu" or not can_look_at(first):
+    if not can_look_at(first):
         return False
     return bool((first.diff(dim=-1) < 0).any() and (first >= 0).all() and (first <= 1).all())
 
@@ -159,6 +165,7 @@ def arrange(
 ) -> Arrangement:
     """Return the order that moves padding to the front; the mask (B, n) is True at tokens.
 
+    Where the mask can be looked at, nothing is moved if its padding is at the front already.
     `places` (queries,) says where the queries are among the n keys: they are the last ones unless
     told otherwise, and nothing after them is a token. `counts` (B, queries) is the number of tokens
     that each query sees, itself included and without a gap: all up to its own unless told.
@@ -181,8 +188,11 @@ def arrange(
 
 
 def can_look_at(x: Tensor) -> bool:
-    """Tell whether a branch may depend on the values of x: not while a graph is made."""
-    return type(x) is Tensor and not (x.is_meta or torch.compiler.is_compiling())
+    """Tell whether a branch may depend on the values of x.
+
+    Not while a graph is made, and not on a GPU, which the host would have to wait for.
+    """
+    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def reordered(x: Tensor, order: Tensor) -> Tensor:

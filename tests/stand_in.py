@@ -34,7 +34,7 @@ def build() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=cache).close()
     except OSError:  # run by its path, as `lssar` itself would import torch
-        cache = runpy.run_path(str(ROOT / "lssar/cache.py"))["private_folder"]()
+        cache = runpy.run_path(str(ROOT / "lssar/folders.py"))["private_folder"]()
     library = cache / f"stand_in-{key}.so"
     if not library.exists():
         partial = library.with_suffix(f".{os.getpid()}")
