@@ -65,11 +65,23 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         _check_adapters(adapted, getattr(child, "peft_config", {}))
 
 
-def check(model: nn.Module) -> nn.Module:
-    """Watch a model that was built before `lssar.hf` was imported; refuse it if need be."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and not vars(part).get(WATCHED):
+def check(model: nn.Module, attention: str | None = None) -> nn.Module:
+    """Return the model, watched from now on as one that was built after `lssar.hf` was imported.
+
+        model = lssar.hf.check(LlamaForCausalLM.from_pretrained(folder), "lssar")
+
+    Refuse it where one of our mechanisms cannot work, and where no part of it runs `attention`.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        if not vars(part).get(WATCHED):
             _watch(part)
+    found = sorted({str(part.config._attn_implementation) for part in parts})
+    if attention is not None and attention not in found:
+        raise UserError(
+            f"{type(model).__name__} runs attention {', '.join(map(repr, found)) or None}, "
+            f"and {attention!r} nowhere; give attn_implementation={attention!r}"
+        )
     return model
 
 

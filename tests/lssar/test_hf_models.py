@@ -16,7 +16,7 @@ from tiny_models import build, config_of, pack, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 from lssar.errors import UserError
-from lssar.hf import add_head_scales, register
+from lssar.hf import add_head_scales, check, register
 from lssar.mechanisms import MECHANISMS, get_mechanism
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +191,13 @@ def test_a_part_that_a_model_does_not_have_is_refused(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=what):
         AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
+    # A class's own from_pretrained forgets what it was asked for before it builds the model.
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, **asked)
+    with pytest.raises(UserError, match="LlamaForCausalLM runs attention 'sdpa', and 'lssar' now"):
+        check(loaded, "lssar")
+    assert check(loaded) is loaded
+    loaded.set_attn_implementation("lssar")
+    assert check(loaded, "lssar") is loaded
     model.set_attn_implementation({"text_config": "sdpa"})  # none of ours: as transformers has it
 
 
