@@ -8,7 +8,8 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from lssar.spans import Arrangement, arrange, bounded, can_look_at
+from lssar.spans import Arrangement, arrange, bounded
+from lssar.tracing import can_look_at
 from model import GPT, WEIGHTS_VERSION, ModelConfig, preset
 
 MODEL = preset("124m", "lssar").to_dict()  # the fields of a ModelConfig, and their defaults

@@ -62,4 +62,4 @@ else:
         raise AttributeError(f"module 'lssar' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return [*__all__, "__version__"]

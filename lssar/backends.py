@@ -8,19 +8,17 @@ reference, row block by row block or at once, and never by something else.
 import contextlib
 import functools
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lssar import cpu, fused, triton_op
 from lssar.errors import UserError, did_you_mean
+from lssar.limits import Backend, Call, describe
 from lssar.mechanisms import PARTS, Mechanism
 from lssar.reference import (
     check_shapes,
@@ -43,6 +41,7 @@ from lssar.spans import (
     span_of,
     zero_unseen_values,
 )
+from lssar.tracing import exporting_to_onnx, trace_constant
 
 
 def attend(
@@ -89,7 +88,7 @@ def attend(
     head_scale = head_scale_of(m, head_scale, q)
     decay = decay_of(decay, q, k)
     span = span_of(first, m, q, k)
-    chosen = _chosen(backend, m, _describe(q, k, v, span, decay))
+    chosen = _chosen(backend, m, describe(q, k, v, span, decay))
     if decay is None:
         return chosen.run(q, k, v, m, head_scale, span)
     return chosen.run(q, k, v, m, head_scale, span, decay)
@@ -138,125 +137,6 @@ def attend_padded(
     out = attend(q, k, v, mechanism, first=first, decay=decay, **options)
     return out if queries is None else reordered(out, queries.argsort(dim=1))
 
-
-# --- a call and what a backend offers ------------------------------------------------------------
-
-
-class Call(NamedTuple):
-    """What the choice of a backend depends on, besides the mechanism."""
-
-    device: str  # "cpu", "cuda", "mps"
-    dtype: torch.dtype
-    entries: int  # B * H * Lq * Lk
-    head_dim: int
-    compiled: bool = False
-    value_dim: int | None = None  # None: as wide as the keys
-    mixed: bool = False  # q, k and v differ in type, and no autocast makes them alike
-    keys: int = 0  # Lk
-    spans: bool = False  # some rows do not see all keys up to their own
-    grouped: bool = False  # heads of q share one of k and v
-    decays: bool = False  # scores fall with the steps between key and query
-    transformed: bool = False  # inside torch.func.grad, vmap, jvp, ..., or forward-mode AD
-
-
-def _describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None) -> Call:
-    device = q.device.type
-    dtype = q.dtype
-    batch, heads, queries, head_dim = q.shape
-    _, groups, keys, value_dim = v.shape
-    alike = dtype == k.dtype == v.dtype or torch.is_autocast_enabled(device)
-    return Call(
-        device,
-        dtype,
-        batch * heads * queries * keys,
-        head_dim,
-        torch.compiler.is_compiling(),
-        value_dim,
-        not alike,
-        keys,
-        not span.full,
-        heads != groups,
-        decay is not None,
-        _is_transformed(),
-    )
-
-
-def _is_transformed() -> bool:
-    """Tell whether torch.func or forward-mode AD computes with these tensors."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
-KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A way to compute attention, `run(q, k, v, mechanism, head_scale, span)`, and its limits.
-
-    Of a part of mechanisms that is not named in `parts`, the first value of PARTS is supported.
-    """
-
-    run: Callable[..., Tensor]
-    parts: dict[str, tuple[str, ...]] | None = None  # None: every call, and `run` takes a decay too
-    device: str | None = None  # of a fused kernel; None, with parts: full rows, not re-weighted
-    missing: Callable[[], str | None] = lambda: None
-    transforms: bool = False  # made of operations that torch.func can transform
-
-    def refuses(self, m: Mechanism, call: Call) -> str | None:
-        """Return why it cannot take the call; None: it can."""
-        if call.transformed and not self.transforms:
-            return "torch.func and forward-mode AD cannot transform it; use backend='eager'"
-        if self.parts is None:
-            return None
-        if m.sharpened and self.device is None:
-            return f"it does not compute {m.name!r}: p = {m.p!r}"
-        for part, values in PARTS.items():
-            supported = self.parts.get(part) or values[:1]
-            if getattr(m, part) not in supported:
-                return f"it does not compute {m.name!r}: {part} = {getattr(m, part)!r}"
-        if m.softcap is not None:
-            return f"it does not cap scores: softcap = {m.softcap!r}"
-        if call.decays:
-            return "its scores do not decay"
-        if m.sinks and call.spans:
-            return f"it sees nothing outside of a window: sinks = {m.sinks}"
-        if self.device is not None:
-            return self._kernel_refuses(m, call)
-        if call.spans:
-            return "it has no windows, packed documents or padding"
-        if call.grouped:
-            return "it takes one head of k and v for each of q"
-        return "it takes q, k and v of one type" if call.mixed else None
-
-    def _kernel_refuses(self, m: Mechanism, call: Call) -> str | None:
-        interpreted = self.device == "cuda" and triton_op.interpreting()
-        if call.device != self.device and not interpreted:
-            place = "the CPU" if self.device == "cpu" else "a GPU"
-            return f"it computes on {place}, not on {call.device}"
-        if call.dtype not in KERNEL_TYPES:
-            return f"it computes in float32, not {call.dtype}"
-        widest = max(call.head_dim, call.value_dim or 0)
-        if widest > fused.LARGEST_HEAD_DIM:
-            return f"it takes head dimensions up to {fused.LARGEST_HEAD_DIM}, not {widest}"
-        limited = self.device == "cpu" and m.scale == "log d log N"
-        if limited and call.keys > (most := cpu.most_keys(call.head_dim)):
-            return f"it takes up to {most} keys of head dimension {call.head_dim}, not {call.keys}"
-        if reason := fused.unfused(m):
-            return reason
-        mixed = call.mixed and self.device != "cpu"
-        return "it takes q, k and v of one type" if mixed else None
-
-
-def trace_constant(function: Callable) -> Callable:
-    """Mark a function as constant for torch.compile, without importing the compiler.
-
-    This is what torch.compiler.assume_constant_result does.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-# --- the choice ----------------------------------------------------------------------------------
 
 # Below this many attention weights, holding them is cheaper than computing them twice. A compiled
 # graph fuses the eager form, and cannot hold the row-block loop.
@@ -328,8 +208,8 @@ def _chosen(name: str, m: Mechanism, call: Call) -> Backend:
 
 
 def _fastest(m: Mechanism, call: Call) -> str:
-    if call.compiled and _exporting_to_onnx():
-        return "eager"  # an operator of ours has no meaning in ONNX
+    if call.compiled and exporting_to_onnx():
+        return "eager"
     name = choose_backend(m, call)
     kernel = KERNELS.get(call.device)
     if name == "rowblock" and kernel is not None:
@@ -337,11 +217,6 @@ def _fastest(m: Mechanism, call: Call) -> str:
         if reason is not None:
             _say_row_blocks(m.name, kernel, reason)
     return name
-
-
-@trace_constant
-def _exporting_to_onnx() -> bool:
-    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 KERNELS = {"cpu": "cpu", "cuda": "triton"}  # by device
@@ -382,9 +257,6 @@ def forget_used_backends() -> None:
 def used_backends(name: str) -> list[str]:
     """Return the backends that calls of the mechanism took since they were forgotten."""
     return sorted({backend for (used, _), backend in _used.items() if used == name})
-
-
-# --- the backends --------------------------------------------------------------------------------
 
 
 def _eager(q, k, v, m: Mechanism, head_scale, span: Span, decay: Tensor | None = None) -> Tensor:

@@ -95,7 +95,7 @@ def view_of(x: Tensor) -> tuple[int, int, int, int]:
 
 def call_layout() -> list[str]:
     """Return `FIELD=OFFSET` of every field of a call, and its size."""
-    layout = [f"{field}={getattr(KernelCall, field).offset}" for field, _ in KernelCall._fields_]
+    layout = [f"{field}={getattr(KernelCall, field).offset}" for field, *_ in KernelCall._fields_]
     return [*layout, f"bytes={ctypes.sizeof(KernelCall)}"]
 
 

@@ -34,7 +34,8 @@ from lssar.backends import attend_padded
 from lssar.errors import UserError
 from lssar.hf_models import add_head_scales, check, family_of
 from lssar.mechanisms import MECHANISMS, Mechanism
-from lssar.spans import Arrangement, arrange, bounded, can_look_at
+from lssar.spans import Arrangement, arrange, bounded
+from lssar.tracing import can_look_at
 
 __all__ = [
     "add_head_scales",

@@ -26,10 +26,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
-from lssar.backends import trace_constant  # runs while a graph is traced, and leaves nothing in it
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, Mechanism
-from lssar.spans import can_look_at
+from lssar.tracing import can_look_at, trace_constant
 
 REGISTERED: dict[str, Mechanism] = {}  # by the name that `attn_implementation` takes
 FIELD = "lssar_attention"  # of a config: the name, the mechanism, whether heads have a scalar

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
+from lssar.tracing import can_look_at
 
 
 def window(size: int, queries: int, keys: int | None = None, device=None) -> Tensor:
@@ -148,9 +149,6 @@ def shifted_keys(k: Tensor, first: Tensor | None = None) -> Tensor:
     return torch.where(starts, k, before)
 
 
-# --- padded batches ------------------------------------------------------------------------------
-
-
 class Arrangement(NamedTuple):
     """An order of keys and queries in which what each query sees is a span."""
 
@@ -185,14 +183,6 @@ def arrange(
     asked = asking.to(torch.uint8).argsort(dim=1, stable=True)
     first = torch.where(asking.gather(1, asked), end - seen.gather(1, asked), keys)
     return Arrangement(keys, first, order, asked)
-
-
-def can_look_at(x: Tensor) -> bool:
-    """Tell whether a branch may depend on the values of x.
-
-    Not while a graph is made, and not on a GPU, which the host would have to wait for.
-    """
-    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def reordered(x: Tensor, order: Tensor) -> Tensor:
