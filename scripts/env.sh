@@ -1,6 +1,6 @@
 # Sourced by the scripts: makes .venv, installs the named requirement files once, activates it.
 # Usage: source scripts/env.sh requirements.txt [more.txt ...]
-# A stamp of the files' contents makes the second call instant.
+# A copy of each file in .venv says what is installed, and makes the second call instant.
 
 stop() { # stop WHAT_IS_WRONG_AND_WHAT_TO_DO
   echo "error: $*" >&2
@@ -18,11 +18,10 @@ is_whole() {
     [ "$(source .venv/bin/activate >/dev/null && echo "$VIRTUAL_ENV")" -ef .venv ]
 }
 
-stamp_of() { echo ".venv/installed-$(basename "$1")"; }
-key_of() { sha256sum <"$1" | cut -d' ' -f1; }
+installed_copy() { echo ".venv/installed-$(basename "$1")"; }
 is_installed() {
   [ -f "$1" ] || stop "there is no $1 here"
-  [ "$(cat "$(stamp_of "$1")" 2>/dev/null)" = "$(key_of "$1")" ]
+  cmp -s "$1" "$(installed_copy "$1")"
 }
 
 is_ready() { # is_ready FILE...
@@ -72,7 +71,7 @@ install() { # install FILE PIP_OPTIONS...
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
     -c requirements.txt "$@" -r "$file" ||
     stop "pip could not install -r $file; check the network and disk space, then run this again"
-  key_of "$file" >"$(stamp_of "$file")"
+  cp "$file" "$(installed_copy "$file")"
 }
 
 if ! is_ready "$@" requirements-bpe.txt; then

@@ -108,6 +108,19 @@ def test_environment_is_installed_once_and_again_when_a_file_changes(checkout):
     assert installs(checkout) == 4
 
 
+def test_nothing_is_taken_for_installed_where_there_is_no_sha256sum(checkout, tmp_path):
+    """macOS had none before version 15: stamp and file were both "", and nothing was installed."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for tool in ("bash", "basename", "cat", "cmp", "cp", "cut", "env"):
+        (commands / tool).symlink_to(shutil.which(tool))
+    first = source(checkout, "a.txt", PATH=str(commands))
+    assert first.returncode == 0, first.stderr
+    assert installs(checkout) == 2
+    source(checkout, "a.txt", PATH=str(commands))
+    assert installs(checkout) == 2
+
+
 def test_a_failed_installation_is_said_and_tried_again(checkout):
     failed = source(checkout, "a.txt", PIP_EXIT="1")
     assert failed.returncode == 2
