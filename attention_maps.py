@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.tokeniser import Tokeniser
-from evaluating import EvaluationParser
+from evaluating.arguments import EvaluationParser
 from evaluating.checkpoints import Checkpoint, labels, layer_inputs, open_checkpoints
 from evaluating.protocol import open_results
 from evaluating.results import Record

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import describe_set
-from evaluating import EvaluationParser
+from evaluating.arguments import EvaluationParser
 from evaluating.checkpoints import Checkpoint, labels, open_checkpoints
 from evaluating.protocol import measuring
 from evaluating.results import Results

@@ -7,8 +7,8 @@ numbers.
 The targets are the first 10,485,760 tokens of the validation set (or `--tokens`). With `--spread`
 they are spread evenly over the set, whose beginning may not be a fair sample. They are predicted in
 segments of the longest length, or of `--segment`, to predict the same tokens as an evaluation at
-longer lengths. Each length cuts a segment into windows that do not overlap, so every length, model
-and variant predicts the same tokens.
+longer lengths. Each length cuts a segment into sequences that do not overlap, so every length,
+model and variant predicts the same tokens.
 
 With `--within-documents`, a segment never crosses an end-of-text token: where most documents are
 shorter than a segment, its far context is other documents, which cannot help.
@@ -18,38 +18,39 @@ Reported per length:
     loss            mean over tokens; its standard error is over segments
     bits per byte   the same over the bytes of the tokens' text (0 for an end of text, whose loss
                     counts): comparable between tokenisers
-    by position     mean over tokens at a range of positions in their window
-    far-context     loss on the last half training length of every window when the model sees only
-      benefit       the last training length of the window, minus the loss on the same tokens with
-                    all of the window in view; it is positive where far context helps
+    by position     mean over tokens at a range of positions in their sequence
+    far-context     loss on the last half training length of every sequence when the model sees only
+      benefit       the last training length of it, minus the loss on the same tokens with all of
+                    the sequence in view; it is positive where far context helps
     paired          loss minus that of the first checkpoint, by segment, with its error
 
 `--p`, `--alpha`, `--window`, `--position-interpolation`, `--ntk` and `--yarn` add variants of each
-checkpoint. A window of the training length is the control that any claim of extrapolation has to
-beat; `--sinks 4` adds one with the first 4 tokens in view (StreamingLLM). In a model with local and
-global layers, a window narrows the global ones.
+checkpoint. A sliding window of the training length is the control that any claim of extrapolation
+has to beat; `--sinks 4` adds one with the first 4 tokens in view (StreamingLLM). In a model with
+local and global layers, a window narrows the global ones.
 """
 
 import math
 import sys
 import time
 from dataclasses import replace
-from itertools import count, pairwise, takewhile
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from data.shards import describe_set
-from evaluating import EvaluationParser
-from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Variant, unmeasured
-from evaluating.protocol import measuring, opened, progress
+from evaluating import report
+from evaluating.arguments import EvaluationParser
+from evaluating.protocol import Case, measuring, opened, progress, unmeasured
 from evaluating.results import Record
 from evaluating.targets import Targets, open_data
+from evaluating.variants import Variant
 from model import GPT
 from support.command import lengths, positive, run
 from training.distributed import World
 
-Spans = list[tuple[int, int]]  # ranges of positions in a window, first included, last not
+Ranges = list[tuple[int, int]]  # of positions in a sequence: first included, last not
 
 
 def make_parser() -> EvaluationParser:
@@ -65,19 +66,25 @@ def make_parser() -> EvaluationParser:
     return parser
 
 
-def position_buckets(length: int) -> Spans:
+def position_ranges(length: int) -> Ranges:
     """Return the ranges 0-16-20-24-28-32-40-..., up to the length: four parts of each octave."""
-    quarters = (2**octave * quarter for octave in count(2) for quarter in (4, 5, 6, 7))
-    return list(pairwise([0, *takewhile(lambda edge: edge < length, quarters), length]))
+    edges = [0]
+    edge = 16
+    while edge < length:
+        edges.append(edge)
+        edge += 2 ** (edge.bit_length() - 3)  # a quarter of the octave
+    return list(pairwise([*edges, length]))
 
 
-def segment_sums(model: GPT, case: Case, keep: int, spans: Spans, targets: Targets, world: World):
-    """Return the summed losses (segments, spans) of the last `keep` tokens of every window.
+def summed_losses(
+    model: GPT, case: Case, keep: int, ranges: Ranges, targets: Targets, world: World
+) -> np.ndarray:
+    """Return the summed losses (segments, ranges) of the last `keep` tokens of every sequence.
 
     Batches have the same shape on any process, and each fills its own rows of a matrix that is zero
     elsewhere: the sum over processes is exact, so their number changes nothing.
     """
-    sums = torch.zeros(targets.count, len(spans), dtype=torch.float64)
+    sums = torch.zeros(targets.count, len(ranges), dtype=torch.float64)
     length = case.length
     near = ", near context" if keep < length else ""
     with progress(targets.tokens, f"{case.label} at {length}{near}", "tok", world.is_main) as bar:
@@ -85,8 +92,8 @@ def segment_sums(model: GPT, case: Case, keep: int, spans: Spans, targets: Targe
             if number % world.size == world.rank:
                 segments = len(pair[0])
                 inputs, wanted = (t.reshape(-1, length)[:, -keep:].to(world.device) for t in pair)
-                losses = model.token_losses(inputs, wanted).cpu().double()  # (windows, keep)
-                for column, (start, stop) in enumerate(spans):
+                losses = model.token_losses(inputs, wanted).cpu().double()  # (sequences, keep)
+                for column, (start, stop) in enumerate(ranges):
                     part = losses[:, start:stop].reshape(segments, -1)
                     sums[first : first + segments, column] = part.sum(1)
             bar.update(pair[0].numel())
@@ -98,49 +105,67 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
     begun = time.monotonic()
     length = case.length
     train_length = case.checkpoint.info.train_length
-    windows = targets.tokens // length
-    buckets = position_buckets(length)
-    tail = train_length // 2 if length > train_length else 0  # tokens that the benefit is about
-    spans = buckets + ([(length - tail, length)] if tail else [])
-    sums = segment_sums(model, case, length, spans, targets, world)
-    by_bucket = sums[:, : len(buckets)]
-    segment_losses = by_bucket.sum(1) / targets.segment
-    loss, error = report.mean_and_error(segment_losses)
-    by_position = []
-    for (a, b), total in zip(buckets, by_bucket.sum(0), strict=True):
-        by_position.append({"from": a + 1, "to": b, "loss": float(total) / (windows * (b - a))})
-    details = {"by_position": by_position, "by_segment": segment_losses.tolist()}
-    found = [
-        Record("loss", value=loss, error=error, tokens=targets.tokens, details=details, **case.key)
-    ]
-    if tail:
+    ranges = position_ranges(length)
+    if length <= train_length:
+        sums = summed_losses(model, case, length, ranges, targets, world)
+        records = [loss_record(case, ranges, sums, targets)]
+    else:
+        tail = train_length // 2  # tokens of each sequence that the benefit is about
+        in_full = (length - tail, length)
+        sums = summed_losses(model, case, length, [*ranges, in_full], targets, world)
         replace(case, length=train_length).configure(model)
-        span = [(train_length - tail, train_length)]
-        near_sums = segment_sums(model, case, train_length, span, targets, world)
-        scored = tail * targets.segment // length  # tokens per segment
-        full = sums[:, -1] / scored
-        near = near_sums[:, 0] / scored
-        benefit, error = report.mean_and_error(near - full)
-        about = {
+        in_near = (train_length - tail, train_length)
+        near = summed_losses(model, case, train_length, [in_near], targets, world)
+        records = [
+            loss_record(case, ranges, sums[:, :-1], targets),
+            benefit_record(case, tail, sums[:, -1], near[:, 0], targets),
+        ]
+    records[0].details["seconds"] = round(time.monotonic() - begun, 2)
+    if targets.bytes:
+        records.append(in_bits(records[0], targets))
+    return records
+
+
+def loss_record(case: Case, ranges: Ranges, sums: np.ndarray, targets: Targets) -> Record:
+    """Return the mean loss, with those of every range of positions and of every segment."""
+    by_segment = sums.sum(1) / targets.segment
+    loss, error = report.mean_and_error(by_segment)
+    sequences = targets.tokens // case.length
+    by_position = []
+    for (start, stop), total in zip(ranges, sums.sum(0), strict=True):
+        mean = float(total) / (sequences * (stop - start))
+        by_position.append({"from": start + 1, "to": stop, "loss": mean})
+    return Record(
+        "loss",
+        value=loss,
+        error=error,
+        tokens=targets.tokens,
+        details={"by_position": by_position, "by_segment": by_segment.tolist()},
+        **case.key,
+    )
+
+
+def benefit_record(
+    case: Case, tail: int, full_sums: np.ndarray, near_sums: np.ndarray, targets: Targets
+) -> Record:
+    """Return the loss on the last tokens of every sequence in near context minus in full."""
+    tokens_per_segment = tail * targets.segment // case.length
+    full = full_sums / tokens_per_segment
+    near = near_sums / tokens_per_segment
+    benefit, error = report.mean_and_error(near - full)
+    return Record(
+        "far_context_benefit",
+        value=benefit,
+        error=error,
+        tokens=tail * (targets.tokens // case.length),
+        details={
             "full_context": float(full.mean()),
             "near_context": float(near.mean()),
             "tokens_per_window": tail,
             "by_segment": (near - full).tolist(),
-        }
-        found.append(
-            Record(
-                "far_context_benefit",
-                value=benefit,
-                error=error,
-                tokens=tail * windows,
-                details=about,
-                **case.key,
-            )
-        )
-    details["seconds"] = round(time.monotonic() - begun, 2)
-    if targets.bytes:
-        found.append(in_bits(found[0], targets))
-    return found
+        },
+        **case.key,
+    )
 
 
 def in_bits(loss: Record, targets: Targets) -> Record:
@@ -158,7 +183,14 @@ def in_bits(loss: Record, targets: Targets) -> Record:
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
     with opened(arguments) as (world, checkpoints, chosen):
-        targets = Targets(open_data(arguments.data, checkpoints), arguments)
+        targets = Targets(
+            open_data(arguments.data, checkpoints),
+            arguments.lengths,
+            tokens=arguments.tokens,
+            segment=arguments.segment,
+            spread=arguments.spread,
+            within_documents=arguments.within_documents,
+        )
         if world.is_main and targets.tokens != arguments.tokens:
             print(
                 f"{targets.tokens:,} target tokens instead of {arguments.tokens:,}: the largest "

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from data.tokeniser import Tokeniser
-from evaluating import EvaluationParser
+from evaluating.arguments import EvaluationParser
 from evaluating.checkpoints import open_checkpoints
 from support.command import number, positive, run, seed_number, whole
 from training import distributed

@@ -36,10 +36,9 @@ import numpy as np
 import torch
 
 from data.far_tasks import ANSWER_TOKENS, FORMS, Prompt, make_prompt
-from evaluating import EvaluationParser
-from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, unmeasured
-from evaluating.protocol import BATCH_TOKENS, measuring, opened, progress
+from evaluating import report
+from evaluating.arguments import EvaluationParser
+from evaluating.protocol import BATCH_TOKENS, Case, measuring, opened, progress, unmeasured
 from evaluating.results import Record, Results
 from lssar.errors import UserError
 from model import GPT

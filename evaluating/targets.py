@@ -1,7 +1,8 @@
-"""Chooses the tokens of a validation set to predict: whole segments of a fixed length."""
+"""Chooses the tokens of a validation set to predict: whole segments of one length."""
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,11 +17,24 @@ from lssar.errors import UserError
 class Targets:
     """Holds the segments of a validation set to predict, in batches of fixed shape."""
 
-    def __init__(self, data: TokenSet, arguments):
-        """Choose as many segments as asked for and available, or raise with the numbers."""
-        asked = arguments.tokens
-        segment = arguments.segment or arguments.lengths[-1]
-        for length in arguments.lengths:
+    def __init__(
+        self,
+        data: TokenSet,
+        lengths: Sequence[int],
+        *,
+        tokens: int,
+        segment: int | None = None,
+        spread: bool = False,
+        within_documents: bool = False,
+    ):
+        """Choose segments with at most so many tokens, each a multiple of all lengths.
+
+        `segment` is their length, by default the last of the lengths. They stand one after another
+        from the beginning, or with `spread` all over the set. `within_documents` leaves out those
+        that would cross an end-of-text token.
+        """
+        segment = segment or lengths[-1]
+        for length in lengths:
             if segment % length:
                 raise UserError(
                     f"--lengths: {length} does not divide {segment}; "
@@ -30,24 +44,30 @@ class Targets:
         if available < segment:
             raise UserError(
                 f"{data.directory} has {data.total_tokens} validation tokens, too few for one "
-                f"window of {segment} + 1; use shorter ones or more data"
+                f"segment of {segment} + 1; use shorter ones or more data"
             )
-        if asked < segment:
-            raise UserError(f"--tokens {asked} is less than one window of {segment} tokens")
+        if tokens < segment:
+            raise UserError(f"--tokens {tokens} is less than one segment of {segment} tokens")
         self.data = data
         self.segment = segment
-        self.spread = arguments.spread
+        self.spread = spread
         self.documents: dict = {}  # with --within-documents, the part of the set that is left
-        within = arguments.within_documents
-        starts = self._within_documents() if within else np.arange(available // segment) * segment
-        self.count = min(asked // segment, len(starts))
-        if self.spread:
-            last = len(starts) - 1 if within else available - segment
-            places = np.arange(self.count) * last // max(1, self.count - 1)
-            starts = starts[places] if within else places
+        if within_documents:
+            starts = self._within_documents()
+        else:
+            starts = np.arange(available // segment) * segment
+        self.count = min(tokens // segment, len(starts))
+        if spread and within_documents:
+            starts = starts[self._spread_to(len(starts) - 1)]
+        elif spread:
+            starts = self._spread_to(available - segment)
         self.starts = starts[: self.count]
         self.tokens = self.count * segment
         self.batch = min(self.count, max(1, BATCH_TOKENS // segment))
+
+    def _spread_to(self, last: int) -> np.ndarray:
+        """Return as many whole numbers as there are segments, from 0 to `last`."""
+        return np.arange(self.count) * last // max(1, self.count - 1)
 
     def _within_documents(self) -> np.ndarray:
         """Return the starts of the segments that lie, with their last target, in one document."""

@@ -40,7 +40,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -50,10 +49,10 @@ import numpy as np
 from data.far_tasks import PASSKEY, TASKS, guess
 from data.loader import Windows
 from data.shards import describe_set
-from evaluating import EvaluationParser
-from evaluating import extrapolation_report as report
-from evaluating.checkpoints import Case, Checkpoint, labels, series_label, unmeasured
-from evaluating.protocol import measuring, opened
+from evaluating import report
+from evaluating.arguments import EvaluationParser
+from evaluating.checkpoints import Checkpoint, labels, series_label
+from evaluating.protocol import Case, measuring, opened, unmeasured
 from evaluating.results import Record, Results
 from evaluating.statistic import Interval, interval
 from evaluating.targets import Targets, open_data
@@ -166,14 +165,13 @@ class Audit:
         """Choose the targets of a text."""
         asked = self.arguments
         data = open_data(asked.data, checkpoints)
-        chosen = SimpleNamespace(
-            lengths=[self.length],
-            segment=None,
+        segments = Targets(
+            data,
+            [self.length],
             tokens=asked.segments * self.length,
             spread=True,
             within_documents=asked.within_documents,
         )
-        segments = Targets(data, chosen)
         gram = far.GRAM[checkpoints[0].tokeniser().name]
         self.settings |= {"gram": gram, "within_documents": asked.within_documents}
         self.about = describe_set(asked.data) | segments.documents

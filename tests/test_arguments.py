@@ -149,7 +149,7 @@ ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
         ((*EVALUATE, "--segment", "0"), "--segment: '0' must be at least 1"),
         ((*EVALUATE, "--segment", HUGE), "does not divide"),
         ((*EVALUATE, "--tokens", "1"), "--tokens 1 is less than one window"),
-        ((*EVALUATE, "--lengths", HUGE), "too few for one window"),
+        ((*EVALUATE, "--lengths", HUGE), "too few for one segment"),
         ((*EVALUATE, "--window", "0"), "--window: '0' must be at least 1"),
         ((*EVALUATE, "--p", "nan"), "--p: 'nan' is not a number"),
         ((*PASSKEY, "--trials", HUGE), "--trials: '2147483647' must be at most 100000"),

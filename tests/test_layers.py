@@ -11,7 +11,8 @@ from eval_helpers import small_gpt, tiny_model, write_checkpoint
 from loops import dot, softmax, weights_of_batch
 
 from attention_maps import layer_weights
-from evaluating.checkpoints import Variant, layer_inputs, model_label
+from evaluating.checkpoints import layer_inputs, model_label
+from evaluating.variants import Variant
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, Layer, ModelConfig, preset

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from train_helpers import make_corpus
 
 import eval_extrapolation
 from data.shards import describe_set, open_split
-from eval_extrapolation import main, position_buckets
-from evaluating import extrapolation_report as report
+from eval_extrapolation import main, position_ranges
+from evaluating import report
 from evaluating.results import Record, Results, read_results
 from evaluating.targets import Targets
 from lssar.backends import BACKENDS
@@ -119,20 +118,20 @@ def test_paired_difference_is_that_of_the_same_segments(workspace):
 
 
 @pytest.mark.parametrize("length", [1, 8, 16, 17, 37, 64, 1024, 1536, 16384])
-def test_position_buckets_cover_every_position_once(length):
-    covered = [i for a, b in position_buckets(length) for i in range(a, b)]
+def test_position_ranges_cover_every_position_once(length):
+    covered = [i for a, b in position_ranges(length) for i in range(a, b)]
     assert covered == list(range(length))
 
 
-def test_position_buckets_are_quarters_of_octaves():
+def test_position_ranges_are_quarters_of_octaves():
     edges = [0, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
-    assert position_buckets(100) == list(itertools.pairwise(edges))
+    assert position_ranges(100) == list(itertools.pairwise(edges))
 
 
 def test_buckets_have_the_mean_loss_of_their_positions(workspace):
     expected = plain_losses(tiny_model("softmax"), first_tokens(workspace), 64)
     buckets = find(load(workspace, "all.json"), "softmax", "as trained", 64).details["by_position"]
-    assert len(buckets) == len(position_buckets(64)) > 4
+    assert len(buckets) == len(position_ranges(64)) > 4
     for bucket in buckets:
         here = expected[:, bucket["from"] - 1 : bucket["to"]]
         assert bucket["loss"] == pytest.approx(here.mean().item(), rel=1e-6)
@@ -175,15 +174,10 @@ def test_a_model_blind_to_context_scores_alike_at_every_length(tmp_path):
         assert gains == pytest.approx([0, 0], abs=1e-6)
 
 
-def asked(segment: int, tokens: int = 10**9, **changes) -> SimpleNamespace:
-    usual = {"lengths": [segment], "segment": None, "spread": False, "within_documents": False}
-    return SimpleNamespace(tokens=tokens, **(usual | changes))
-
-
 def test_spread_segments_reach_from_the_first_token_to_the_last_without_overlap(tmp_path):
     data = open_split(write_tokens(tmp_path / "data", SET_TOKENS), "val")
     for tokens, segment in ((TOKENS, 64), (999, 100), (998, 499), (999, 999), (5, 5)):
-        targets = Targets(data, asked(segment, tokens, spread=True))
+        targets = Targets(data, [segment], tokens=tokens, spread=True)
         inputs = torch.cat([pair[1] for pair in targets.batches()])
         wanted = torch.cat([pair[2] for pair in targets.batches()])
         assert inputs[0].tolist() == data.slice(0, segment).tolist()
@@ -223,7 +217,7 @@ def test_segments_within_documents_never_cross_an_end_of_text(tmp_path, spread, 
         for number in range(size)
         if segment * (number + 1) < size
     ]
-    targets = Targets(data, asked(segment, spread=spread, within_documents=True))
+    targets = Targets(data, [segment], tokens=10**9, spread=spread, within_documents=True)
     assert targets.starts.tolist() == expected and len(expected) > 20
     for _, inputs, wanted in targets.batches():
         assert not (wanted == 256).any() and not (inputs[:, 1:] == 256).any()
@@ -231,11 +225,11 @@ def test_segments_within_documents_never_cross_an_end_of_text(tmp_path, spread, 
     share = len(expected) * segment / 5000
     assert f"{long} of {len(documents)} documents" in targets.coverage()
     assert f"{share:.1%} of the set" in targets.coverage()
-    few = Targets(data, asked(segment, 350, spread=spread, within_documents=True))
+    few = Targets(data, [segment], tokens=350, spread=spread, within_documents=True)
     assert few.count == 7 and set(few.starts) <= set(expected)
     assert (few.starts[-1] == expected[-1]) == spread
     with pytest.raises(UserError, match=r"no document of 900 \+ 1 tokens, the longest"):
-        Targets(data, asked(900, within_documents=True))
+        Targets(data, [900], tokens=10**9, within_documents=True)
 
 
 def test_the_results_say_how_much_of_the_set_has_long_documents(tmp_path, capsys):
@@ -507,11 +501,11 @@ def test_as_many_tokens_as_the_set_has_are_used_and_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths", "16,4096"], "1000 validation tokens, too few for one window of 4096"),
+        (["--lengths", "16,4096"], "1000 validation tokens, too few for one segment of 4096"),
         (["--lengths", "24,64"], "24 does not divide 64"),
         (["--lengths", "0,64"], "--lengths: '0' must be at least 1"),
         (["--lengths", "a"], "--lengths: 'a' is not a whole number"),
-        (["--tokens", "63"], "--tokens 63 is less than one window of 64"),
+        (["--tokens", "63"], "--tokens 63 is less than one segment of 64"),
         (["--p", "3"], "no checkpoint given re-weights"),
         (["--window", "0"], "--window: '0' must be at least 1"),
         (["--sinks", "4"], "--sinks 4 are kept beside a window"),

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from eval_helpers import tiny_model, write_checkpoint
 
-from evaluating.checkpoints import Variant, labels, open_checkpoints
+from evaluating.checkpoints import labels, open_checkpoints
 from evaluating.protocol import progress, say_left_out
 from evaluating.results import Record, Results, read_results
+from evaluating.variants import Variant
 from lssar.errors import UserError
 from support import command
 from support.files import finite

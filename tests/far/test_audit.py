@@ -397,9 +397,9 @@ def test_passkey_prompts_are_audited_too(workspace):
     "options, message",
     [
         (("--times", "6"), "--times 6 is not a power of 2"),
-        (("--times", "1024"), "too few for one window of 16384"),
-        (("--near", "1000"), "too few for one window of 4000"),
-        (("--within-documents", "--times", "512"), "too few for one window"),
+        (("--times", "1024"), "too few for one segment of 16384"),
+        (("--near", "1000"), "too few for one segment of 4000"),
+        (("--within-documents", "--times", "512"), "too few for one segment"),
         (("--data", "nowhere"), "nowhere does not exist"),
         (("--segments", "0"), "--segments: '0' must be at least 1"),
         (("--task", "mqar"), "not allowed with argument"),

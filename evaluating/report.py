@@ -1,4 +1,4 @@
-"""Tables and figures of `eval_extrapolation.py`, some of them also for other evaluations."""
+"""Prints and draws what was measured by length: losses, accuracies, benefits."""
 
 import math
 from collections import Counter
@@ -11,7 +11,8 @@ from evaluating.results import AS_TRAINED, Record, Results
 from support import plots
 from support.text import short_number, table
 
-LOSS, LENGTH = "validation loss (nats per token)", "evaluation length (tokens)"
+LOSS = "validation loss (nats per token)"
+LENGTH = "evaluation length (tokens)"
 LEGEND_LINE = 0.16  # inches, below the axes; it has two columns
 Key = tuple[str, str, int]  # run, variant, length
 
@@ -22,7 +23,7 @@ def by_key(results: Results, quantity: str) -> dict[Key, Record]:
 
 
 def table_by_length(results: Results, title: str, quantity: str, show: Callable) -> str:
-    """Return a table of one row per series, with `show(record)` in its cells; "" without rows."""
+    """Return a table with a row for each series and `show(record)` in its cells; "" if empty."""
     names = labels(results.runs)
     lengths = sorted({r.length for r in results.records})
     rows = []
@@ -125,7 +126,12 @@ def styled_series(results: Results, quantity: str, lines: bool = True) -> list[t
     names = labels(results.runs)
     runs = list(results.runs)
     order = Counter()  # of the series of each mechanism
-    series = sorted(results.series(quantity), key=lambda s: (runs.index(s[0]), s[1] != AS_TRAINED))
+
+    def by_run(found: tuple) -> tuple:
+        run, variant, _ = found
+        return runs.index(run), variant != AS_TRAINED
+
+    series = sorted(results.series(quantity), key=by_run)
     styles = []
     shown = []
     for identity, variant, _ in series:
@@ -134,8 +140,9 @@ def styled_series(results: Results, quantity: str, lines: bool = True) -> list[t
         styles.append(plots.style(mechanism, variant, order[kind] + (kind == "window")))
         shown.append(series_label(names[identity], variant).replace("alpha", "α"))
         order[kind] += 1
-    found = [records for *_, records in series]
-    return list(zip(shown, plots.coloured(styles) if lines else styles, found, strict=True))
+    if lines:
+        styles = plots.coloured(styles)
+    return list(zip(shown, styles, [records for _, _, records in series], strict=True))
 
 
 def with_error(record: Record) -> tuple[float, float, float]:
@@ -186,7 +193,7 @@ def finish_axes(axes, results: Results, ticks: list[int], xlabel: str, ylabel: s
 
 
 def loss_by_position(results: Results):
-    """Draw the loss by position in a window of the longest length."""
+    """Draw the loss by position in a sequence of the longest length."""
     longest = max(r.length for r in results.records)
     series = styled_series(results, "loss")
     figure, axes = figure_of(series)
@@ -197,7 +204,7 @@ def loss_by_position(results: Results):
             style = style | {"marker": ""}
             axes.plot(middles, [b["loss"] for b in buckets], label=label, **style)
     ticks = [2**e for e in range(4, longest.bit_length() + 1, 2) if 2**e <= longest]
-    xlabel = f"position in a window of {short_number(longest)} tokens"
+    xlabel = f"position in a sequence of {short_number(longest)} tokens"
     finish_axes(axes, results, ticks, xlabel, LOSS)
     return figure
 
