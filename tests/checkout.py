@@ -1,5 +1,8 @@
-"""The files of the project, whatever else lies in the checkout: editors, runs, environments."""
+"""The files and commands of the project, whatever else lies in the checkout: editors, runs."""
 
+import contextlib
+import importlib
+import io
 import subprocess
 from pathlib import Path
 
@@ -13,3 +16,20 @@ def tracked(*patterns: str) -> list[Path]:
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = (ROOT / name for name in listed.split("\0") if name)
     return sorted(path for path in paths if path.exists())
+
+
+def main_of(script: str):
+    """Return the main(argv) of a command such as data/prepare.py."""
+    return importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+
+
+def help_of(script: str, *words: str) -> str:
+    """Return what a command prints for --help."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        try:
+            code = main_of(script)([*words, "--help"])
+        except SystemExit as end:  # argparse leaves this way
+            code = end.code
+    assert not code, f"{script}: exit code {code}"
+    return shown.getvalue()

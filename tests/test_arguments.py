@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from checkout import ROOT, tracked
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 
@@ -82,14 +83,14 @@ def test_every_command_is_walked():
     assert len(commands()) > 12
 
 
-@pytest.mark.parametrize("name", sorted({*commands()} - {"benchmark"}))
-def test_no_option_takes_a_number_that_it_cannot_use(name, monkeypatch):
-    refuse_nonsense(parser_of(pytest.importorskip(name).main, monkeypatch))
+def test_no_option_takes_a_number_that_it_cannot_use(monkeypatch):
+    for name in cases(sorted({*commands()} - {"benchmark"})):
+        refuse_nonsense(parser_of(pytest.importorskip(name).main, monkeypatch))
 
 
-@pytest.mark.parametrize("name", benchmark.BENCHMARKS)
-def test_no_benchmark_takes_a_number_that_it_cannot_use(name):
-    refuse_nonsense(benchmark.make_parser(name))
+def test_no_benchmark_takes_a_number_that_it_cannot_use():
+    for name in cases(benchmark.BENCHMARKS):
+        refuse_nonsense(benchmark.make_parser(name))
 
 
 def refuse_nonsense(parser: argparse.ArgumentParser) -> None:
@@ -142,9 +143,8 @@ PASSKEY = (passkey.main, "m", "--out", "x.json", "--lengths", "400")
 ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
 
 
-@pytest.mark.parametrize(
-    ("command", "part"),
-    [
+def test_an_impossible_number_is_one_line(line):
+    examples = [
         ((*EVALUATE, "--segment", "-2048"), "--segment: '-2048' must be at least 1"),
         ((*EVALUATE, "--segment", "0"), "--segment: '0' must be at least 1"),
         ((*EVALUATE, "--segment", HUGE), "does not divide"),
@@ -173,39 +173,35 @@ ORBITS = (simulate, "orbits", "--out", "o", "--workers", "0")
         ((*ORBITS, "--shard-sequences", "1"), "raise --shard-sequences"),
         ((*ORBITS, "--shard-sequences", HUGE), "do not fit in one shard"),
         ((simulate, "forces", "--out", "o", "--labelled", HUGE), "do not fit in one shard"),
-    ],
-    ids=lambda value: " ".join(map(str, value[1:]))[:60] if isinstance(value, tuple) else "",
-)
-def test_an_impossible_number_is_one_line(line, command, part):
-    assert part in line(*command)
+    ]
+    for command, part in cases(examples):
+        assert part in line(*command)
 
 
 LONG = "x" * 300
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_a_name_that_no_file_can_have_is_one_line(line):
+    examples = [
         (generate.main, LONG),
         (eval_extrapolation.main, "m", "--data", LONG, "--out", "x.json", "--lengths", "8"),
         (passkey.main, "m", "--lengths", "400", "--out", f"{LONG}.json"),
         (attention_maps.main, LONG, "--out", "x.json"),
-    ],
-    ids=["checkpoint", "shards", "results", "map"],
-)
-def test_a_name_that_no_file_can_have_is_one_line(line, command):
-    said = line(*command)
-    assert "too long for the name of a file" in said
-    assert len(said) < 120
+    ]
+    for command in cases(examples):
+        said = line(*command)
+        assert "too long for the name of a file" in said
+        assert len(said) < 120
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [lambda: np.empty((2**31, 2**22)), lambda: torch.empty(2**62), lambda: torch.empty(2**50)],
-    ids=["numpy", "torch overflow", "torch"],
-)
-def test_what_does_not_fit_into_memory_is_one_line(line, ask):
-    assert "does not fit into memory; ask for less" in line(lambda argv: ask())
+def test_what_does_not_fit_into_memory_is_one_line(line):
+    requests = [
+        lambda argv: np.empty((2**31, 2**22)),
+        lambda argv: torch.empty(2**62),
+        lambda argv: torch.empty(2**50),
+    ]
+    for request in cases(requests):
+        assert "does not fit into memory; ask for less" in line(request)
 
 
 def test_other_failures_keep_their_traceback(monkeypatch):

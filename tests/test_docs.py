@@ -2,11 +2,8 @@
 
 import re
 import shlex
-import subprocess
-import sys
-from functools import cache
 
-from checkout import ROOT, tracked
+from checkout import ROOT, help_of, tracked
 
 PAGES = tracked("README.md", "CONTRIBUTING.md", "docs/*.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -38,12 +35,6 @@ def commands() -> list[tuple[str, list[str]]]:
                 if words:
                     found.append((page.name, words))
     return found
-
-
-@cache
-def help_of(*command: str) -> str:
-    words = [sys.executable, *command, "--help"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_commands_exist_and_know_their_options():

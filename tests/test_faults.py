@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from drill.children import refused
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 from train_helpers import arguments, make_corpus, train_here
@@ -178,9 +179,9 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_no_override_is_a_traceback_or_leaves_the_run_directory():
+    """A name of `..` put a run above its directory; the others ended in Python's own errors."""
+    examples = [
         "--log.name=..",
         "--log.name=\0",
         "--log.name=\udcff",
@@ -193,14 +194,11 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
         "--train.steps=" + "[" * 5000,
         "--train.batch_tokens=" + "9" * 25,
         "--train.steps=1\n[model]",
-    ],
-    ids=lambda text: ascii(text)[:24],
-)
-def test_no_override_is_a_traceback_or_leaves_the_run_directory(override):
-    """A name of `..` put a run above its directory; the others ended in Python's own errors."""
-    with pytest.raises(UserError) as caught:
-        load_config(ROOT / "configs/nano-lssar.toml", [override])
-    assert "command line" in str(caught.value) and "\n" not in str(caught.value)
+    ]
+    for override in cases(examples):
+        with pytest.raises(UserError) as caught:
+            load_config(ROOT / "configs/nano-lssar.toml", [override])
+        assert "command line" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_hint_about_a_huge_batch_does_not_take_years():
@@ -211,10 +209,10 @@ def test_a_hint_about_a_huge_batch_does_not_take_years():
         load_config(config, [*overrides, "--train.micro_batch=2"])
 
 
-@pytest.mark.parametrize(("length", "seed"), [(10**30, 0), (2**40, 0), (-1, 0), (1024, -1)])
-def test_an_impossible_passkey_prompt_is_one_line(length, seed):
-    with pytest.raises(UserError, match=r"length|--seed"):
-        make_prompt(get_tokeniser("bytes"), length, 0, seed)
+def test_an_impossible_passkey_prompt_is_one_line():
+    for length, seed in cases([(10**30, 0), (2**40, 0), (-1, 0), (1024, -1)]):
+        with pytest.raises(UserError, match=r"length|--seed"):
+            make_prompt(get_tokeniser("bytes"), length, 0, seed)
 
 
 @pytest.mark.parametrize(
@@ -391,16 +389,15 @@ def test_workers_do_not_hear_an_interrupt_and_their_parent_does():
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
-@pytest.mark.parametrize("p", [1e9, 1e30, 1e308])
-def test_a_huge_exponent_does_not_hang_the_cpu_kernel(p):
+def test_a_huge_exponent_does_not_hang_the_cpu_kernel():
     """It counted down the whole part of p in an int that could not hold it."""
-    q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
-    got = attend(q, k, v, get_mechanism("lssar", p=p), backend="cpu")
-    sharpest = attention_weights(q, k, "lssar").argmax(-1)  # of each row: the limit of p
-    torch.testing.assert_close(got, v.gather(2, sharpest.unsqueeze(-1).expand_as(got)))
+    for p in cases([1e9, 1e30, 1e308]):
+        q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
+        got = attend(q, k, v, get_mechanism("lssar", p=p), backend="cpu")
+        sharpest = attention_weights(q, k, "lssar").argmax(-1)  # of each row: the limit of p
+        torch.testing.assert_close(got, v.gather(2, sharpest.unsqueeze(-1).expand_as(got)))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "command",
     [
@@ -412,17 +409,19 @@ def test_a_huge_exponent_does_not_hang_the_cpu_kernel(p):
     ],
     ids=lambda command: " ".join((command[0].__module__, *command[1:])),
 )
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, monkeypatch, command, value):
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, monkeypatch, command):
     """They gave tracebacks, rubbish with exit code 0, or an "overflow" that was none."""
     monkeypatch.chdir(tmp_path)
-    model, (main, *options) = tiny_model(), command
-    with torch.no_grad():
-        model.blocks[1].mlp_out.weight[3, 5] = value
-    write_checkpoint(tmp_path / "model", model, tokeniser="bytes")
     write_tokens(tmp_path / "data", 99)
-    with pytest.raises(UserError, match=r"blocks\.1\.mlp_out\.weight has weights .* not finite"):
-        main(["model", *options, "--device", "cpu"])
-    assert not list(tmp_path.glob("*.png"))
+    model, (main, *options) = tiny_model(), command
+    said = r"blocks\.1\.mlp_out\.weight has weights .* not finite"
+    for value in cases([math.nan, math.inf, -math.inf]):
+        with torch.no_grad():
+            model.blocks[1].mlp_out.weight[3, 5] = value
+        write_checkpoint(tmp_path / str(value), model, tokeniser="bytes")
+        with pytest.raises(UserError, match=said):
+            main([f"./{value}", *options, "--device", "cpu"])
+        assert not list(tmp_path.glob("*.png"))
 
 
 def test_a_model_of_orbits_is_refused_where_text_is_evaluated(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from matplotlib.colors import to_hex
 
 import attention_maps
@@ -156,21 +157,23 @@ def test_nothing_is_written_without_out(arguments, tmp_path, monkeypatch):
 # --- what is measured ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "lssa", "lssar"])
-def test_every_contestant_computes_its_mechanism(mechanism):
-    options = options_of("--mechanisms", mechanism, "--heads", "2", "--head-dim", "8", "--p", "3")
-    inputs = make_inputs(options, 37)
-    cases = bench.choose(Study(options))
-    assert len(cases) >= 3 * len(options.lengths)
-    for case in cases:
-        p = {"p": 3} if case.mechanism.sharpened else {}
-        q, k, v = (x.double().requires_grad_() for x in inputs[:3])
-        value = get_mechanism(case.mechanism.name, **p)
-        out = attention_weights(q, k, value) @ v
-        exact = [out, *torch.autograd.grad(out, (q, k, v), inputs[3].double())]
-        forward, both = steps_of(case, inputs)
-        for got, want in zip([forward(), *both()], exact, strict=True):
-            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+def test_every_contestant_computes_its_mechanism():
+    for mechanism in cases(["softmax", "lssa", "lssar"]):
+        options = options_of(
+            "--mechanisms", mechanism, "--heads", "2", "--head-dim", "8", "--p", "3"
+        )
+        inputs = make_inputs(options, 37)
+        chosen = bench.choose(Study(options))
+        assert len(chosen) >= 3 * len(options.lengths)
+        for case in chosen:
+            p = {"p": 3} if case.mechanism.sharpened else {}
+            q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+            value = get_mechanism(case.mechanism.name, **p)
+            out = attention_weights(q, k, value) @ v
+            exact = [out, *torch.autograd.grad(out, (q, k, v), inputs[3].double())]
+            forward, both = steps_of(case, inputs)
+            for got, want in zip([forward(), *both()], exact, strict=True):
+                torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_papers_form_is_the_literal_power():
@@ -309,9 +312,8 @@ def test_of_many_mechanisms_four_have_their_colour_and_the_others_a_name_at_the_
 # --- mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
+def test_mistakes_are_one_line():
+    examples = [
         (["--backends", "cpu,trition"], "did you mean 'triton'"),
         (["--mechanisms", "lsar"], "did you mean 'lssar'"),
         (["--lengths", "12,x"], "is not a whole number"),
@@ -321,12 +323,11 @@ def test_of_many_mechanisms_four_have_their_colour_and_the_others_a_name_at_the_
         (["--table", "costs"], "choose from"),
         (["--lenghts", "12"], "unrecognized arguments: --lenghts"),
         (["--inputs", "no/such/run"], "no such file"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message):
-    with pytest.raises(UserError, match=message) as error:
-        benchmark.main(["attention", *arguments])
-    assert "\n" not in str(error.value)
+    ]
+    for arguments, message in cases(examples):
+        with pytest.raises(UserError, match=message) as error:
+            benchmark.main(["attention", *arguments])
+        assert "\n" not in str(error.value)
 
 
 def test_mistakes_about_a_checkpoint(checkpoint, tmp_path):

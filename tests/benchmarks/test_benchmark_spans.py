@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from cases import cases
 
 import benchmark
 from benchmarks import attention_study as bench
@@ -13,28 +14,29 @@ from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 
 
-@pytest.mark.parametrize("seen", sorted({s for pair in bench.SPANS.values() for s in pair}))
-def test_every_span_computes_what_it_says(seen):
-    options = Namespace(batch=1, heads=8, head_dim=8, device="cpu", dtype="fp32", inputs="random")
-    q, k, v, _ = inputs = make_inputs(options, 300)
-    case = Case(get_mechanism("softmax"), "cpu", 300, seen=seen)
-    out = steps_of(case, inputs)[0]()
-    row, key = torch.arange(300)[:, None], torch.arange(300)
-    visible = key <= row
-    if seen == bench.WINDOW:
-        visible &= key > row - 128
-    if seen == bench.DOCUMENTS:
-        visible &= key // 256 == row // 256
-    if seen in (bench.GROUPED, bench.COPIED):
-        k, v = (x[:, :4].repeat_interleave(2, dim=1) for x in (k, v))
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-    expected = scores.softmax(-1) @ v
-    expected = expected[:, :, -1:] if seen == bench.ONE_ROW else expected
-    if seen == bench.EIGHT:
-        starts = [300 * i // 16 for i in range(8)]
-        parts = (scores[:, :, -1:, n:].softmax(-1) @ v[:, :, n:] for n in starts)
-        expected = torch.cat(list(parts))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+def test_every_span_computes_what_it_says():
+    for seen in cases(sorted({s for pair in bench.SPANS.values() for s in pair})):
+        sizes = {"batch": 1, "heads": 8, "head_dim": 8}
+        options = Namespace(**sizes, device="cpu", dtype="fp32", inputs="random")
+        q, k, v, _ = inputs = make_inputs(options, 300)
+        case = Case(get_mechanism("softmax"), "cpu", 300, seen=seen)
+        out = steps_of(case, inputs)[0]()
+        row, key = torch.arange(300)[:, None], torch.arange(300)
+        visible = key <= row
+        if seen == bench.WINDOW:
+            visible &= key > row - 128
+        if seen == bench.DOCUMENTS:
+            visible &= key // 256 == row // 256
+        if seen in (bench.GROUPED, bench.COPIED):
+            k, v = (x[:, :4].repeat_interleave(2, dim=1) for x in (k, v))
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+        expected = scores.softmax(-1) @ v
+        expected = expected[:, :, -1:] if seen == bench.ONE_ROW else expected
+        if seen == bench.EIGHT:
+            starts = [300 * i // 16 for i in range(8)]
+            parts = (scores[:, :, -1:, n:].softmax(-1) @ v[:, :, n:] for n in starts)
+            expected = torch.cat(list(parts))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_span_is_compared_with_the_same_without_it(tmp_path, capsys):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 
 from benchmarks import theory
 from evaluating.results import read_results
@@ -13,14 +14,15 @@ from paper.figures import draw
 from paper.tables import fill_all
 
 
-@pytest.mark.parametrize("phi", [torch.exp, F.softplus])
-@pytest.mark.parametrize("x", [-3.0, 0.7, 9.0, 19.0])
-def test_the_gradient_of_stage_one_is_autograds(phi, x):
-    others = theory.scores(draw=3, keys=37)[0, 1:]
-    score = torch.tensor(x, dtype=torch.float64, requires_grad=True)
-    weight = phi(score) / (phi(score) + phi(others).sum())
-    (wanted,) = torch.autograd.grad(weight, score)
-    assert math.exp(theory.log_gradient(phi, others, x)) == pytest.approx(wanted.item(), rel=1e-9)
+def test_the_gradient_of_stage_one_is_autograds():
+    for phi, x in cases([torch.exp, F.softplus], [-3.0, 0.7, 9.0, 19.0]):
+        others = theory.scores(draw=3, keys=37)[0, 1:]
+        score = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        weight = phi(score) / (phi(score) + phi(others).sum())
+        (wanted,) = torch.autograd.grad(weight, score)
+        assert math.exp(theory.log_gradient(phi, others, x)) == pytest.approx(
+            wanted.item(), rel=1e-9
+        )
 
 
 def test_slopes_are_those_of_the_derivation():
@@ -38,12 +40,12 @@ def test_the_gradient_at_a_weight_is_found_where_the_weight_is():
         assert theory.gradient_at(torch.exp, False, others, weight) == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "largest"), [("fp16", 65504), ("fp32", torch.finfo().max)])
-def test_overflow_begins_where_the_types_largest_number_does(kind, largest):
-    for keys in (1024, 16384):
-        wanted = (1 + largest ** (1 / 15)) / keys
-        assert theory.overflow(theory.TYPES[kind], keys) == pytest.approx(wanted, rel=2e-3)
-    assert theory.overflow(torch.float64, 1024) == 1
+def test_overflow_begins_where_the_types_largest_number_does():
+    for kind, largest in cases([("fp16", 65504), ("fp32", torch.finfo().max)]):
+        for keys in (1024, 16384):
+            wanted = (1 + largest ** (1 / 15)) / keys
+            assert theory.overflow(theory.TYPES[kind], keys) == pytest.approx(wanted, rel=2e-3)
+        assert theory.overflow(torch.float64, 1024) == 1
 
 
 @pytest.mark.parametrize("row", ["cos-softmax", "lssar-p15"])

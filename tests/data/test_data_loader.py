@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from data_sets import write_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,9 +62,8 @@ def test_permute_starts_at_once_for_a_hundred_billion_windows():
     assert few.max() < size
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_inputs_and_targets_come_from_the_stream_across_shard_borders(tokens, shuffle):
-    for step in (0, 5, 11):
+def test_inputs_and_targets_come_from_the_stream_across_shard_borders(tokens):
+    for shuffle, step in cases([True, False], [0, 5, 11]):
         offsets = loader(tokens, shuffle=shuffle).offsets(step)
         x, y = global_batch(tokens, step, shuffle=shuffle)
         assert x.dtype == y.dtype == torch.int64
@@ -72,11 +72,9 @@ def test_inputs_and_targets_come_from_the_stream_across_shard_borders(tokens, sh
             assert y[row].tolist() == STREAM[offset + 1 : offset + 18].tolist()
 
 
-@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 24), (1, 1), (2, 3), (8, 3), (3, 8)])
-def test_any_number_of_processes_and_micro_batches_sees_the_same_batch(
-    tokens, world_size, micro_batch
-):
-    for step in (0, 7, 40):
+def test_any_number_of_processes_and_micro_batches_sees_the_same_batch(tokens):
+    divisions = [(1, 24), (1, 1), (2, 3), (8, 3), (3, 8)]
+    for (world_size, micro_batch), step in cases(divisions, [0, 7, 40]):
         expected = global_batch(tokens, step)
         seen = global_batch(tokens, step, world_size, micro_batch=micro_batch)
         assert torch.equal(seen[0], expected[0])
@@ -180,16 +178,16 @@ def test_validation_inputs_precede_their_targets(tokens):
         assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_share_the_validation_windows(tokens, world_size):
-    shares = [
-        row.tolist()
-        for rank in range(world_size)
-        for y in targets(tokens, 64, rank=rank, world_size=world_size)
-        for row in y
-    ]
-    alone = [row.tolist() for y in targets(tokens, 64) for row in y]
-    assert sorted(shares) == sorted(alone)
+def test_ranks_share_the_validation_windows(tokens):
+    for world_size in cases([2, 3, 8]):
+        shares = [
+            row.tolist()
+            for rank in range(world_size)
+            for y in targets(tokens, 64, rank=rank, world_size=world_size)
+            for row in y
+        ]
+        alone = [row.tolist() for y in targets(tokens, 64) for row in y]
+        assert sorted(shares) == sorted(alone)
 
 
 def test_impossible_validation_is_refused_at_the_call(tokens):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from cases import cases
 from data_sets import contents, read_stream, run_prepare
 
 from data import own_text, sources
@@ -206,9 +207,8 @@ def test_missing_and_unusable_inputs_are_one_line_each(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "match"),
-    [
+def test_damaged_text_is_one_line(tmp_path):
+    examples = [
         ("a.txt", b"caf\xe9 au lait", r"a\.txt is not UTF-8 \(byte 3\)"),
         ("b.txt", b"cut \xe4\xb8", r"b\.txt is not UTF-8 \(byte 4\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl, line at byte 14: not JSON"),
@@ -223,11 +223,10 @@ def test_missing_and_unusable_inputs_are_one_line_each(tmp_path):
             gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
             r"b\.jsonl\.gz is damaged",
         ),
-    ],
-)
-def test_damaged_text_is_one_line(tmp_path, name, data, match):
-    (tmp_path / name).write_bytes(data)
-    refuses(match, "text", tmp_path / name, "--workers=0", "--out", tmp_path / "out")
+    ]
+    for name, data, match in cases(examples):
+        (tmp_path / name).write_bytes(data)
+        refuses(match, "text", tmp_path / name, "--workers=0", "--out", tmp_path / "out")
 
 
 def test_a_field_of_another_name_is_read_with_field(tmp_path):
@@ -249,9 +248,8 @@ def test_empty_and_too_small_corpora_are_refused(tmp_path):
             "--val-tokens=100", *out)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
+def test_mistyped_commands_are_one_line(tmp_path, monkeypatch):
+    examples = [
         (["finweb"], "unknown source 'finweb'; did you mean 'fineweb'"),
         ([], "required"),
         (["stdlib"], "--out"),
@@ -266,12 +264,11 @@ def test_empty_and_too_small_corpora_are_refused(tmp_path):
         (["stdlib", "--workers=-1", "--out=x"], "--workers: '-1' must be at least 0"),
         (["download", "finewep", "--out=x"], "did you mean 'fineweb'"),
         (["download", "fineweb", "--shards=0", "--out=x"], "--shards: '0' must be at least 1"),
-    ],
-)
-def test_mistyped_commands_are_one_line(arguments, match, tmp_path, monkeypatch):
+    ]
     monkeypatch.chdir(tmp_path)
-    refuses(match, *arguments)
-    assert not list(tmp_path.iterdir())
+    for arguments, match in cases(examples):
+        refuses(match, *arguments)
+        assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_sample_is_answered_with_the_nearest(parquet, tmp_path):

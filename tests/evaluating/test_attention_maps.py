@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import cases
 from eval_helpers import tiny_model, write_checkpoint
 
 from attention_maps import (
@@ -20,22 +21,27 @@ from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
 
 
-@pytest.mark.parametrize("attention", ["softmax", "ssmax", "lssar", "relu-shen", "softmax-inverse"])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_weights_times_values_are_what_the_layer_computes(attention, layer):
-    model, tokens = tiny_model(attention), torch.randint(0, 257, (23,))
-    block, seen = model.blocks[layer].attention, {}
-    hook = block.register_forward_hook(lambda m, given, out: seen.update(given=given, out=out))
-    with torch.no_grad():
-        model.hidden(tokens[None])
-        _, _, v = block.queries_keys_values(*seen["given"][:2])
-        hook.remove()
-        weights, cosines, _ = layer_weights(model, tokens, layer)
-        mixed = (weights @ v[0]).transpose(0, 1).reshape(23, -1)
-        torch.testing.assert_close(block.proj(mixed), seen["out"][0], rtol=2e-4, atol=2e-4)
-    assert weights.shape == cosines.shape == (2, 23, 23)
-    assert cosines.abs().max() <= 1 + 1e-6
-    assert torch.equal(weights, weights.tril())
+def test_weights_times_values_are_what_the_layer_computes():
+    seen = {}
+
+    def watch(module, given, out):
+        seen.update(given=given, out=out)
+
+    names = ["softmax", "ssmax", "lssar", "relu-shen", "softmax-inverse"]
+    for attention, layer in cases(names, [0, 1]):
+        model, tokens = tiny_model(attention), torch.randint(0, 257, (23,))
+        block = model.blocks[layer].attention
+        hook = block.register_forward_hook(watch)
+        with torch.no_grad():
+            model.hidden(tokens[None])
+            _, _, v = block.queries_keys_values(*seen["given"][:2])
+            hook.remove()
+            weights, cosines, _ = layer_weights(model, tokens, layer)
+            mixed = (weights @ v[0]).transpose(0, 1).reshape(23, -1)
+            torch.testing.assert_close(block.proj(mixed), seen["out"][0], rtol=2e-4, atol=2e-4)
+        assert weights.shape == cosines.shape == (2, 23, 23)
+        assert cosines.abs().max() <= 1 + 1e-6
+        assert torch.equal(weights, weights.tril())
 
 
 def test_statistics_of_rows_that_are_known():
@@ -114,19 +120,17 @@ def test_every_mechanism_has_a_name_for_the_figure():
     assert all(m.label for m in MECHANISMS.values())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes_are_one_clear_line(tmp_path):
+    examples = [
         (["--layer", "3"], "has layers 1 to 2"),
         (["--layer", "0"], "must be at least 1"),
         (["--text", "abc"], "has 3 tokens"),
         (["--text", ""], "has 0 tokens"),
-    ],
-)
-def test_mistakes_are_one_clear_line(tmp_path, options, message):
+    ]
     path = write_checkpoint(tmp_path / "model", tiny_model())
-    with pytest.raises(UserError, match=message):
-        main([str(path), "--out", str(tmp_path / "maps.json"), *options])
+    for options, message in cases(examples):
+        with pytest.raises(UserError, match=message):
+            main([str(path), "--out", str(tmp_path / "maps.json"), *options])
     with pytest.raises(UserError, match="is not a checkpoint"):
         main([str(tmp_path), "--out", str(tmp_path / "maps.json")])
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
 from train_helpers import make_corpus
 
@@ -90,13 +91,12 @@ def first_tokens(here: Path) -> np.ndarray:
     return np.array(open_split(here / "data", "val").slice(0, TOKENS + 1))
 
 
-@pytest.mark.parametrize("run", ["softmax", "lssar"])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_loss_equals_a_plain_loop_over_windows(workspace, run, length):
-    expected = plain_losses(tiny_model(run), first_tokens(workspace), length)
-    record = find(load(workspace, "all.json"), run, "as trained", length)
-    assert record.value == pytest.approx(expected.mean().item(), rel=1e-6)
-    assert record.tokens == TOKENS
+def test_loss_equals_a_plain_loop_over_windows(workspace):
+    for run, length in cases(["softmax", "lssar"], LENGTHS):
+        expected = plain_losses(tiny_model(run), first_tokens(workspace), length)
+        record = find(load(workspace, "all.json"), run, "as trained", length)
+        assert record.value == pytest.approx(expected.mean().item(), rel=1e-6)
+        assert record.tokens == TOKENS
 
 
 def test_standard_error_is_over_segments_of_the_longest_length(workspace):
@@ -117,10 +117,10 @@ def test_paired_difference_is_that_of_the_same_segments(workspace):
     assert (base.run, "as trained", 32) not in paired
 
 
-@pytest.mark.parametrize("length", [1, 8, 16, 17, 37, 64, 1024, 1536, 16384])
-def test_position_ranges_cover_every_position_once(length):
-    covered = [i for a, b in position_ranges(length) for i in range(a, b)]
-    assert covered == list(range(length))
+def test_position_ranges_cover_every_position_once():
+    for length in cases([1, 8, 16, 17, 37, 64, 1024, 1536, 16384]):
+        covered = [i for a, b in position_ranges(length) for i in range(a, b)]
+        assert covered == list(range(length))
 
 
 def test_position_ranges_are_quarters_of_octaves():
@@ -250,16 +250,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_is_the_same_weights_under_another_setting(workspace, variant):
-    model = tiny_model("lssar")
-    changed = VARIANTS[variant](model.config, 64)
-    model.configure(attention=changed.attention, interpolation=changed.interpolation)
-    results = load(workspace, "all.json")
-    record = find(results, "lssar", variant, 64)
-    expected = plain_losses(model, first_tokens(workspace), 64)
-    assert record.value == pytest.approx(expected.mean().item(), rel=1e-6)
-    assert record.value != find(results, "lssar", "as trained", 64).value
+def test_a_variant_is_the_same_weights_under_another_setting(workspace):
+    for variant in cases(VARIANTS):
+        model = tiny_model("lssar")
+        changed = VARIANTS[variant](model.config, 64)
+        model.configure(attention=changed.attention, interpolation=changed.interpolation)
+        results = load(workspace, "all.json")
+        record = find(results, "lssar", variant, 64)
+        expected = plain_losses(model, first_tokens(workspace), 64)
+        assert record.value == pytest.approx(expected.mean().item(), rel=1e-6)
+        assert record.value != find(results, "lssar", "as trained", 64).value
 
 
 def test_sinks_and_ways_to_stretch_rope_are_variants_too(workspace):
@@ -498,9 +498,8 @@ def test_as_many_tokens_as_the_set_has_are_used_and_said(tmp_path, capsys):
     assert "192 target tokens instead of 10,485,760" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes_are_one_clear_line(workspace):
+    examples = [
         (["--lengths", "16,4096"], "1000 validation tokens, too few for one segment of 4096"),
         (["--lengths", "24,64"], "24 does not divide 64"),
         (["--lengths", "0,64"], "--lengths: '0' must be at least 1"),
@@ -512,13 +511,12 @@ def test_as_many_tokens_as_the_set_has_are_used_and_said(tmp_path, capsys):
         (["--out", "x.txt"], "ends in .json"),
         (["--data", "nowhere"], "nowhere does not exist"),
         (["--nonsense"], "unrecognized arguments"),
-    ],
-)
-def test_mistakes_are_one_clear_line(workspace, options, message):
-    with pytest.raises(UserError, match=message) as caught:
-        main(command(workspace, ["softmax"], "never.json", *options))
-    assert "\n" not in str(caught.value)
-    assert not (workspace / "never.json").exists()
+    ]
+    for options, message in cases(examples):
+        with pytest.raises(UserError, match=message) as caught:
+            main(command(workspace, ["softmax"], "never.json", *options))
+        assert "\n" not in str(caught.value)
+        assert not (workspace / "never.json").exists()
 
 
 def test_impossible_exponents_are_refused_before_anything_runs(workspace):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from cases import cases
 from eval_helpers import tiny_model, write_checkpoint
 
 from evaluating.checkpoints import labels, open_checkpoints
@@ -109,9 +110,8 @@ def test_numbers_that_json_cannot_hold_become_null(tmp_path):
 HEAD, RUNS = '{"kind": "kind", "settings": {}, "about": {}, ', '"runs": {"a": {"run": "a"}}, '
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_file_that_is_something_else_is_refused_and_kept(tmp_path):
+    examples = [
         "",
         "[]",
         "null",
@@ -128,14 +128,13 @@ HEAD, RUNS = '{"kind": "kind", "settings": {}, "about": {}, ', '"runs": {"a": {"
         '{"settings": {}, "about": {}, "runs": {}, "records": []}',
         '{"kind": "kind", "settings": {}, "checkpoints": {}, "rows": []}',
         "[" * 100000,
-    ],
-)  # fmt: skip
-def test_a_file_that_is_something_else_is_refused_and_kept(tmp_path, content):
-    path = tmp_path / "x.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match="is not a results file"):
-        begin(path)
-    assert path.read_text() == content
+    ]
+    for content in cases(examples):
+        path = tmp_path / "x.json"
+        path.write_text(content)
+        with pytest.raises(UserError, match="is not a results file"):
+            begin(path)
+        assert path.read_text() == content
 
 
 def test_another_kind_and_other_settings_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import cases
 from eval_helpers import small_gpt
 
 from lssar.mechanisms import MECHANISMS
@@ -19,32 +20,31 @@ def frequencies(logits, **options):
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, 1.2])
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_temperature_divides_the_logits(temperature):
-    expected = (LOGITS / temperature).softmax(-1)
-    got = frequencies(LOGITS, temperature=temperature)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0.015)
+def test_temperature_divides_the_logits():
+    for temperature in cases([0.5, 1.0, 2.0]):
+        expected = (LOGITS / temperature).softmax(-1)
+        got = frequencies(LOGITS, temperature=temperature)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0.015)
 
 
 def test_zero_temperature_is_the_argmax():
     assert sample(torch.stack((LOGITS, -LOGITS)), temperature=0).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 3]), (3, [1, 3, 5]), (99, range(6))])
-def test_top_k_keeps_the_k_likeliest_in_proportion(top_k, kept):
-    expected = torch.zeros(6)
-    expected[list(kept)] = LOGITS[list(kept)].softmax(-1)
-    torch.testing.assert_close(frequencies(LOGITS, top_k=top_k), expected, rtol=0, atol=0.015)
+def test_top_k_keeps_the_k_likeliest_in_proportion():
+    for top_k, kept in cases([(1, [1]), (2, [1, 3]), (3, [1, 3, 5]), (99, range(6))]):
+        expected = torch.zeros(6)
+        expected[list(kept)] = LOGITS[list(kept)].softmax(-1)
+        torch.testing.assert_close(frequencies(LOGITS, top_k=top_k), expected, rtol=0, atol=0.015)
 
 
-@pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.01, [1]), (0.39, [1]), (0.45, [1, 3]), (0.7, [1, 3, 5]), (1.0, range(6))]
-)
-def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, kept):
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
     """The probabilities are 0.075, 0.412, 0.021, 0.250, 0.056, 0.185."""
-    expected = torch.zeros(6)
-    expected[list(kept)] = LOGITS[list(kept)].softmax(-1)
-    torch.testing.assert_close(frequencies(LOGITS, top_p=top_p), expected, rtol=0, atol=0.015)
+    examples = [(0.01, [1]), (0.39, [1]), (0.45, [1, 3]), (0.7, [1, 3, 5]), (1.0, range(6))]
+    for top_p, kept in cases(examples):
+        expected = torch.zeros(6)
+        expected[list(kept)] = LOGITS[list(kept)].softmax(-1)
+        torch.testing.assert_close(frequencies(LOGITS, top_p=top_p), expected, rtol=0, atol=0.015)
 
 
 def test_top_p_is_measured_at_the_temperature_and_rows_are_filtered_apart():
@@ -54,22 +54,22 @@ def test_top_p_is_measured_at_the_temperature_and_rows_are_filtered_apart():
     assert set(drawn[1::2].tolist()) == {4}
 
 
-@pytest.mark.parametrize("name", tuple(MECHANISMS))
-def test_greedy_generation_equals_repeated_full_passes(name):
-    model, prompt = small_gpt(name), torch.randint(61, (2, 7))
-    got = model.generate(prompt, 12, temperature=0)
-    slow = prompt
-    with torch.no_grad():
-        for _ in range(12):
-            logits = model(slow)[:, -1]
-            top = logits.topk(2).values
-            # Where two logits are within rounding of each other either token is right.
-            if (top[:, 0] - top[:, 1]).amin() < 3e-5 * logits.abs().amax():
-                break
-            slow = torch.cat((slow, logits.argmax(-1, keepdim=True)), 1)
-    assert slow.shape[1] > prompt.shape[1]
-    assert torch.equal(got[:, : slow.shape[1]], slow)
-    assert got.shape == (2, 19)
+def test_greedy_generation_equals_repeated_full_passes():
+    for name in cases(["softmax", "lssar", "ssmax", "relu-shen", "stick-breaking"]):
+        model, prompt = small_gpt(name), torch.randint(61, (2, 7))
+        got = model.generate(prompt, 12, temperature=0)
+        slow = prompt
+        with torch.no_grad():
+            for _ in range(12):
+                logits = model(slow)[:, -1]
+                top = logits.topk(2).values
+                # Where two logits are within rounding of each other either token is right.
+                if (top[:, 0] - top[:, 1]).amin() < 3e-5 * logits.abs().amax():
+                    break
+                slow = torch.cat((slow, logits.argmax(-1, keepdim=True)), 1)
+        assert slow.shape[1] > prompt.shape[1]
+        assert torch.equal(got[:, : slow.shape[1]], slow)
+        assert got.shape == (2, 19)
 
 
 def test_streaming_equals_generating_and_a_seed_repeats_it():
@@ -133,12 +133,8 @@ def test_generation_outlives_the_training_length():
     assert model.generate(torch.randint(61, (1, 150)), 5, temperature=0).shape == (1, 155)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"temperature": -1.0}, {"top_k": 0}, {"top_k": -3}, {"top_p": 0.0}, {"top_p": 1.5}],
-    ids=str,
-)
-def test_impossible_sampling_options_are_refused_by_name(options):
-    (key,) = options
-    with pytest.raises(ValueError, match=key):
-        small_gpt().generate(torch.randint(61, (1, 4)), 2, **options)
+def test_impossible_sampling_options_are_refused_by_name():
+    impossible = [("temperature", -1.0), ("top_k", 0), ("top_k", -3), ("top_p", 0), ("top_p", 1.5)]
+    for option, value in cases(impossible):
+        with pytest.raises(ValueError, match=option):
+            small_gpt().generate(torch.randint(61, (1, 4)), 2, **{option: value})

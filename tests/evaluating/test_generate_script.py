@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import cases
 from eval_helpers import tiny_model, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,13 +14,13 @@ from lssar.errors import UserError
 BYTES, GPT2 = get_tokeniser("bytes"), get_tokeniser("gpt2")
 
 
-@pytest.mark.parametrize("tokeniser", [BYTES, GPT2])
-def test_characters_of_several_tokens_arrive_whole(tokeniser):
-    text = "héllo 日本語 🙂🙂 naïve – 𝔘𝔫𝔦 end"
-    pieces = list(text_pieces(tokeniser, tokeniser.encode(text).tolist()))
-    assert "".join(pieces) == text
-    assert len(pieces) > 10
-    assert not any("\ufffd" in piece for piece in pieces)
+def test_characters_of_several_tokens_arrive_whole():
+    for tokeniser in cases([BYTES, GPT2]):
+        text = "héllo 日本語 🙂🙂 naïve – 𝔘𝔫𝔦 end"
+        pieces = list(text_pieces(tokeniser, tokeniser.encode(text).tolist()))
+        assert "".join(pieces) == text
+        assert len(pieces) > 10
+        assert not any("\ufffd" in piece for piece in pieces)
 
 
 @settings(max_examples=300, deadline=None)
@@ -86,19 +87,17 @@ def test_no_prompt_begins_a_document(checkpoint, capsys):
     assert written(capsys, checkpoint, "--tokens", "5").endswith("\n")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes_are_one_clear_line(checkpoint):
+    examples = [
         (["--tokens", "0"], "--tokens: '0' must be at least 1"),
         (["--temperature", "0"], "--temperature: '0' must be above 0"),
         (["--top-k", "0"], "--top-k: '0' must be at least 1"),
         (["--top-p", "1.5"], "--top-p: '1.5' must be at most 1"),
         (["--seed", "x"], "--seed: 'x' is not a whole number"),
-    ],
-)
-def test_mistakes_are_one_clear_line(checkpoint, options, message):
-    with pytest.raises(UserError, match=message):
-        main([checkpoint, *options])
+    ]
+    for options, message in cases(examples):
+        with pytest.raises(UserError, match=message):
+            main([checkpoint, *options])
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -106,14 +105,14 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         main([str(tmp_path / "nothing")])
 
 
-@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--top-k"])
-def test_the_smallest_settings_are_greedy_and_the_largest_are_none(checkpoint, capsys, option):
+def test_the_smallest_settings_are_greedy_and_the_largest_are_none(checkpoint, capsys):
     """1e-300 is zero in float32: a division by it, or a sum compared with it, was a traceback."""
-    given = (checkpoint, "--prompt", "ab", "--tokens", "20")
-    least, most = ("1", "2147483647") if option == "--top-k" else ("1e-300", "1")
-    assert written(capsys, *given, option, least) == written(capsys, *given, "--greedy")
-    if option != "--temperature":
-        assert written(capsys, *given, option, most) == written(capsys, *given)
+    for option in cases(["--temperature", "--top-p", "--top-k"]):
+        given = (checkpoint, "--prompt", "ab", "--tokens", "20")
+        least, most = ("1", "2147483647") if option == "--top-k" else ("1e-300", "1")
+        assert written(capsys, *given, option, least) == written(capsys, *given, "--greedy")
+        if option != "--temperature":
+            assert written(capsys, *given, option, most) == written(capsys, *given)
 
 
 @pytest.mark.parametrize("more", [[], ["--greedy"]])

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from cases import cases
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
@@ -106,19 +107,19 @@ CASES += [("lssar", HYBRID), ("softmax", HYBRID | {"positions": "fox"})]
 CASES += [("lssar", HYBRID | {"positions": "none", "shift": True})]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("mechanism", "layers"), CASES)
-def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, layers, side):
-    model = tiny_model(mechanism, **layers)
-    outside, rows = exported_model(model), [torch.randint(0, 257, (n,)) for n in (9, 3, 1)]
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(rows, batch_first=True, padding_side=side)
-    mask = pad([torch.ones_like(r) for r in rows], batch_first=True, padding_side=side)
-    with torch.no_grad():
-        logits = outside(ids, attention_mask=mask).logits
-        for row, sequence in enumerate(rows):
-            expected = model(sequence[None])[0]
-            torch.testing.assert_close(logits[row, mask[row] == 1], expected, rtol=1e-3, atol=1e-3)
+def test_a_padded_batch_has_the_logits_of_the_sequences_alone(mechanism, layers):
+    for side in cases(["left", "right"]):
+        model = tiny_model(mechanism, **layers)
+        outside, rows = exported_model(model), [torch.randint(0, 257, (n,)) for n in (9, 3, 1)]
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad(rows, batch_first=True, padding_side=side)
+        mask = pad([torch.ones_like(r) for r in rows], batch_first=True, padding_side=side)
+        with torch.no_grad():
+            logits = outside(ids, attention_mask=mask).logits
+            for row, sequence in enumerate(rows):
+                expected, got = model(sequence[None])[0], logits[row, mask[row] == 1]
+                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_loss_is_the_models_own_and_reaches_every_weight():

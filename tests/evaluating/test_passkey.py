@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
 from train_helpers import on_two_nodes
@@ -34,43 +35,38 @@ LENGTHS = (301, 420)
 # --- prompts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tokeniser", "lengths"), [(BYTES, (301, 777, 1024)), (GPT2, (120, 1024, 1536, 8192))]
-)
-def test_prompt_and_answer_fill_the_length_exactly(tokeniser, lengths):
-    for length in lengths:
-        for trial in range(12):
-            prompt = make_prompt(tokeniser, length, trial, seed=3)
-            assert len(prompt.tokens) + ANSWER_TOKENS == length
-            answer = tokeniser.encode(f" {prompt.key}")
-            assert len(answer) < ANSWER_TOKENS  # the digits and what ends them
+def test_prompt_and_answer_fill_the_length_exactly():
+    examples = [(BYTES, length) for length in (301, 777, 1024)]
+    examples += [(GPT2, length) for length in (120, 1024, 1536, 8192)]
+    for (tokeniser, length), trial in cases(examples, range(12)):
+        prompt = make_prompt(tokeniser, length, trial, seed=3)
+        assert len(prompt.tokens) + ANSWER_TOKENS == length
+        answer = tokeniser.encode(f" {prompt.key}")
+        assert len(answer) < ANSWER_TOKENS  # the digits and what ends them
 
 
-@pytest.mark.parametrize(("tokeniser", "length"), [(BYTES, 500), (GPT2, 333)])
-def test_prompt_is_the_five_parts_joined_by_newlines(tokeniser, length):
+def test_prompt_is_the_five_parts_joined_by_newlines():
     filler = " ".join([FILLER] * 20)
-    for trial in range(20):
+    for (tokeniser, length), trial in cases([(BYTES, 500), (GPT2, 333)], range(20)):
         prompt = make_prompt(tokeniser, length, trial, seed=0)
         text = tokeniser.decode(prompt.tokens)
         task, before, key_line, after, question = text.split("\n")
         assert (task, question) == (PAPER.task.removesuffix("\n"), PAPER.question)
-        assert filler.startswith(before)
-        assert filler.startswith(after)
-        assert before
-        assert after
+        assert before and filler.startswith(before)
+        assert after and filler.startswith(after)
         key = prompt.key
         assert key_line == f"The pass key is {key}. Remember it. {key} is the pass key."
         # The tokens are those of the text, not of pieces that the tokeniser would have merged.
         assert tokeniser.encode(text).tolist() == prompt.tokens.tolist()
 
 
-@pytest.mark.parametrize(("tokeniser", "form"), [(BYTES, PAPER), (BYTES, SHORT), (GPT2, PAPER)])
-def test_the_distance_leads_from_the_answer_to_the_last_mention_of_the_key(tokeniser, form):
-    for trial in range(30):
+def test_the_distance_leads_from_the_answer_to_the_last_mention_of_the_key():
+    forms = [(BYTES, PAPER), (BYTES, SHORT), (GPT2, PAPER)]
+    for (tokeniser, form), trial in cases(forms, range(30)):
         prompt = make_prompt(tokeniser, 400, trial, seed=0, form=form)
         since = tokeniser.decode(prompt.tokens[-prompt.distance :]).strip()
         before = tokeniser.decode(prompt.tokens[: -prompt.distance])
-        assert since.startswith(f"{prompt.key}"), since
+        assert since.startswith(f"{prompt.key}")
         assert since.count(f"{prompt.key}") == 1
         assert f"{prompt.key}" in before
 
@@ -95,19 +91,19 @@ def test_key_and_depth_are_uniform():
     assert 0.99 < depths.max() < 1
 
 
-@pytest.mark.parametrize("longest", [128, 300])
-def test_every_document_of_the_corpus_repeats_its_own_key(longest):
-    texts = [piece.text for (piece,) in islice(PasskeySource(longest).pieces(None), 400)]
-    for number, text in enumerate(texts):
-        keys = re.findall(f"[{SHORT.keys}]", text)  # letters that are nowhere else
-        assert len(keys) == (10, 10, 6, 3)[number % 4]
-        assert len(set(keys)) == 1
-    whole = texts[3::4]
-    assert all(SHORT.question in text and len(text) <= longest for text in whole)
-    assert max(map(len, whole)) > 0.9 * longest
-    found = Counter(re.search(f"[{SHORT.keys}]", text).group() for text in texts)
-    assert set(found) == set(SHORT.keys)  # all of them occur, none of them mostly
-    assert max(found.values()) < 3 * len(texts) / len(SHORT.keys)
+def test_every_document_of_the_corpus_repeats_its_own_key():
+    for longest in cases([128, 300]):
+        texts = [piece.text for (piece,) in islice(PasskeySource(longest).pieces(None), 400)]
+        for number, text in enumerate(texts):
+            keys = re.findall(f"[{SHORT.keys}]", text)  # letters that are nowhere else
+            assert len(keys) == (10, 10, 6, 3)[number % 4]
+            assert len(set(keys)) == 1
+        whole = texts[3::4]
+        assert all(SHORT.question in text and len(text) <= longest for text in whole)
+        assert max(map(len, whole)) > 0.9 * longest
+        found = Counter(re.search(f"[{SHORT.keys}]", text).group() for text in texts)
+        assert set(found) == set(SHORT.keys)  # all of them occur, none of them mostly
+        assert max(found.values()) < 3 * len(texts) / len(SHORT.keys)
 
 
 def test_a_corpus_of_prompts_that_cannot_be_is_refused():
@@ -137,9 +133,8 @@ def test_the_shortest_length_named_in_the_error_works():
 # --- scores --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
+def test_the_scorer_takes_the_first_run_of_digits():
+    examples = [
         (" 1234.", True),
         (" 1234", True),
         ("1234 5678", True),
@@ -151,33 +146,28 @@ def test_the_shortest_length_named_in_the_error_works():
         (" 12 34", False),
         ("", False),
         (" ١٢٣٤", False),
-    ],
-)
-def test_the_scorer_takes_the_first_run_of_digits(answer, right):
-    assert is_right(answer, "1234") is right
+    ]
+    for answer, right in cases(examples):
+        assert is_right(answer, "1234") is right
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"), [(" Q.\nThe", True), (" 3 Q", True), (" RQ", False), ("", False)]
-)
-def test_the_scorer_takes_the_first_letter_of_the_short_form(answer, right):
-    assert is_right(answer, "Q") is right
+def test_the_scorer_takes_the_first_letter_of_the_short_form():
+    for answer, right in cases([(" Q.\nThe", True), (" 3 Q", True), (" RQ", False), ("", False)]):
+        assert is_right(answer, "Q") is right
 
 
-@pytest.mark.parametrize(
-    ("correct", "trials", "low", "high"),
-    [  # from the roots of (p - x)^2 = z^2 x (1 - x) / n
+def test_wilson_interval():
+    examples = [  # from the roots of (p - x)^2 = z^2 x (1 - x) / n
         (0, 100, 0.0, 0.036995),
         (100, 100, 0.963005, 1.0),
         (86, 100, 0.778633, 0.914724),
         (1, 2, 0.094531, 0.905469),
-    ],
-)
-def test_wilson_interval(correct, trials, low, high):
-    assert wilson(correct, trials) == pytest.approx((low, high), abs=2e-5)
-    share, z = correct / trials, 1.959964
-    for x in wilson(correct, trials):
-        assert (share - x) ** 2 == pytest.approx(z**2 * x * (1 - x) / trials, abs=1e-9)
+    ]
+    for correct, trials, low, high in cases(examples):
+        assert wilson(correct, trials) == pytest.approx((low, high), abs=2e-5)
+        share, z = correct / trials, 1.959964
+        for x in wilson(correct, trials):
+            assert (share - x) ** 2 == pytest.approx(z**2 * x * (1 - x) / trials, abs=1e-9)
 
 
 # --- models that can and cannot ------------------------------------------------------------------
@@ -334,20 +324,18 @@ def test_damaged_answers_are_named(checkpoint):
             main(command(checkpoint, "x.json"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes_are_one_clear_line(checkpoint):
+    examples = [
         (["--lengths", "128"], "length 128 is no larger than the passkey prompt"),
         (["--lengths", "1e3"], "--lengths: '1e3' is not a whole number"),
         (["--trials", "0"], "--trials: '0' must be at least 1"),
         (["--alpha", "0.1"], "no checkpoint given re-weights"),
-    ],
-)
-def test_mistakes_are_one_clear_line(checkpoint, options, message):
-    with pytest.raises(UserError, match=message) as caught:
-        main(command(checkpoint, "x.json", *options))
-    assert "\n" not in str(caught.value)
-    assert not (checkpoint.parent / "x.json").exists()
+    ]
+    for options, message in cases(examples):
+        with pytest.raises(UserError, match=message) as caught:
+            main(command(checkpoint, "x.json", *options))
+        assert "\n" not in str(caught.value)
+        assert not (checkpoint.parent / "x.json").exists()
 
 
 def test_a_vocabulary_without_a_tokeniser_is_refused(tmp_path):

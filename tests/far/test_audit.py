@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from eval_helpers import tiny_model, write_checkpoint
 from retriever import retriever
 
@@ -44,12 +45,12 @@ def distances_by_hand(tokens: list[int], gram: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("gram, letters, size", [(1, 2, 41), (3, 3, 97), (8, 2, 201), (2, 300, 77)])
-def test_distances_are_those_of_a_search_by_hand(gram, letters, size):
-    tokens = np.random.default_rng(size).integers(0, letters, size)
-    tokens[size // 2 :] = tokens[: size - size // 2]  # so that long grams occur again
-    expected = distances_by_hand(tokens.tolist(), gram)
-    assert last_occurrences(tokens, gram).tolist() == expected and max(expected) > 0
+def test_distances_are_those_of_a_search_by_hand():
+    for gram, letters, size in cases([(1, 2, 41), (3, 3, 97), (8, 2, 201), (2, 300, 77)]):
+        tokens = np.random.default_rng(size).integers(0, letters, size)
+        tokens[size // 2 :] = tokens[: size - size // 2]  # so that long grams occur again
+        expected = distances_by_hand(tokens.tolist(), gram)
+        assert last_occurrences(tokens, gram).tolist() == expected and max(expected) > 0
 
 
 def test_far_targets_are_the_tokens_that_only_far_context_can_say():
@@ -113,24 +114,22 @@ def answers_by_hand(task: str, text: str) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [64, 127, 128, 2048])
-def test_the_answers_of_a_task_are_where_its_rules_put_them(task, length):
-    asked = 0
-    for number in range(30):
-        tokens, answers = ask(task, BYTES, length, number, seed=3)
-        assert len(tokens) == length + 1 and tokens[0] == BYTES.eot
-        text = BYTES.decode(tokens[1:])
-        by_hand = answers_by_hand(task, text)
-        assert {place - 1: distance for place, distance in answers} == by_hand
-        asked += len(answers)
-    assert asked > 30
+def test_the_answers_of_a_task_are_where_its_rules_put_them():
+    for task, length in cases(TASKS, [64, 127, 128, 2048]):
+        asked = 0
+        for number in range(30):
+            tokens, answers = ask(task, BYTES, length, number, seed=3)
+            assert len(tokens) == length + 1 and tokens[0] == BYTES.eot
+            text = BYTES.decode(tokens[1:])
+            by_hand = answers_by_hand(task, text)
+            assert {place - 1: distance for place, distance in answers} == by_hand
+            asked += len(answers)
+        assert asked > 30
 
 
-@pytest.mark.parametrize("tokeniser, form", [("bytes", SHORT), ("gpt2", PAPER)])
-def test_the_answer_of_a_passkey_prompt_is_its_key_at_the_last_mention(tokeniser, form):
-    tokeniser = get_tokeniser(tokeniser)
-    for number in range(30):
+def test_the_answer_of_a_passkey_prompt_is_its_key_at_the_last_mention():
+    for (name, form), number in cases([("bytes", SHORT), ("gpt2", PAPER)], range(30)):
+        tokeniser = get_tokeniser(name)
         tokens, answers = ask("passkey", tokeniser, 500, number, seed=3)
         assert len(tokens) == 501
         key = tokeniser.decode(tokens[[place for place, _ in answers]]).strip()
@@ -143,12 +142,12 @@ def test_the_answer_of_a_passkey_prompt_is_its_key_at_the_last_mention(tokeniser
         assert key not in between and form.question in between
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_distances_of_a_task_reach_over_the_whole_sequence(task):
-    found = [d for n in range(60) for _, d in ask(task, BYTES, 2048, n, seed=0).answers]
-    most = 1024 if task == "copy" else 2048
-    octaves = [sum(most / 2 ** (i + 1) < d <= most / 2**i for d in found) for i in range(4)]
-    assert min(octaves) >= 10 and max(found) < most + 1
+def test_distances_of_a_task_reach_over_the_whole_sequence():
+    for task in cases(TASKS):
+        found = [d for n in range(60) for _, d in ask(task, BYTES, 2048, n, seed=0).answers]
+        most = 1024 if task == "copy" else 2048
+        octaves = [sum(most / 2 ** (i + 1) < d <= most / 2**i for d in found) for i in range(4)]
+        assert min(octaves) >= 10 and max(found) < most + 1
 
 
 def test_a_corpus_of_a_task_fills_the_training_length_with_each_document(tmp_path, monkeypatch):
@@ -350,21 +349,25 @@ def test_a_task_is_judged_by_answers_that_stacked_windows_do_not_reach(workspace
     assert record.details["verdict"] == held_back and held_back in shown
 
 
-@pytest.mark.parametrize(
-    ("full", "near", "gain"),
-    [(0.5, 0.0, 0.0), (0.3, 0.1, 0.0), (0.9, 0.1, 0.4), (0.9, 0.6, 0.3), (0.4, 0.9, -0.4)],
-)
-def test_a_share_below_that_of_a_guess_counts_as_a_guess(workspace, full, near, gain):
+def test_a_share_below_that_of_a_guess_counts_as_a_guess(workspace):
     """Half of the bits of flip-flop are right by chance."""
     asked = ["--near", "64", "--times", "4", "--segments", "20", "--out", "unused.json"]
     arguments = audit.make_parser().parse_args(["unused", "--task", "flipflop", *asked])
     one = audit.Audit(arguments, open_checkpoints([str(workspace / "lssar")]))
     count = len(one.targets.place)
-    shares = [np.arange(count) % 10 < 10 * share for share in (full, near)]
-    chosen = np.arange(count) < count // 10 * 10
-    found = one.benefit(np.stack(shares).astype(float), chosen)
-    assert count >= 10 and found["value"] == pytest.approx(gain)
-    assert found["details"]["full"] == pytest.approx(full)
+    examples = [
+        (0.5, 0.0, 0.0),
+        (0.3, 0.1, 0.0),
+        (0.9, 0.1, 0.4),
+        (0.9, 0.6, 0.3),
+        (0.4, 0.9, -0.4),
+    ]
+    for full, near, gain in cases(examples):
+        shares = [np.arange(count) % 10 < 10 * share for share in (full, near)]
+        chosen = np.arange(count) < count // 10 * 10
+        found = one.benefit(np.stack(shares).astype(float), chosen)
+        assert count >= 10 and found["value"] == pytest.approx(gain)
+        assert found["details"]["full"] == pytest.approx(full)
 
 
 def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
@@ -393,9 +396,8 @@ def test_passkey_prompts_are_audited_too(workspace):
     assert record.tokens == sum(d > 600 for answers in asked for _, d in answers) > 0
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
+def test_mistakes_are_one_clear_line(workspace):
+    examples = [
         (("--times", "6"), "--times 6 is not a power of 2"),
         (("--times", "1024"), "too few for one segment of 16384"),
         (("--near", "1000"), "too few for one segment of 4000"),
@@ -403,30 +405,27 @@ def test_passkey_prompts_are_audited_too(workspace):
         (("--data", "nowhere"), "nowhere does not exist"),
         (("--segments", "0"), "--segments: '0' must be at least 1"),
         (("--task", "mqar"), "not allowed with argument"),
-    ],
-)
-def test_mistakes_are_one_clear_line(workspace, options, message):
-    with pytest.raises(UserError, match=message) as caught:
-        audit.main(command(workspace, ["lssar"], "never.json", *options))
-    assert "\n" not in str(caught.value) and not (workspace / "never.json").exists()
+    ]
+    for options, message in cases(examples):
+        with pytest.raises(UserError, match=message) as caught:
+            audit.main(command(workspace, ["lssar"], "never.json", *options))
+        assert "\n" not in str(caught.value) and not (workspace / "never.json").exists()
 
 
-@pytest.mark.parametrize(
-    "task, options, message",
-    [
+def test_an_impossible_task_is_one_clear_line(workspace):
+    examples = [
         ("mqar", ("--near", "9"), "length 9 is too short for 'mqar'"),
         ("passkey", ("--near", "40"), "length 40 is no larger than the passkey prompt"),
         ("mqar", ("--times", "2"), "windows of 64 reach 128 tokens in 2 layers; raise --times to"),
         ("copy", ("--times", "4"), "reach 128 tokens in 2 layers; raise --times to at least 8"),
         ("copy", ("--within-documents",), "--within-documents is about --data"),
         ("copies", (), "invalid choice: 'copies'"),
-    ],
-)
-def test_an_impossible_task_is_one_clear_line(workspace, task, options, message):
-    usual = ("--near", "64", "--device", "cpu", "--out", str(workspace / "never.json"))
-    with pytest.raises(UserError, match=message):
-        audit.main([str(workspace / "lssar"), "--task", task, *usual, *options])
-    assert not (workspace / "never.json").exists()
+    ]
+    for task, options, message in cases(examples):
+        usual = ("--near", "64", "--device", "cpu", "--out", str(workspace / "never.json"))
+        with pytest.raises(UserError, match=message):
+            audit.main([str(workspace / "lssar"), "--task", task, *usual, *options])
+        assert not (workspace / "never.json").exists()
 
 
 def test_text_without_far_repetition_and_other_tokenisers_are_refused(workspace):

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from cases import cases
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
@@ -19,8 +20,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
+def test_a_layer_computes_the_reference_weights(mechanism, monkeypatch):
     """What goes into and comes out of each layer, against `attention_weights` on repeated heads."""
     calls = []
 
@@ -30,17 +30,19 @@ def test_a_layer_computes_the_reference_weights(kind, mechanism, monkeypatch):
         calls.append((q, k, v, out[0]))
         return out
 
-    model = build(kind, name_of(mechanism))
-    monkeypatch.setitem(AttentionInterface._global_mapping, name_of(mechanism), watched)
-    with torch.no_grad():
-        model(tokens(2, 9), use_cache=False)
-    assert len(calls) == 2
-    for q, k, v, out in calls:
-        assert (k.shape[1] == 2) == (kind != "gpt2")
-        head = torch.arange(4) // (4 // k.shape[1])  # query head h reads key head h // groups
-        weights = attention_weights(q.double(), k[:, head].double(), mechanism)
-        expected = (weights @ v[:, head].double()).transpose(1, 2).float()
-        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-4)
+    for kind in cases(KINDS):
+        calls.clear()
+        model = build(kind, name_of(mechanism))
+        monkeypatch.setitem(AttentionInterface._global_mapping, name_of(mechanism), watched)
+        with torch.no_grad():
+            model(tokens(2, 9), use_cache=False)
+        assert len(calls) == 2
+        for q, k, v, out in calls:
+            assert (k.shape[1] == 2) == (kind != "gpt2")
+            head = torch.arange(4) // (4 // k.shape[1])  # query head h reads key head h // groups
+            weights = attention_weights(q.double(), k[:, head].double(), mechanism)
+            expected = (weights @ v[:, head].double()).transpose(1, 2).float()
+            torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-4)
 
 
 def test_softmax_by_this_way_is_transformers_own():
@@ -53,75 +55,72 @@ def test_softmax_by_this_way_is_transformers_own():
         torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_equals_the_sequences_alone():
+    for side, kind in cases(["left", "right"], KINDS):
+        model = build(kind, "lssar")
+        sequences = [tokens(1, n)[0] for n in (9, 4, 1, 7)]
+        ids, mask = padded(sequences, side)
+        place = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask, position_ids=place).logits
+            for row, sequence in enumerate(sequences):
+                expected, got = model(sequence[None]).logits[0], logits[row, mask[row].bool()]
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_padded_batch_equals_the_sequences_alone(kind, side):
-    model = build(kind, "lssar")
-    sequences = [tokens(1, n)[0] for n in (9, 4, 1, 7)]
-    ids, mask = padded(sequences, side)
-    place = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask, position_ids=place).logits
-        for row, sequence in enumerate(sequences):
-            expected = model(sequence[None]).logits[0]
-            torch.testing.assert_close(
-                logits[row, mask[row].bool()], expected, rtol=1e-4, atol=1e-4
+def test_cached_generation_of_a_left_padded_batch_equals_each_prompt_uncached(kind):
+    mechanisms = ["lssar", "ssmax", "sigmoid-logn-l1-reweighted"]
+    for cache, mechanism in cases(["dynamic", "static"], mechanisms):
+        model = build(kind, mechanism)
+        prompts = [tokens(1, n)[0] for n in (6, 2, 5)]
+        ids, mask = padded(prompts, "left")
+        options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+        batch = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
+        for row, prompt in enumerate(prompts):
+            alone = prompt[None]
+            for _ in range(7):
+                with torch.no_grad():
+                    best = model(alone, use_cache=False).logits[:, -1].argmax(-1)
+                alone = torch.cat((alone, best[:, None]), dim=1)
+            assert batch[row, 6:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+def test_a_prompt_read_in_two_parts_equals_the_prompt_read_at_once():
+    for kind in cases(KINDS):
+        model, ids = build(kind, "lssar"), tokens(2, 9)
+        with torch.no_grad():
+            first = model(ids[:, :4], use_cache=True)
+            second = model(ids[:, 4:], past_key_values=first.past_key_values)
+            whole = model(ids).logits
+        got = torch.cat((first.logits, second.logits), dim=1)
+        torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_every_weight_and_training_lowers_the_loss():
+    for kind in cases(KINDS):
+        model = build(kind, "lssar").train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        ids, mask = padded([tokens(1, n)[0] for n in (8, 5)], "right")
+        labels = ids.masked_fill(mask == 0, -100)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(8):
+            loss = model(ids, attention_mask=mask, labels=labels).loss
+            optimiser.zero_grad()
+            loss.backward()
+            gradients = {n: p.grad for n, p in model.named_parameters()}
+            assert all(g is not None and g.isfinite().all() for g in gradients.values())
+            assert all(
+                g.count_nonzero()
+                for n, g in gradients.items()
+                if "q_proj.w" in n or "c_attn.w" in n
             )
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("mechanism", ["lssar", "ssmax", "sigmoid-logn-l1-reweighted"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_cached_generation_of_a_left_padded_batch_equals_each_prompt_uncached(
-    kind, mechanism, cache
-):
-    model = build(kind, mechanism)
-    prompts = [tokens(1, n)[0] for n in (6, 2, 5)]
-    ids, mask = padded(prompts, "left")
-    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
-    batch = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
-    for row, prompt in enumerate(prompts):
-        alone = prompt[None]
-        for _ in range(7):
-            with torch.no_grad():
-                best = model(alone, use_cache=False).logits[:, -1].argmax(-1)
-            alone = torch.cat((alone, best[:, None]), dim=1)
-        assert batch[row, 6:].tolist() == alone[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_read_in_two_parts_equals_the_prompt_read_at_once(kind):
-    model, ids = build(kind, "lssar"), tokens(2, 9)
-    with torch.no_grad():
-        first = model(ids[:, :4], use_cache=True)
-        second = model(ids[:, 4:], past_key_values=first.past_key_values)
-        whole = model(ids).logits
-    got = torch.cat((first.logits, second.logits), dim=1)
-    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_reach_every_weight_and_training_lowers_the_loss(kind):
-    model = build(kind, "lssar").train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    ids, mask = padded([tokens(1, n)[0] for n in (8, 5)], "right")
-    labels = ids.masked_fill(mask == 0, -100)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(8):
-        loss = model(ids, attention_mask=mask, labels=labels).loss
-        optimiser.zero_grad()
-        loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters()}
-        assert all(g is not None and g.isfinite().all() for g in gradients.values())
-        assert all(
-            g.count_nonzero() for n, g in gradients.items() if "q_proj.w" in n or "c_attn.w" in n
-        )
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+            optimiser.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
 
 
 def test_the_scalar_of_a_head_is_learnt_where_it_is_asked_for():
@@ -179,16 +178,15 @@ def test_a_sliding_window_is_the_models_own():
             assert torch.equal(*written), (name, cache)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("mechanism", ["lssar-softmax", "lssar", "relu-shen"])
-def test_packed_sequences_do_not_see_one_another(kind, mechanism):
-    model = build(kind, mechanism)
-    sequences = [tokens(1, n) for n in (5, 1, 8)]
-    ids, place = pack(sequences)
-    with torch.no_grad():
-        packed = model(ids, position_ids=place, use_cache=False).logits
-        alone = torch.cat([model(s, use_cache=False).logits for s in sequences], dim=1)
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+def test_packed_sequences_do_not_see_one_another():
+    for kind, mechanism in cases(["llama", "qwen3"], ["lssar-softmax", "lssar", "relu-shen"]):
+        model = build(kind, mechanism)
+        sequences = [tokens(1, n) for n in (5, 1, 8)]
+        ids, place = pack(sequences)
+        with torch.no_grad():
+            packed = model(ids, position_ids=place, use_cache=False).logits
+            alone = torch.cat([model(s, use_cache=False).logits for s in sequences], dim=1)
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_mechanism_cannot_do_is_refused():

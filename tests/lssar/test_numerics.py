@@ -230,34 +230,32 @@ def test_rows_of_scores_too_small_for_float32_are_the_same_on_every_backend():
             torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("score", [-75, -84, -85, -86, -86.6])
-@pytest.mark.parametrize("p", [1, 3, 15])
-@pytest.mark.parametrize("bias", ["none", "-log N"])
-@pytest.mark.parametrize("phi", ["sigmoid", "softplus"])
-def test_sharpened_rows_at_the_lower_end_of_float32(phi, bias, p, score):
+def test_sharpened_rows_at_the_lower_end_of_float32():
     """The CPU kernel left out scores below -85, and flushed differences of small values to zero."""
-    m = Mechanism("sharp", "Sharp", phi=phi, bias=bias, p=p)
-    torch.manual_seed(0)
-    lowest = score + (math.log(300) if bias == "-log N" else 0)
-    q = torch.full((1, 1, 300, 16), -1.0)
-    k = -lowest / 4 * (1 - 0.008 * torch.rand(1, 1, 300, 1)).expand(q.shape)
-    v = torch.randn(1, 1, 300, 8)
-    exact = attend(*(x.double() for x in (q, k, v)), m, backend="eager")
-    for backend in ("eager", "rowblock", *(["cpu"] if cpu.unavailable() is None else [])):
-        found = attend(q, k, v, m, backend=backend).double()
-        torch.testing.assert_close(found, exact, atol=1e-2, rtol=0)
+    for score, p, bias, phi in cases(
+        [-75, -84, -85, -86, -86.6], [1, 3, 15], ["none", "-log N"], ["sigmoid", "softplus"]
+    ):
+        m = Mechanism("sharp", "Sharp", phi=phi, bias=bias, p=p)
+        torch.manual_seed(0)
+        lowest = score + (math.log(300) if bias == "-log N" else 0)
+        q = torch.full((1, 1, 300, 16), -1.0)
+        k = -lowest / 4 * (1 - 0.008 * torch.rand(1, 1, 300, 1)).expand(q.shape)
+        v = torch.randn(1, 1, 300, 8)
+        exact = attend(*(x.double() for x in (q, k, v)), m, backend="eager")
+        for backend in ("eager", "rowblock", *(["cpu"] if cpu.unavailable() is None else [])):
+            found = attend(q, k, v, m, backend=backend).double()
+            torch.testing.assert_close(found, exact, atol=1e-2, rtol=0)
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason="the CPU kernel cannot be built")
-@pytest.mark.parametrize("score", [-75, -85, -86])
-@pytest.mark.parametrize("phi", ["sigmoid", "softplus"])
-def test_gradients_of_sharpened_rows_at_the_lower_end_of_float32(phi, score):
-    m = Mechanism("sharp", "Sharp", phi=phi, p=3)
-    torch.manual_seed(0)
-    q = torch.full((1, 1, 300, 16), -1.0)
-    k = -score / 4 * (1 + 0.008 * torch.rand(1, 1, 300, 1)).expand(q.shape)
-    v = torch.randn(1, 1, 300, 8)
-    _, exact = out_and_grads(*(x.double() for x in (q, k, v)), m, backend="eager")
-    _, found = out_and_grads(q, k, v, m, backend="cpu")
-    for ours, expected in zip(found, exact, strict=True):
-        assert (ours - expected).norm() <= 0.02 * expected.norm()
+def test_gradients_of_sharpened_rows_at_the_lower_end_of_float32():
+    for score, phi in cases([-75, -85, -86], ["sigmoid", "softplus"]):
+        m = Mechanism("sharp", "Sharp", phi=phi, p=3)
+        torch.manual_seed(0)
+        q = torch.full((1, 1, 300, 16), -1.0)
+        k = -score / 4 * (1 + 0.008 * torch.rand(1, 1, 300, 1)).expand(q.shape)
+        v = torch.randn(1, 1, 300, 8)
+        _, exact = out_and_grads(*(x.double() for x in (q, k, v)), m, backend="eager")
+        _, found = out_and_grads(q, k, v, m, backend="cpu")
+        for ours, expected in zip(found, exact, strict=True):
+            assert (ours - expected).norm() <= 0.02 * expected.norm()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import cases
 from train_helpers import TINY, make_corpus
 
 import paper.jobs
@@ -72,21 +73,21 @@ def test_a_run_is_trained_at_the_rate_of_its_row_or_mechanism(monkeypatch):
         assert space.config(runs[key], seed=0).train.lr == rate, key
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_run_has_a_valid_config_of_its_mechanism(scale, monkeypatch):
+def test_every_run_has_a_valid_config_of_its_mechanism(monkeypatch):
     monkeypatch.chdir(ROOT)
-    space = Workspace(SCALES[scale], processes=SCALES[scale].gpus or 1)
-    for key, run in all_runs(scale).items():
-        config = space.config(run, seed=3)
-        assert config.train.seed == 3
-        assert config.run_directory == Path("runs") / scale / f"{key}-s3"
-        assert config.data.directory in SCALES[scale].corpora
-        main = load_toml("runs.toml")["main"]
-        if key in main:
-            options = re.findall(r"--attention\.(\w+)=(\S+)", main[key].get("options", ""))
-            wanted = {"name": key, "p": None} | dict(options)
-            wanted["p"] = wanted["p"] and float(wanted["p"])
-            assert {name: getattr(config.mechanism(), name) for name in wanted} == wanted
+    for scale in cases(SCALES):
+        space = Workspace(SCALES[scale], processes=SCALES[scale].gpus or 1)
+        for key, run in all_runs(scale).items():
+            config = space.config(run, seed=3)
+            assert config.train.seed == 3
+            assert config.run_directory == Path("runs") / scale / f"{key}-s3"
+            assert config.data.directory in SCALES[scale].corpora
+            main = load_toml("runs.toml")["main"]
+            if key in main:
+                options = re.findall(r"--attention\.(\w+)=(\S+)", main[key].get("options", ""))
+                wanted = {"name": key, "p": None} | dict(options)
+                wanted["p"] = wanted["p"] and float(wanted["p"])
+                assert {name: getattr(config.mechanism(), name) for name in wanted} == wanted
 
 
 def test_every_number_of_the_paper_has_a_place_in_a_table():
@@ -101,21 +102,21 @@ def test_every_number_of_the_paper_has_a_place_in_a_table():
             assert len(values) == len(printed["columns"]), label
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_row_names_a_run_that_exists(scale):
-    runs = all_runs(scale)
-    for table in all_tables(scale).values():
-        for row in table.rows if not table.measure and not table.records else ():
-            for column in table.columns:
-                run = runs[column.run(row.run)]
-                passkey = table.measured_by == "passkey"
-                assert column.factor in (FACTORS["passkey"] if passkey else run.factors)
-                assert passkey or row.variant != "window" or run.windows
-                alpha = row.variant.removeprefix("alpha=")
-                assert alpha == row.variant or float(alpha) in run.alphas
-                assert row.variant != "L=current" or run.current
-        assert not table.records or table.records in all_tables(scale)
-        assert table.baseline is None or table.baseline in {row.key for row in table.rows}
+def test_every_row_names_a_run_that_exists():
+    for scale in cases(SCALES):
+        runs = all_runs(scale)
+        for table in all_tables(scale).values():
+            for row in table.rows if not table.measure and not table.records else ():
+                for column in table.columns:
+                    run = runs[column.run(row.run)]
+                    passkey = table.measured_by == "passkey"
+                    assert column.factor in (FACTORS["passkey"] if passkey else run.factors)
+                    assert passkey or row.variant != "window" or run.windows
+                    alpha = row.variant.removeprefix("alpha=")
+                    assert alpha == row.variant or float(alpha) in run.alphas
+                    assert row.variant != "L=current" or run.current
+            assert not table.records or table.records in all_tables(scale)
+            assert table.baseline is None or table.baseline in {row.key for row in table.rows}
 
 
 def test_a_row_whose_variant_no_evaluation_makes_is_refused():
@@ -125,25 +126,24 @@ def test_a_row_whose_variant_no_evaluation_makes_is_refused():
             check_variants("far", [row], "nano")
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_extrapolation_table_has_a_sliding_window_beside_it(scale):
-    for table in all_tables(scale).values():
-        lengths = {column.factor for column in table.columns if column.quantity == "loss"}
-        if 16 in lengths and table.name not in ("p_sweep", "p_length"):
-            assert any(row.variant.startswith("window") for row in table.rows), table.name
+def test_every_extrapolation_table_has_a_sliding_window_beside_it():
+    for scale in cases(SCALES):
+        for table in all_tables(scale).values():
+            lengths = {column.factor for column in table.columns if column.quantity == "loss"}
+            if 16 in lengths and table.name not in ("p_sweep", "p_length"):
+                assert any(row.variant.startswith("window") for row in table.rows), table.name
 
 
-@pytest.mark.parametrize("name", all_tables("paper"))
-def test_every_table_has_a_script_that_says_what_it_reproduces(name):
-    script = ROOT / all_tables("paper")[name].script
-    text = script.read_text()
-    assert script.stat().st_mode & 0o100
-    assert "SCALE:-nano" in text
-    if name != "headline":
-        assert all_tables("paper")[name].label in text
-    if name != "headline":
-        called = re.search(r"reproduce\.py (\w+)", text).group(1)
-        assert all_tables("paper")[called].script == all_tables("paper")[name].script
+def test_every_table_has_a_script_that_makes_it():
+    tables = all_tables("paper")
+    for name in cases(tables):
+        script = ROOT / tables[name].script
+        text = script.read_text()
+        assert script.stat().st_mode & 0o100
+        assert "SCALE:-nano" in text
+        if name != "headline":
+            called = re.search(r"reproduce\.py (\w+)", text).group(1)
+            assert tables[called].script == tables[name].script
 
 
 def test_without_a_table_the_plan_is_of_all_and_nothing_else_starts():
@@ -160,26 +160,22 @@ def test_an_unknown_table_is_named_with_a_suggestion():
         reproduce.main(["scaling_edu", "--scale", "single"])
 
 
-@pytest.mark.parametrize(
-    "option", ["--seeds=0,x", "--seeds=", "--jobs=0", "--gpus=-1", "--jobs=two"]
-)
-def test_a_number_that_is_none_is_one_clear_line(option):
-    with pytest.raises(UserError, match=r"is not a whole number|must be at least 1"):
-        reproduce.main(["headline", option])
+def test_a_number_that_is_none_is_one_clear_line():
+    for option in cases(["--seeds=0,x", "--seeds=", "--jobs=0", "--gpus=-1", "--jobs=two"]):
+        with pytest.raises(UserError, match=r"is not a whole number|must be at least 1"):
+            reproduce.main(["headline", option])
 
 
-@pytest.mark.parametrize(
-    "scale, said",
-    [
+def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch):
+    examples = [
         ("paper", "8 GPUs, and here are 0; --gpus N"),
         ("single", "a GPU, and here are 0; --gpus N"),
-    ],
-)
-def test_a_scale_without_its_gpus_is_refused_before_anything_starts(monkeypatch, scale, said):
+    ]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(reproduce.torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match=f"--scale {scale} trains on {said}"):
-        reproduce.main(["decomposition", "--scale", scale])
+    for scale, said in cases(examples):
+        with pytest.raises(UserError, match=f"--scale {scale} trains on {said}"):
+            reproduce.main(["decomposition", "--scale", scale])
 
 
 def test_uncommitted_code_is_refused_unless_allowed_and_then_marked(tmp_path, monkeypatch):
@@ -218,12 +214,12 @@ def test_headline_rows_have_five_seeds_and_everything_else_at_least_three_at_nan
         assert {key for key, count in counts.items() if count == 3} == {"softmax", "lssar-p15"}
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_run_has_the_seeds_of_the_run_it_starts_from(scale):
-    for key, run in all_runs(scale).items():
-        if run.init_from:
-            mine, others = (SCALES[scale].seeds_of(k) for k in (key, run.init_from))
-            assert set(mine) <= set(others)
+def test_a_run_has_the_seeds_of_the_run_it_starts_from():
+    for scale in cases(SCALES):
+        for key, run in all_runs(scale).items():
+            if run.init_from:
+                mine, others = (SCALES[scale].seeds_of(k) for k in (key, run.init_from))
+                assert set(mine) <= set(others)
 
 
 def test_a_table_is_made_whole_with_one_seed_before_the_next_and_as_asked(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from safetensors.torch import load_file
 from train_helpers import ROOT, losses, run_process, weights
 
@@ -84,29 +85,29 @@ def test_the_109m_model_has_exactly_the_parameters_of_the_source():
         assert batch_plan(tuned).sequences == sequences
 
 
-@pytest.mark.parametrize("attention", ["softmax", "lssar"])
-def test_the_loss_is_the_mean_cross_entropy_of_both_coordinates(attention):
+def test_the_loss_is_the_mean_cross_entropy_of_both_coordinates():
     """Against a model spelled out: two tables, joined, positions added, one biased head each."""
-    model = small(attention)
-    torch.nn.init.normal_(model.head.bias)
-    tokens = torch.randint(0, 53, (3, 11, 2))
-    targets = torch.randint(0, 53, (3, 11, 2))
-    first, second = model.embedding.weight.split(53)
-    x = torch.cat((F.embedding(tokens[..., 0], first), F.embedding(tokens[..., 1], second)), -1)
-    x = F.linear(x, model.join.weight, model.join.bias) + model.positions.weight[:11]
-    for block in model.blocks:
-        x = block(x)
-    logits = model.head(model.norm(x)).view(3, 11, 2, 53)
-    expected = F.cross_entropy(logits.flatten(0, 2), targets.flatten())
-    torch.testing.assert_close(model(tokens), logits)
-    torch.testing.assert_close(model(tokens, targets), expected)
-    torch.testing.assert_close(model.token_losses(tokens, targets).mean(), expected)
-    model(tokens, targets).backward()
-    got = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    expected.backward()
-    for mine, p in zip(got, model.parameters(), strict=True):
-        torch.testing.assert_close(mine, p.grad, atol=1e-6, rtol=1e-4)
+    for attention in cases(["softmax", "lssar"]):
+        model = small(attention)
+        torch.nn.init.normal_(model.head.bias)
+        tokens = torch.randint(0, 53, (3, 11, 2))
+        targets = torch.randint(0, 53, (3, 11, 2))
+        first, second = model.embedding.weight.split(53)
+        x = torch.cat((F.embedding(tokens[..., 0], first), F.embedding(tokens[..., 1], second)), -1)
+        x = F.linear(x, model.join.weight, model.join.bias) + model.positions.weight[:11]
+        for block in model.blocks:
+            x = block(x)
+        logits = model.head(model.norm(x)).view(3, 11, 2, 53)
+        expected = F.cross_entropy(logits.flatten(0, 2), targets.flatten())
+        torch.testing.assert_close(model(tokens), logits)
+        torch.testing.assert_close(model(tokens, targets), expected)
+        torch.testing.assert_close(model.token_losses(tokens, targets).mean(), expected)
+        model(tokens, targets).backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected.backward()
+        for mine, p in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, p.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_learned_positions_replace_rope_and_end_where_the_table_ends():
@@ -142,21 +143,19 @@ def test_a_text_models_description_says_nothing_of_other_ends():
         ModelConfig.from_dict(plain)
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
+def test_impossible_ends_are_refused():
+    examples = [
         ({"channels": 0}, "channels = 0"),
         ({"learned_positions": -1}, "learned_positions = -1"),
         ({"outputs": -2}, "outputs = -2"),
         ({"positions": "rope"}, "positions = 'rope'"),
         ({"documents": True}, "documents = True"),
         ({"interpolation": 2.0}, "interpolation = 2.0"),
-    ],
-)
-def test_impossible_ends_are_refused(change, part):
-    described = small().config.to_dict() | change
-    with pytest.raises(UserError, match=part):
-        OrbitModelConfig.from_dict(described)
+    ]
+    for change, part in cases(examples):
+        described = small().config.to_dict() | change
+        with pytest.raises(UserError, match=part):
+            OrbitModelConfig.from_dict(described)
 
 
 def test_a_sequence_longer_than_the_table_is_refused_by_the_config(tmp_path):

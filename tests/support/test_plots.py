@@ -2,7 +2,7 @@
 
 import itertools
 
-import pytest
+from cases import cases
 
 from lssar import MECHANISMS
 from support import plots
@@ -17,13 +17,13 @@ def test_the_main_mechanisms_and_the_window_have_colours_of_their_own():
     assert plots.style("lssar", "window=384")["color"] == found[-1]
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_every_mechanism_keeps_its_colour_whatever_else_is_drawn(name):
-    found = [plots.style(name, "alpha=0.1", order) for order in range(3)]
-    assert {style["color"] for style in found} == {plots.style(name)["color"]}
-    assert len({str(style["linestyle"]) for style in found}) == 3
-    if name not in MAIN:
-        assert plots.style(name)["color"] not in [plots.style(main)["color"] for main in MAIN]
+def test_every_mechanism_keeps_its_colour_whatever_else_is_drawn():
+    for name in cases(MECHANISMS):
+        found = [plots.style(name, "alpha=0.1", order) for order in range(3)]
+        assert {style["color"] for style in found} == {plots.style(name)["color"]}
+        assert len({str(style["linestyle"]) for style in found}) == 3
+        if name not in MAIN:
+            assert plots.style(name)["color"] not in [plots.style(main)["color"] for main in MAIN]
 
 
 def test_a_busy_chart_has_four_lines_in_colour_and_never_a_grey_control():
@@ -36,15 +36,15 @@ def test_a_busy_chart_has_four_lines_in_colour_and_never_a_grey_control():
     assert plots.coloured(styles[:4]) == styles[:4]
 
 
-@pytest.mark.parametrize("ends", [[1.0, 1.0, 1.001, 2.0], [2.0] * 9, [1.0] * 9, []])
-def test_names_at_the_ends_of_lines_do_not_overlap_and_stay_beside_the_axes(ends):
-    figure, axes = plots.figure()
-    axes.plot([0, 1], [1, 2])
-    lines = [(f"line {i}", y, plots.INK) for i, y in enumerate(ends)]
-    plots.label_ends(axes, lines)
-    figure.draw_without_rendering()
-    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
-    assert len(boxes) == len(ends)
-    assert all(upper.y0 >= lower.y1 - 1 for lower, upper in itertools.pairwise(boxes))
-    assert all(box.x0 > axes.bbox.x1 for box in boxes)
-    assert all(axes.bbox.y0 - 8 < (box.y0 + box.y1) / 2 < axes.bbox.y1 + 8 for box in boxes)
+def test_names_at_the_ends_of_lines_do_not_overlap_and_stay_beside_the_axes():
+    for ends in cases([[1.0, 1.0, 1.001, 2.0], [2.0] * 9, [1.0] * 9, []]):
+        figure, axes = plots.figure()
+        axes.plot([0, 1], [1, 2])
+        lines = [(f"line {i}", y, plots.INK) for i, y in enumerate(ends)]
+        plots.label_ends(axes, lines)
+        figure.draw_without_rendering()
+        boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+        assert len(boxes) == len(ends)
+        assert all(upper.y0 >= lower.y1 - 1 for lower, upper in itertools.pairwise(boxes))
+        assert all(box.x0 > axes.bbox.x1 for box in boxes)
+        assert all(axes.bbox.y0 - 8 < (box.y0 + box.y1) / 2 < axes.bbox.y1 + 8 for box in boxes)

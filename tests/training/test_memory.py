@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from train_helpers import ROOT, arguments, environment, losses, train_here, weights
 
 from lssar.backends import BACKENDS
@@ -36,17 +37,15 @@ def needed(config) -> int:
     return sum(estimate.estimate(config, planned_backends(config, "cuda")).memory.values())
 
 
-@pytest.mark.parametrize("name", [GPT2, "gpt2-355m-edu", "gpt2-124m-lssar-pi"])
-@pytest.mark.parametrize("card", CARDS)
-def test_auto_is_the_largest_power_of_two_that_fits(name, card):
-    fitted = fit(load_config(name), 8, card * GIB, "cuda")
-    n = fitted.micro_batch
-    assert needed(fitted) <= 0.9 * card * GIB
-    assert n & (n - 1) == 0 and batch_plan(fitted, 8).sequences == 524_288 // fitted.train.length
-    assert (
-        n == 524_288 // fitted.train.length // 8
-        or needed(fitted.with_micro_batch(2 * n)) > 0.9 * card * GIB
-    )
+def test_auto_is_the_largest_power_of_two_that_fits():
+    for name, card in cases([GPT2, "gpt2-355m-edu", "gpt2-124m-lssar-pi"], CARDS):
+        fitted = fit(load_config(name), 8, card * GIB, "cuda")
+        n = fitted.micro_batch
+        assert needed(fitted) <= 0.9 * card * GIB
+        sequences = 524_288 // fitted.train.length
+        assert n & (n - 1) == 0 and batch_plan(fitted, 8).sequences == sequences
+        largest = n == sequences // 8
+        assert largest or needed(fitted.with_micro_batch(2 * n)) > 0.9 * card * GIB
 
 
 def test_auto_divides_a_share_that_is_no_power_of_two():
@@ -125,10 +124,10 @@ def test_a_dry_run_without_data_names_the_command_that_makes_them(capsys):
     assert f"corpora/absent is not there yet; {command} makes it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", [(), ("--dry-run", "--device=cpu")])
-def test_a_gpu_to_plan_with_is_refused_where_none_is_planned(more):
-    with pytest.raises(UserError, match="--gpu 4090 only works with --dry-run on CUDA"):
-        train_here("nano-lssar", "--gpu=4090", *more)
+def test_a_gpu_to_plan_with_is_refused_where_none_is_planned():
+    for more in cases([(), ("--dry-run", "--device=cpu")]):
+        with pytest.raises(UserError, match="--gpu 4090 only works with --dry-run on CUDA"):
+            train_here("nano-lssar", "--gpu=4090", *more)
 
 
 def test_products_are_in_bfloat16_where_the_gpu_has_it(monkeypatch):
