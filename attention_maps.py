@@ -32,10 +32,15 @@ from support.command import positive, run
 from support.text import table
 from training import distributed
 
+# The sentence of the paper's figure.
 CAPTION_TEXT = (
     "Working from home can be great most days. I enjoy the flexibility and not having to commute "
     "in traffic. But sometimes I miss the office interactions with my coworkers and team meetings."
 )
+CLAMP = 0.5  # weights above it have the darkest colour
+COLUMNS = 4  # panels in a row
+PANEL = 2.3  # inches
+SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 
 
 def make_parser() -> EvaluationParser:
@@ -43,12 +48,6 @@ def make_parser() -> EvaluationParser:
     parser.add_argument("--text", default=CAPTION_TEXT)
     parser.add_argument("--layer", type=positive, help="from 1; default the last")
     return parser
-
-
-CLAMP = 0.5
-COLUMNS = 4
-PANEL = 2.3  # inches
-SMALLEST_TYPE = 3.5  # points; a vector figure is still legible enlarged
 
 
 @torch.inference_mode()

@@ -150,6 +150,7 @@ class GPT(nn.Module):
         return self
 
     def parameter_count(self) -> int:
+        """Count the parameters; the tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def weights_per_token(self) -> int:

@@ -62,7 +62,7 @@ def make_parser() -> EvaluationParser:
 
 
 def is_right(answer: str, key: str) -> bool:
-    """Return whether the first number, or capital letter, of an answer is the key."""
+    """Tell whether the first number, or capital letter, of an answer is the key."""
     found = re.search(r"[0-9]+" if key.isdigit() else r"[A-Z]", answer)
     return found is not None and found.group() == key
 
@@ -105,11 +105,15 @@ def measure(answers: list[dict], train_length: int) -> list[Record]:
     if far:
         scores["far_accuracy"] = score(far)
     scores["reach"] = {"trials": len(answers), "correct": len(answers) - len(far)}
-    return [Record(k, "", s["correct"] / s["trials"], details=s) for k, s in scores.items()]
+    records = []
+    for quantity, found in scores.items():
+        share = found["correct"] / found["trials"]
+        records.append(Record(quantity, run="", value=share, details=found))
+    return records
 
 
 class Answers:
-    """Keep the answers of NAME-answers.jsonl: one line per trial, appended batch by batch.
+    """Keeps the answers of NAME-answers.jsonl: one line per trial, appended batch by batch.
 
     A kill may cut the last line short, which is then ignored. Before the next line is appended, the
     whole lines replace the file atomically, so that a kill at any moment keeps them.

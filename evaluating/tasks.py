@@ -227,7 +227,8 @@ def held_out_texts(corpus: Path) -> list[str]:
 def cloze(text: str) -> Iterator[dict]:
     """Yield passages that end inside a name which occurs earlier in them, and the name's rest."""
     for match in NAME.finditer(text, PASSAGE):
-        cut, name = match.end() - LAST, match[0]
+        name = match[0]
+        cut = match.end() - LAST
         context = text[cut - PASSAGE : cut]
         earlier = context[: -NEAR - len(name)]
         if re.search(rf"(?<![A-Za-z0-9_]){name}(?![A-Za-z0-9_])", earlier):

@@ -19,6 +19,31 @@ import zlib
 from pathlib import Path
 from typing import NoReturn
 
+sys.path.append(str(Path(__file__).parents[1]))  # a clone in which lssar is not installed
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lssar.hf  # noqa: F401 - registers the mechanisms by name
+
+LENGTH = 128
+BATCH = 16
+SIZE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+PEAK = 3e-3  # highest learning rate before the switch
+TUNING = 1e-3  # learning rate after it
+WARM = 10  # steps of warm-up after it
+SWITCHES = {"sdpa": "softmax (as it was)", "lssar": "LSSAR", "cos-softmax": "softmax of cosines"}
+LOOKS = {"sdpa": ("#D55E00", "s"), "lssar": ("#0072B2", "o"), "cos-softmax": ("#808000", "p")}
+
 
 def whole(text: str) -> int:
     """Parse an option that is a whole number from 1 to a million."""
@@ -46,38 +71,31 @@ def options(argv: list[str]) -> argparse.Namespace:
     return given
 
 
-if __name__ == "__main__":  # --help and mistakes do not wait for the imports
-    options(sys.argv[1:])
-
-sys.path.append(str(Path(__file__).parents[1]))  # a clone in which lssar is not installed
-
-import torch
-import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
-
-import lssar.hf  # noqa: F401 - registers the mechanisms by name
-
-LENGTH, BATCH = 128, 16
-SIZE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
-SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
-PEAK, TUNING, WARM = 3e-3, 1e-3, 10  # learning rates before and after the switch, and its warm-up
-SWITCHES = {"sdpa": "softmax (as it was)", "lssar": "LSSAR", "cos-softmax": "softmax of cosines"}
-LOOKS = {"sdpa": ("#D55E00", "s"), "lssar": ("#0072B2", "o"), "cos-softmax": ("#808000", "p")}
-
-
 def texts() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of the standard library's sources: to train on, and one in ten files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled"}
     found = [path.relative_to(root) for path in root.rglob("*.py")]
     names = sorted(p.as_posix() for p in found if not skipped.intersection(p.parts))
-    names.sort(key=lambda name: zlib.crc32(name.encode()))  # no topic comes first
-    parts = [[n for n in names if (zlib.crc32(n.encode()) % 10 == 0) == held] for held in (0, 1)]
-    joined = [b"\0".join((root / n).read_bytes() for n in part) for part in parts]
-    return tuple(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined)
+    names.sort(key=number_of)  # no topic comes first
+    training = [name for name in names if number_of(name) % 10]
+    held_out = [name for name in names if number_of(name) % 10 == 0]
+    return joined(root, training), joined(root, held_out)
+
+
+def number_of(name: str) -> int:
+    """Return a number that depends on a file's name alone."""
+    return zlib.crc32(name.encode())
+
+
+def joined(root: Path, names: list[str]) -> torch.Tensor:
+    """Return the bytes of files, one after another with a zero between them."""
+    text = b"\0".join((root / name).read_bytes() for name in names)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def loss_of(model, inputs, targets) -> torch.Tensor:
+    """Return the mean loss of a batch."""
     logits = model(inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -157,10 +175,9 @@ def measure(seed: int, settings: dict) -> list[dict]:
 
 def draw(results: dict, file: Path) -> None:
     """Draw the loss at the training length by steps, and by length before and after."""
-    import matplotlib.pyplot as plt
-
     settings = results["settings"]
-    lengths, steps = settings["lengths"], [0, *settings["tuning"]]
+    lengths = settings["lengths"]
+    steps = [0, *settings["tuning"]]
 
     def line(axes, name, x, points, **look):
         records = [((r["variant"], r["length"]), r["value"]) for r in results["records"]]
@@ -168,8 +185,9 @@ def draw(results: dict, file: Path) -> None:
         y = [sum(values) / len(values) for values in found]
         colour, marker = LOOKS[name]
         axes.plot(x, y, color=colour, marker=marker, markersize=4, **look)
-        low, high = map(min, found), map(max, found)
-        axes.fill_between(x, [*low], [*high], color=colour, alpha=0.15, linewidth=0)
+        low = [min(values) for values in found]
+        high = [max(values) for values in found]
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")

@@ -64,14 +64,15 @@ from support.command import positive, run, seed_number, whole
 from support.text import table
 from training import distributed
 
-BLOCKS = 30
-OCTAVES_WITHIN = 4  # of distance, up to 1x, in which the accuracy of a task is shown too
-
-
-MARGINS = {"nats": 0.02, "accuracy": 0.05}  # within which far context counts as ignored
-USES, IGNORES = "uses far context", "ignores far context"
-HARMED, OPEN = "harmed by far context", "open"
-LEARNED = 0.9  # of a task's answers at the training length: what a verdict on it requires
+BLOCKS = 30  # of neighbouring segments, over which an interval is taken
+OCTAVES_WITHIN = 4  # octaves of distance up to 1x in which a task's accuracy is shown too
+MARGINS = {"nats": 0.02, "accuracy": 0.05}  # within them far context counts as ignored
+LEARNED = 0.9  # share of right answers at the training length that a verdict on a task requires
+# Verdicts.
+USES = "uses far context"
+IGNORES = "ignores far context"
+HARMED = "harmed by far context"
+OPEN = "open"
 
 
 def make_parser() -> EvaluationParser:
@@ -110,11 +111,12 @@ def interval_of(values) -> Interval | None:
 def by_block(values: np.ndarray, block: np.ndarray) -> np.ndarray:
     """Return one value per block, whose mean is the mean over all targets.
 
-    Blocks have unequal numbers of targets, so what varies is how far each block's sum is from what
-    the mean makes it.
+    Blocks have unequal numbers of targets. A block's value is therefore the mean over all targets,
+    plus how far the block's sum is from what that mean would make it.
     """
     numbers = np.unique(block, return_inverse=True)[1]
-    sums, counts = np.bincount(numbers, values), np.bincount(numbers)
+    sums = np.bincount(numbers, values)
+    counts = np.bincount(numbers)
     mean = values.mean()
     return mean + (sums - mean * counts) / counts.mean()
 
@@ -180,7 +182,7 @@ class Audit:
         return far.text_targets(tokens, self.near, gram)
 
     def _answers(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
-        """Choose the targets of a task: at the full length, and as `learnt` at the near one."""
+        """Choose the targets of a task at the full length; `learnt` has those at the near one."""
         asked = self.arguments
         reader = checkpoints[0].tokeniser()
         if asked.within_documents:
@@ -252,8 +254,8 @@ class Audit:
         if self.task is None:
             benefits = near - full
         else:
-            # A model that answers with some bit has gained nothing over one that answers with
-            # another byte: below a guess, a share counts as a guess.
+            # Below a guess a share counts as a guess: to answer with a bit at random is no gain
+            # over an answer that is no bit at all.
             full_raise, near_raise = (max(0.0, self.guess - p[chosen].mean()) for p in scores)
             benefits = full - near + full_raise - near_raise
         found = mean_record(self.targets, benefits, chosen)

@@ -1,6 +1,6 @@
-"""Chooses the tokens that an audit scores, by the distance to the earlier occurrence; scores them.
+"""Chooses the tokens that an audit scores, by distance to the earlier occurrence, and scores them.
 
-The choice asks no model: it depends on the tokens alone.
+The choice depends on the tokens alone, not on a model.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from evaluating.protocol import BATCH_TOKENS, progress
 from lssar.errors import UserError
 from model import GPT
 
-# The k of k-grams. Of the standard library's bytes, 17 % follow a 4-gram that last occurred 129 to
-# 2,048 bytes before, and in 76 % of these cases the same byte follows; 12.5 % and 85 % at k = 8;
-# at k = 12 a quarter fewer, and no more than 87 %.
+# The k of k-grams. In the standard library's bytes, 17 % follow a 4-gram that last occurred 129 to
+# 2,048 bytes before, and in 76 % of these cases the same byte follows. At k = 8 it is 12.5 % and
+# 85 %. At k = 12 it is a quarter fewer, and no more than 87 %.
 GRAM = {"bytes": 8, "gpt2": 3}
 MOST = 4096  # targets; each costs a forward pass over the near context alone
 UNSEEN = 0  # the distance where the k-gram has not occurred before
@@ -26,10 +26,12 @@ UNSEEN = 0  # the distance where the k-gram has not occurred before
 
 @dataclass(frozen=True)
 class FarTargets:
+    """Holds the tokens to predict, and how far back each occurred before."""
+
     tokens: np.ndarray  # (segments, length + 1)
-    segment: np.ndarray  # (targets,): in which segment
-    place: np.ndarray  # (targets,): where in it
-    distance: np.ndarray  # (targets,): to the earlier occurrence, or UNSEEN
+    segment: np.ndarray  # (targets,): number of the segment
+    place: np.ndarray  # (targets,): place in the segment
+    distance: np.ndarray  # (targets,): distance to the earlier occurrence, or UNSEEN
 
     @property
     def wanted(self) -> np.ndarray:
@@ -38,12 +40,12 @@ class FarTargets:
 
     @property
     def same(self) -> np.ndarray:
-        """Say of each target whether the token that followed the earlier occurrence is the same."""
+        """Tell for each target whether the same token followed the earlier occurrence."""
         return self.tokens[self.segment, self.place - self.distance] == self.wanted
 
     @property
     def sha256(self) -> str:
-        """Return the hash of the tokens and of which of them are scored."""
+        """Return a hash of the tokens and of the choice."""
         arrays = (self.tokens, self.segment, self.place)
         return hashlib.sha256(b"".join(a.astype("<i8").tobytes() for a in arrays)).hexdigest()
 
@@ -101,14 +103,19 @@ def _sampled(rows: np.ndarray) -> np.ndarray:
 def scores(model: GPT, targets: FarTargets, device, label: str, near: int = 0) -> np.ndarray:
     """Return (2, targets): the loss of each target, and whether it is the likeliest token.
 
-    The model sees the segment up to the target, or with `near` only so many tokens before it,
-    computed alone.
+    The model sees the segment up to the target; with `near`, a fresh context of so many tokens.
     """
-    inputs, rows, places = targets.tokens[:, :-1], targets.segment, targets.place - 1
     if near:
-        inputs, rows = targets.near(near), np.arange(len(rows))
-        places, label = np.full_like(rows, near - 1), f"{label}, near context"
-    found, size = np.zeros((2, len(rows))), max(1, BATCH_TOKENS // inputs.shape[1])
+        inputs = targets.near(near)  # one row for each target
+        rows = np.arange(len(inputs))
+        places = np.full_like(rows, near - 1)
+        label = f"{label}, near context"
+    else:
+        inputs = targets.tokens[:, :-1]
+        rows = targets.segment
+        places = targets.place - 1
+    found = np.zeros((2, len(rows)))
+    size = max(1, BATCH_TOKENS // inputs.shape[1])
     with progress(len(inputs), label, "sequence") as bar, torch.no_grad():
         for first in range(0, len(inputs), size):
             batch = torch.from_numpy(inputs[first : first + size]).to(device)

@@ -1,3 +1,4 @@
 """Finds out whether a model of orbits knows Newton's law: simulation, forces, equations."""
 
-TASKS = ("magnitude", "vector")  # of physics/force.py; a task's place + 1 is its number of outputs
+# The tasks of physics/force.py, with how many numbers a model predicts per position.
+TASKS = {"magnitude": 1, "vector": 2}

@@ -1,4 +1,4 @@
-"""Configs of runs on orbits: those of train.py, with a section [orbits] for the model's ends."""
+"""Reads configs of runs on orbits: those of train.py, and [orbits] for embedding and head."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ from training.config import Config
 
 @dataclass(frozen=True)
 class OrbitSection:
+    """Holds the keys of [orbits]."""
+
     channels: int = 2  # tokens per position: x and y
     learned_positions: int = 999  # rows of the table
     outputs: int = 0  # numbers per position from a regression head; 0: the next tokens
@@ -20,7 +22,7 @@ class OrbitSection:
 
 @dataclass(frozen=True)
 class OrbitConfig(Config):
-    """What one run on orbits is."""
+    """Says what one run on orbits is."""
 
     model_type = OrbitModel
 
@@ -39,11 +41,11 @@ class OrbitConfig(Config):
         return config
 
     def make_batches(self, plan: BatchPlan, rank: int = 0, device="cpu") -> Batches:
-        """Open the orbits; refuse those that do not fit this run."""
+        """Open the orbits, and refuse those that do not fit this run."""
         return OrbitBatches(self, plan, rank, device)
 
     def fresh_parameters(self) -> tuple[str, ...]:
-        """Return how the names begin that train.init_from does not give: a regression head."""
+        """Return how the names of parameters begin that no checkpoint gives: a regression head."""
         return ("head.",) if self.orbits.outputs else ()
 
     def data_command(self) -> str:

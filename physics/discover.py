@@ -42,7 +42,18 @@ from support.command import Parser, positive, run, whole
 from support.files import reading
 from support.text import table
 
-EFFORT = {"iterations": 100, "population": 1000, "evaluations": 500_000}  # PySR's; Operon's two
+# Of one regression: PySR takes iterations, Operon population and evaluations.
+EFFORT = {"iterations": 100, "population": 1000, "evaluations": 500_000}
+# What is measured beside the models.
+ORACLE = "oracle"
+TRUTH = "truth"
+BLIND = "blind"
+COLOURS = {ORACLE: plots.GREY, TRUTH: plots.INK}
+ORDER = (TRUTH, "lssar", "softmax")  # the paper's panels, from left to right
+SAMPLES = 40  # arrows per panel
+SUBSAMPLES = 5  # regressions per model
+SUBSAMPLE = 1000  # states of each
+EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 
 
 def make_parser() -> Parser:
@@ -58,15 +69,6 @@ def make_parser() -> Parser:
     for name, default in EFFORT.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help="of a regression")
     return parser
-
-
-ORACLE, TRUTH, BLIND = "oracle", "truth", "blind"
-COLOURS = {ORACLE: plots.GREY, TRUTH: plots.INK}
-ORDER = (TRUTH, "lssar", "softmax")  # the paper's panels, from left to right
-SAMPLES = 40  # arrows per panel
-SUBSAMPLES = 5  # regressions per model
-SUBSAMPLE = 1000  # states of each
-EXPONENTS = tuple(f"exponent_{name}" for name in regression.NAMES)
 
 
 def find_nearest(known: np.ndarray, asked: np.ndarray, k: int = 1) -> tuple[np.ndarray, ...]:
@@ -129,6 +131,7 @@ class Model:
 
     @property
     def colour(self) -> str:
+        """Return the colour of its figures."""
         return COLOURS.get(self.mechanism) or plots.style(self.mechanism)["color"]
 
 
@@ -159,9 +162,12 @@ def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
 
 def name_of(checkpoint: Checkpoint) -> str:
     """Name it for tables: the mechanism, its settings and, where it is known, the seed."""
-    settings, seed = checkpoint.config.to_dict()["attention"], checkpoint.info.seed
-    changed = [f"{k}{v}" for k, v in settings.items() if k not in ("name", "train_length")]
-    return "-".join([settings["name"], *changed, *([] if seed is None else [f"s{seed}"])])
+    settings = checkpoint.config.to_dict()["attention"]
+    parts = [settings["name"]]
+    parts += [f"{k}{v}" for k, v in settings.items() if k not in ("name", "train_length")]
+    if checkpoint.info.seed is not None:
+        parts.append(f"s{checkpoint.info.seed}")
+    return "-".join(parts)
 
 
 def load(run: str, task: str, pretrained: Checkpoint) -> tuple[np.ndarray, str]:
@@ -254,7 +260,9 @@ def fitted_exponents(inputs: np.ndarray, predicted: np.ndarray) -> dict[str, flo
 
     An input that does not vary has no exponent; with fewer than ten such forces all are None.
     """
-    inputs, predicted = inputs[predicted > 0], predicted[predicted > 0]
+    positive = predicted > 0
+    inputs = inputs[positive]
+    predicted = predicted[positive]
     if len(predicted) < 10:
         return dict.fromkeys(EXPONENTS)
     varies = np.ptp(inputs, axis=0) > 0
@@ -332,7 +340,8 @@ def summary(results: Results, models: list[Model]) -> str:
 def draw(results: Results, models: list[Model], magnitudes: Magnitudes, vectors: Vectors):
     """Draw all figures beside the results, and return the PNG files."""
     with_vectors = [model for model in models if model.vectors is not None]
-    shown = sorted(with_vectors, key=lambda m: (*ORDER, m.mechanism).index(m.mechanism))
+    shown = [model for name in ORDER for model in with_vectors if model.mechanism == name]
+    shown += [model for model in with_vectors if model.mechanism not in ORDER]
     figures = {
         ".png": magnitude_figure(magnitudes.truth, models),
         "-earth.png": vector_figure(vectors, shown, ["Earth"]),

@@ -39,7 +39,8 @@ from training.batch_plan import batch_plan
 from training.checkpoint import Store
 from training.config import load_config, read_config
 
-FORCES, ORIGIN = "forces.npy", "forces.json"
+FORCES = "forces.npy"
+ORIGIN = "forces.json"
 BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made
 
 
@@ -60,10 +61,11 @@ def main(argv: list[str]) -> int:
     options, overrides = parse_arguments(argv)
     (pretrained,) = open_checkpoints([options.run], OrbitModel)
     name = f"{pretrained.info.run}-{options.task}"
-    given = [f"--attention.{k}={v}" for k, v in pretrained.config.to_dict()["attention"].items()]
-    overrides = [*given, f"--train.init_from={options.run}", f"--log.name={name}", *overrides]
+    attention = pretrained.config.to_dict()["attention"]
+    same = [f"--attention.{key}={value}" for key, value in attention.items()]
+    overrides = [*same, f"--train.init_from={options.run}", f"--log.name={name}", *overrides]
     config = load_config(options.config, overrides, kind=OrbitConfig)
-    if config.orbits.outputs != TASKS.index(options.task) + 1:
+    if config.orbits.outputs != TASKS[options.task]:
         raise UserError(
             f"{options.config} has no outputs of the task {options.task!r}; see --config"
         )
@@ -88,7 +90,7 @@ def origin(folder: Path) -> dict[str, str | None]:
 
 
 def write_origin(folder: Path, pretrained: str, checkpoint: str | None = None) -> None:
-    """Name the weights in forces.json; without a checkpoint, predictions there do not count."""
+    """Name the weights in forces.json; without `checkpoint`, its predictions do not count."""
     write_json(folder / ORIGIN, {"pretrained": pretrained, "checkpoint": checkpoint})
 
 

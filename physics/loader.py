@@ -1,4 +1,4 @@
-"""Batches of simulated orbits: records of one length, perhaps with labels.
+"""Makes batches of simulated orbits: records of one length, perhaps with labels.
 
 A record has `points` positions of `channels` tokens. A model reads all positions but the last and
 predicts each one's successor or label. Records lie in ordinary shards; beside them
@@ -39,7 +39,7 @@ def describe(directory: Path, command: str = SIMULATE) -> dict:
 
 
 class Records(Windows):
-    """A split of independent sequences of one length; each is a window of its own."""
+    """Holds a split of independent sequences of one length."""
 
     tokeniser = None
 
@@ -119,7 +119,7 @@ def open_records(
 
 
 class RecordLoader(TrainLoader):
-    """This rank's micro-batches of records."""
+    """Yields this rank's micro-batches of records."""
 
     def divisors(self, step: int) -> list[float]:
         """Return one divisor per micro-batch, so that every label of the step counts the same."""
@@ -132,7 +132,7 @@ class RecordLoader(TrainLoader):
 
 
 class OrbitBatches(Batches):
-    """Both sets of a run on orbits and their batches."""
+    """Holds both sets of a run on orbits, and makes their batches."""
 
     loader_type = RecordLoader
 

@@ -20,12 +20,15 @@ from modelling.losses import linear_cross_entropy, token_losses
 
 @dataclass(frozen=True)
 class OrbitModelConfig(ModelConfig):
+    """Says what a model of orbits is."""
+
     channels: int = 2  # tokens per position
     learned_positions: int = 0  # rows of the table
     outputs: int = 0  # numbers per position from a regression head; 0: tokens
 
     @property
     def head_rows(self) -> int:
+        """Return how many numbers the head gives for each position."""
         return self.outputs or self.channels * self.vocab_rows
 
     def check(self) -> None:
@@ -45,6 +48,8 @@ class OrbitModelConfig(ModelConfig):
 
 
 class OrbitModel(nn.Module):
+    """GPT-2's blocks between an embedding and a head for orbits."""
+
     config_type = OrbitModelConfig
 
     def __init__(self, config: OrbitModelConfig):
@@ -117,6 +122,7 @@ class OrbitModel(nn.Module):
         return self
 
     def parameter_count(self) -> int:
+        """Count the parameters."""
         return sum(p.numel() for p in self.parameters())
 
     def weights_per_token(self) -> int:

@@ -14,10 +14,10 @@ from evaluating.checkpoints import open_checkpoints
 from evaluating.results import read_results
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
-from model import GPT, preset
 from physics import discover, regression
 from physics.discover import farthest_points
 from physics.force import write_origin
+from physics.model import OrbitModel, OrbitModelConfig
 from physics.regression import (
     Candidate,
     choose,
@@ -162,7 +162,7 @@ def world(tmp_path_factory):
     ):
         run = here / f"run-{name}"
         run.mkdir()
-        save_model(run, GPT(preset("nano", name)), CheckpointInfo(name, 1, 60))
+        save_model(run, orbit_model(name), CheckpointInfo(name, 1, 60))
         for task, values in (("magnitude", magnitudes), ("vector", forces)):
             folder = here / f"run-{name}-{task}"
             folder.mkdir()
@@ -171,8 +171,14 @@ def world(tmp_path_factory):
     return here
 
 
+def orbit_model(attention, p=None, layers=1):
+    sizes = {"layers": layers, "heads": 1, "width": 8, "vocab_size": 53, "vocab_rows": 53}
+    ends = {"positions": "none", "channels": 2, "learned_positions": 60}
+    return OrbitModel(OrbitModelConfig(**sizes, **ends, attention=get_mechanism(attention, p=p)))
+
+
 def identity_of(run):
-    return open_checkpoints([str(run)])[0].identity
+    return open_checkpoints([str(run)], OrbitModel)[0].identity
 
 
 def arguments(world, out, *more):
@@ -307,7 +313,7 @@ def second_seed(world, tmp_path, name="lssar-s1"):
     run = tmp_path / name
     run.mkdir()
     torch.manual_seed(1)
-    save_model(run, GPT(preset("nano", "lssar")), CheckpointInfo(name, 1, 60, seed=1))
+    save_model(run, orbit_model("lssar"), CheckpointInfo(name, 1, 60, seed=1))
     for task in ("magnitude", "vector"):
         folder = tmp_path / f"{name}-{task}"
         folder.mkdir()
@@ -326,7 +332,7 @@ def test_equations_of_a_run_that_was_trained_again_are_found_again(world, tmp_pa
     write_origin(tmp_path / "lssar-s1-magnitude", identity_of(run), "fine-tuned again")
     discover.main(given)
     assert len(searches) == (5 + 1) * 5 * 3
-    save_model(run, GPT(preset("nano", "lssar")), CheckpointInfo("lssar-s1", 2, 60, seed=1))
+    save_model(run, orbit_model("lssar"), CheckpointInfo("lssar-s1", 2, 60, seed=1))
     with pytest.raises(UserError, match="fine-tuned from other weights"):
         discover.main(given)
 
@@ -349,7 +355,7 @@ def test_two_seeds_of_a_mechanism_are_two_runs_with_their_seeds(world, tmp_path,
 
 def test_a_run_with_another_exponent_has_another_name(world, tmp_path, searches):
     run, out = second_seed(world, tmp_path, "lssar-p3"), tmp_path / "nano" / "physics.json"
-    model = GPT(preset("nano", get_mechanism("lssar", p=3)))
+    model = orbit_model("lssar", p=3)
     save_model(run, model, CheckpointInfo("lssar-p3", 1, 60, seed=2))
     for task in ("magnitude", "vector"):
         write_origin(tmp_path / f"lssar-p3-{task}", identity_of(run), f"tuned-p3-{task}")
@@ -360,7 +366,7 @@ def test_a_run_with_another_exponent_has_another_name(world, tmp_path, searches)
 
 def test_two_runs_of_one_mechanism_and_seed_are_refused(world, tmp_path):
     run = second_seed(world, tmp_path, "x")
-    save_model(run, GPT(preset("nano", "lssar", layers=1)), CheckpointInfo("x", 1, 60))
+    save_model(run, orbit_model("lssar", layers=2), CheckpointInfo("x", 1, 60))
     for task in ("magnitude", "vector"):
         write_origin(tmp_path / f"x-{task}", identity_of(run), f"tuned-x-{task}")
     with pytest.raises(UserError, match="another run is of 'lssar' too"):
@@ -385,7 +391,7 @@ def test_a_force_of_zero_has_no_direction_and_no_nan():
 def test_missing_predictions_say_how_to_make_them(world, tmp_path):
     run = tmp_path / "bare"
     run.mkdir()
-    save_model(run, GPT(preset("nano")), CheckpointInfo("bare", 1, 60))
+    save_model(run, orbit_model("softmax"), CheckpointInfo("bare", 1, 60))
     places = ("--forces", str(world / "forces"), "--planets", str(world / "planets"))
     with pytest.raises(UserError, match=r"physics/force.py"):
         discover.main([str(run), *places, "--out", str(tmp_path / "x.json")])
