@@ -116,6 +116,14 @@ def test_schedules_are_those_of_the_paper():
             assert plan.sequences == {2048: 256, 4096: 128, 8192: 64}[t.length]
 
 
+def test_a_run_without_settings_is_the_papers_124m():
+    paper = shipped(SOFTMAX)
+    assert Config().model == paper.model
+    assert Config().attention == paper.attention
+    fitted = dataclasses.replace(Config().train, micro_batch="auto", compile=True)  # to 8 GPUs
+    assert fitted == paper.train
+
+
 def test_the_token_budget_is_less_than_one_epoch_of_fineweb():
     t = shipped(SOFTMAX).train
     assert t.steps * t.batch_tokens == 9_890_693_120
