@@ -20,6 +20,7 @@ from lssar.errors import UserError, did_you_mean
 # How a run is evaluated.
 EXTRAPOLATION = "extrapolation"
 PASSKEY = "passkey"
+NATS = "nats per token"  # or per byte: the unit of the scale
 USUAL_SCALES = ("nano", "single", "paper")  # of a table
 # Lengths to evaluate at, in training lengths.
 FACTORS = {EXTRAPOLATION: (1, 2, 4, 8, 16), PASSKEY: (1, 1.5, 2, 4, 8)}
@@ -36,7 +37,7 @@ def load_toml(name: str) -> dict:
 
 @cache
 def paper_numbers() -> dict:
-    """Return what the paper prints, by the label of its table."""
+    """Return the numbers that the paper prints, by the label of its table."""
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
@@ -154,7 +155,7 @@ class Table:
     """Says what a table of the paper, or of ours, shows, and how it is measured."""
 
     name: str
-    label: str
+    label: str  # the paper's name of it; tables of ours have other labels
     title: str
     unit: str
     columns: tuple[Column, ...]
@@ -204,15 +205,16 @@ def of_scale(value, scale: Scale):
 def _load_table(name: str, scale: Scale, fields: dict, data: dict) -> Table:
     """Build a table of its fields at a scale; `data` has the rows and notes that tables share."""
     given = {key: value for key, value in fields.items() if value is not None}
-    printed = paper_numbers()[given["label"]]
+    printed = paper_numbers().get(given["label"], {})  # empty for tables of ours
     rows = tuple(_load_row(row, data["rows"]) for row in given.pop("rows"))
     columns = tuple(_load_columns(given))
     if "measure" not in given:  # else its own command names the variants
         check_variants(name, rows, scale.name)
     notes = [of_scale(data["notes"][note], scale) for note in given.get("notes", ())]
     script = given.get("script", f"table_{name}")
-    given.setdefault("title", printed["title"])
-    given["unit"] = scale.unit if printed["unit"] == "nats per token" else printed["unit"]
+    given.setdefault("title", printed.get("title"))
+    unit = given.get("unit", printed.get("unit", NATS))
+    given["unit"] = scale.unit if unit == NATS else unit
     given["notes"] = tuple(note for note in notes if note)
     given["panels"] = tuple(given.get("panels", ("",)))
     given["script"] = f"scripts/{script}.sh"

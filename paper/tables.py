@@ -141,8 +141,8 @@ class FilledTable:
 
     def printed(self, row: Row, column: Column) -> float | None:
         """Return the number that the paper prints; None where it has none."""
-        paper = paper_numbers()[self.table.label]
-        if row.key not in paper["rows"] or column.paper not in paper["columns"]:
+        paper = paper_numbers().get(self.table.label)
+        if paper is None or row.key not in paper["rows"] or column.paper not in paper["columns"]:
             return None
         return paper["rows"][row.key][paper["columns"].index(column.paper)]
 

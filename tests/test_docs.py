@@ -23,6 +23,17 @@ def test_the_readme_is_one_page():
     assert len((ROOT / "README.md").read_bytes()) <= 9000
 
 
+def test_a_page_begins_with_what_to_run_and_is_at_most_two_pages():
+    written_by_commands = ("hf_support.md", "reliability.md")
+    for page in tracked("docs/*.md"):
+        if page.name in written_by_commands:
+            continue
+        title, blank, fence, *_ = page.read_text(encoding="utf-8").splitlines()
+        assert title.startswith("# ") and not blank, page.name
+        assert fence in ("```bash", "```python"), f"{page.name} begins with {fence!r}"
+        assert len(page.read_bytes()) <= 6500, page.name
+
+
 def commands() -> list[tuple[str, list[str]]]:
     """Return (page, words) of every command in a bash block; continued lines are joined."""
     found = []
