@@ -98,7 +98,8 @@ def _report(message: str) -> int:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if file and restarts == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
-        # torchrun ends with twenty lines of its own. The last of them show this file.
+        # For every exit code but 0 torchrun raises ChildFailedError, and prints its traceback. The
+        # last lines of that show this file.
         details = {"py_callstack": shown, "timestamp": str(int(time.time()))}
         Path(file).write_text(json.dumps({"message": {"message": shown, "extraInfo": details}}))
     else:
