@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lssar.mechanisms import Mechanism
-from lssar.spans import Span
+from lssar.spans import Span, window
+from lssar.tracing import can_look_at
 
 # About what stays in a CPU's outer cache, and enough work for a launch on a GPU.
 BLOCK_ENTRIES = {"cpu": 2**19, "default": 2**24}
@@ -46,7 +47,7 @@ class _RowBlocks(torch.autograd.Function):
         ctx.first = first
         ctx.save_for_backward(q, k, v, head_scale, decay)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
-        for block in _blocks(q, k, first, mechanism.sinks):
+        for block in _blocks(q, k, first, mechanism):
             *qkv, block_scale, block_decay = block.of(q, k, v, head_scale, decay)
             rows = attend_eager(*qkv, mechanism, block_scale, block.span, block_decay)
             out[:, block.heads, block.rows] = rows
@@ -57,7 +58,7 @@ class _RowBlocks(torch.autograd.Function):
     def backward(ctx, grad_out):
         inputs = ctx.saved_tensors
         totals = _each(_zero_sum, inputs)
-        for block in _blocks(*inputs[:2], ctx.first, ctx.mechanism.sinks):
+        for block in _blocks(*inputs[:2], ctx.first, ctx.mechanism):
             parts = _each(lambda t: t.detach().requires_grad_(), block.of(*inputs))
             with torch.enable_grad():
                 out = ctx.attend_eager(*parts[:3], ctx.mechanism, parts[3], block.span, parts[4])
@@ -101,7 +102,7 @@ class _Block:
         ]
 
 
-def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int = 0) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, first: Tensor | None, m: Mechanism) -> Iterator[_Block]:
     """Yield blocks of one head of k if that fills a block, else of several heads.
 
     Keys are normalised anew for each block. There are at least four blocks of rows, so that little
@@ -113,17 +114,20 @@ def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int = 0) -> Itera
     past = keys - length
     entries = BLOCK_ENTRIES.get(q.device.type, BLOCK_ENTRIES["default"])
     longest = keys
-    if first is not None and not sinks:
-        counts = torch.arange(past + 1, keys + 1, device=first.device) - first
+    known = _known_first(first, m, length, keys)
+    if known is not None:
+        counts = torch.arange(past + 1, keys + 1) - known
         longest = min(keys, 2 * max(1, int(counts.max())))
     rows = max(16, min(entries // (group * longest), -(-length // 4)))
     together = max(1, entries // (group * rows * longest))
     for start in range(0, length, rows):
         stop = min(start + rows, length)
-        low, span = 0, Span()
+        low = 0
+        span = Span()
+        if known is not None:
+            low = min(int(known[..., start:stop].min()), past + stop - 1)
         if first is not None:
-            low = 0 if sinks else min(int(first[:, start:stop].min()), past + stop - 1)
-            span = Span(first[:, start:stop] - low, sinks=sinks)
+            span = Span(first[:, start:stop] - low, sinks=m.sinks)
         for head in range(0, heads, together):
             end = min(head + together, heads)
             yield _Block(
@@ -133,3 +137,12 @@ def _blocks(q: Tensor, k: Tensor, first: Tensor | None, sinks: int = 0) -> Itera
                 slice(low, past + stop),
                 span,
             )
+
+
+def _known_first(first: Tensor | None, m: Mechanism, queries: int, keys: int) -> Tensor | None:
+    """Return the first keys of the rows as far as the host knows them; a GPU is not waited for."""
+    if first is None or m.sinks:
+        return None
+    if can_look_at(first):
+        return first
+    return None if m.window is None else window(m.window, queries, keys)

@@ -154,6 +154,21 @@ def test_every_backend_on_the_device(backend, options):
         agrees(qkv(FP64, rows=9), m, backend, 1e-9, backend=backend)
 
 
+def test_row_blocks_never_wait_for_the_gpu():
+    first = spans.documents(torch.randint(4, (2, 70), device=CUDA), end_of_text=0)
+    for m, given in (
+        (get_mechanism("lssar", window=5), {}),
+        (MECHANISMS["lssa"], {"first": first}),
+    ):
+        q, k, v = qkv(FP32, rows=70, keys=70)
+        torch.ops.stand_in.forbid_reads(True)
+        try:
+            attend(q, k, v, m, backend="rowblock", **given).sum().backward()
+        finally:
+            torch.ops.stand_in.forbid_reads(False)
+        agrees(qkv(FP32, rows=70, keys=70), m, "rowblock", 2e-3, backend="rowblock", **given)
+
+
 def test_any_layout_on_the_device():
     across = [x.detach().mT.contiguous().mT.requires_grad_() for x in qkv(FP32)]
     agrees(across, get_mechanism("lssar"), "triton", 2e-3)

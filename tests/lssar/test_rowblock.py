@@ -164,7 +164,7 @@ def test_nothing_of_size_length_squared_exists(monkeypatch):
 def test_a_window_makes_the_cost_linear_too(monkeypatch):
     monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 2**14, "default": 2**14})
     q, k = torch.randn(2, 1, 1, 4096, 8)
-    blocks = list(rowblock._blocks(q, k, window(64, 4096)[None]))
+    blocks = list(rowblock._blocks(q, k, window(64, 4096)[None], get_mechanism("lssar")))
     assert sum(size(b.rows) * size(b.keys) for b in blocks) < 4096 * 64 * 4
     assert [b.rows.start for b in blocks] == [0, *(b.rows.stop for b in blocks[:-1])]
     assert blocks[-1].rows.stop == 4096
@@ -179,7 +179,7 @@ def test_blocks_cover_every_row_of_every_head_once_in_bounded_memory(monkeypatch
     for heads, length in cases([(7, 100), (3, 1000), (50, 17), (2, 5000)]):
         q, k = torch.zeros(2, 1, heads, length, 2)
         seen = torch.zeros(heads, length)
-        for block in rowblock._blocks(q, k, None):
+        for block in rowblock._blocks(q, k, None, get_mechanism("lssar")):
             seen[block.heads, block.rows] += 1
             assert block.keys == slice(0, block.rows.stop)
             assert size(block.heads) * size(block.rows) * length <= 2**17
