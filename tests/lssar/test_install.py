@@ -76,7 +76,7 @@ def test_a_folder_a_wheel_and_a_git_address_install_the_same(source, installed, 
     (wheel,) = wheels.glob("lssar-*-py3-none-any.whl")
     assert wheel.name.startswith(f"lssar-{lssar.__version__}-")
     inside = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("lssar/")}
-    assert {"lssar/lssar_cpu.cpp", "lssar/py.typed", "lssar/hf.py"} <= inside
+    assert {"lssar/lssar_cpu.cpp", "lssar/py.typed", "lssar/hf/models.py"} <= inside
     install(f"git+{source.as_uri()}", from_git)
     for site in (installed, from_git):
         found = {f"lssar/{f.relative_to(site / 'lssar')}" for f in (site / "lssar").rglob("*.*")}
