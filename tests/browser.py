@@ -23,7 +23,7 @@ FLAGS = (
 
 
 class Browser:
-    """One window. `profile` is a new empty directory."""
+    """Drive one window; `profile` is a new empty directory."""
 
     def __init__(self, profile: Path):
         self.driver = subprocess.Popen(
@@ -74,28 +74,28 @@ class Browser:
         self._post("/url", {"url": url})
 
     def run(self, script: str, *arguments):
-        """The value of `return ...` in the page."""
+        """Return the value of `return ...` in the page."""
         return self._post("/execute/sync", {"script": script, "args": list(arguments)})
 
     def press(self, key: str) -> None:
-        """A key on whatever has the focus; "\\ue007" is Enter in WebDriver's alphabet."""
+        """Press a key on whatever has the focus; "\ue007" is Enter in WebDriver's alphabet."""
         strokes = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._post("/actions", {"actions": [{"type": "key", "id": "k", "actions": strokes}]})
 
     def click(self, selector: str) -> None:
-        """A real click in the middle of the first match."""
+        """Click in the middle of the first match, as a hand does."""
         found = self._post("/element", {"using": "css selector", "value": selector})
         self._post(f"/element/{next(iter(found.values()))}/click", {})
 
     def log(self, kind: str) -> list[dict]:
-        """Console messages ("browser") or DevTools events ("performance") since the last call."""
+        """Return what console ("browser") or DevTools ("performance") said since the last call."""
         entries = self._post("/se/log", {"type": kind})
         if kind == "performance":
             return [json.loads(entry["message"])["message"] for entry in entries]
         return entries
 
     def requests(self) -> list[str]:
-        """Every address that the page asked for since it was opened."""
+        """Return every address that the page asked for since it was opened."""
         sent = [e for e in self.log("performance") if e["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 

@@ -24,7 +24,7 @@ def fused(q, k, v, **options):
 
 
 def results(attention, tensors, dout, dtype, **options):
-    """out, dq, dk, dv in float64, computed in `dtype`."""
+    """Return out, dq, dk, dv in float64, computed in `dtype`."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
     out = attention(*leaves, **options)
     return [x.double() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype)))]
@@ -40,7 +40,7 @@ def draw(*shape, lk=None):
 
 
 def flat_row(keys=70, d=64):
-    """A query and keys so alike that its row is flat by the reference's rule, but no narrower one.
+    """Return a query and keys whose row is flat by the reference's rule, but by no narrower one.
 
     Its largest excess over the mean is half of what the rule allows, about 2^-18.6 of its maximum.
     """
@@ -55,7 +55,7 @@ def flat_row(keys=70, d=64):
 
 
 def rounded(*tensors):
-    """The same tensors, rounded differently, four times; None stays None."""
+    """Return four copies of the tensors, each rounded differently; None stays None."""
     return [
         [x if x is None else x * (1 + 2**-24 * torch.randn_like(x)) for x in tensors]
         for _ in range(4)

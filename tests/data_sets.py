@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def write_shard(path, tokens, *, magic=20240520, version=1, count=None):
-    """llm.c's format, spelled out: 256 int32, then uint16."""
+    """Write llm.c's format, spelled out: 256 int32, then uint16."""
     count = len(tokens) if count is None else count
     header = struct.pack("<3i", magic, version, count) + bytes(4 * 253)
     path.write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
@@ -28,7 +28,7 @@ def write_set(folder, *, train, val=(), prefix="x"):
 
 
 def read_stream(folder, split):
-    """All tokens of a split, by an independent reader."""
+    """Read all tokens of a split; written independently of the library."""
     parts = []
     for path in sorted(folder.glob(f"*_{split}_*.bin")):
         data = path.read_bytes()
@@ -39,13 +39,13 @@ def read_stream(folder, split):
 
 
 def contents(folder):
-    """The files of a set, but for the note of which were checked."""
+    """Return the files of a set, but for the note of which were checked."""
     names = [path for path in folder.iterdir() if path.name != ".checked.jsonl"]
     return {path.name: path.read_bytes() for path in names}
 
 
 def run_prepare(*arguments, before="", **options):
-    """`python data/prepare.py ...` as a user runs it; `before` is Python to run in it first."""
+    """Run `python data/prepare.py ...` as a user does; `before` is Python to run in it first."""
     command = [sys.executable, "data/prepare.py"]
     if before:
         code = "import runpy, sys; sys.argv[0] = 'data/prepare.py'\n"
@@ -58,7 +58,7 @@ def run_prepare(*arguments, before="", **options):
 
 
 def text_corpus(folder, documents=400):
-    """Parquet, JSON lines and plain text, each long enough for several chunks and shards."""
+    """Write Parquet, JSON lines and plain text, each long enough for several chunks and shards."""
     folder.mkdir()
     texts = [f"{i} Zürich 中文 don't  stop\n" * (1 + i % 37) for i in range(documents)]
     texts[5] = "a document longer than a shard " * 1500

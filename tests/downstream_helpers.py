@@ -11,7 +11,7 @@ BYTES = get_tokeniser("bytes")
 
 
 def by_hand(model, context, continuation, max_length) -> tuple[float, bool]:
-    """log p(continuation | context) from a pass over the two alone, cut from the left."""
+    """Return log p(continuation | context) from a pass over the two alone, cut from the left."""
     ids = [*context, *continuation][-max_length - 1 :]
     with torch.no_grad():
         logits = model(torch.tensor([ids[:-1]]))[0].double()
@@ -24,7 +24,7 @@ def by_hand(model, context, continuation, max_length) -> tuple[float, bool]:
 
 
 def text_by_hand(model, context: str, continuation: str, max_length: int) -> tuple[float, bool]:
-    """The same for text, bytes being tokens: blanks that end a context begin the continuation."""
+    """Return the same for text of bytes: blanks that end a context begin the continuation."""
     kept = context.rstrip()
     first = BYTES.encode(kept).tolist() or [BYTES.eot]
     second = BYTES.encode(context[len(kept) :] + continuation).tolist()
@@ -89,7 +89,7 @@ def write_lines(path: Path, documents: list[dict]) -> Path:
 
 
 def write_hub_copies(folder: Path) -> Path:
-    """All but MMLU, which has 57 parts."""
+    """Write all tasks but MMLU, which has 57 parts."""
     import pandas
 
     for configuration in ("ARC-Easy", "ARC-Challenge"):

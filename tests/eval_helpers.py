@@ -12,7 +12,7 @@ from training.checkpoint import CheckpointInfo, save_model
 
 
 def tiny_model(attention: str = "softmax", train_length: int = 16, seed: int = 0, **changes) -> GPT:
-    """Random, but with attention sharp enough that the mechanism and the context matter."""
+    """Return a random model whose attention is sharp enough that mechanism and context matter."""
     torch.manual_seed(seed)
     mechanism = get_mechanism(attention, train_length=train_length)
     shape = {"layers": 2, "heads": 2, "width": 24} | changes
@@ -25,7 +25,7 @@ def tiny_model(attention: str = "softmax", train_length: int = 16, seed: int = 0
 
 
 def exported_model(model: GPT):
-    """The same weights as a model of transformers."""
+    """Return the same weights as a model of transformers."""
     from evaluating.hf_model import LssarConfig, LssarForCausalLM
 
     config = LssarConfig(**model.config.to_dict(), train_length=16)
@@ -43,7 +43,7 @@ def write_checkpoint(directory: Path, model: GPT, *, run: str = "", **info) -> P
 
 
 def write_tokens(directory: Path, count: int, vocab_size: int = 257, seed: int = 0) -> Path:
-    """A validation set without structure, in two shards of uneven size."""
+    """Write a validation set without structure, in two shards of uneven size."""
     directory.mkdir(parents=True)
     tokens = np.random.default_rng(seed).integers(0, vocab_size, count).astype("<u2")
     cut = count // 3 + 1
@@ -54,7 +54,7 @@ def write_tokens(directory: Path, count: int, vocab_size: int = 257, seed: int =
 
 
 def small_gpt(attention="lssar", **changes):
-    """Two layers with weights large enough that attention is far from uniform."""
+    """Return two layers with weights large enough that attention is far from uniform."""
     sizes = {"layers": 2, "heads": 2, "width": 40, "vocab_size": 61, "vocab_rows": 64} | changes
     model = GPT(preset("nano", attention, **sizes))
     with torch.no_grad():

@@ -95,7 +95,7 @@ def on_the_host(tensors):
 
 
 def agrees(tensors, m, expected, tolerance, **options):
-    """Output and gradients of `attend` on the device, and of eager in float64 on the host."""
+    """Compare output and gradients on the device with eager's in float64 on the host."""
     first = options.get("first")
     host = on_the_host(tensors)
     params = None
@@ -123,7 +123,7 @@ def best(m, spans=False):
 
 
 def slow_but(few, names):
-    """The interpreter takes seconds for each; a few are enough for every day."""
+    """Mark as slow all but a few: the interpreter takes seconds for each."""
     return [pytest.param(n, marks=() if n in few else pytest.mark.slow) for n in names]
 
 
@@ -301,7 +301,7 @@ def corpus(tmp_path_factory):
 
 
 def trained(corpus, place, *more):
-    """A run of softmax, whose kernel need not be interpreted: that one is tested above."""
+    """Train softmax, whose kernel need not be interpreted: that one is tested above."""
     command = arguments(corpus, place, *SHORT, *more, config="nano-softmax")
     assert train.main(command) == 0
     return place / "nano-softmax"

@@ -32,7 +32,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def by_the_reference():
-    """The kernels have tests of their own, and take the interpreter seconds."""
+    """Use the reference: the kernels have tests of their own, and take the interpreter seconds."""
     with lssar.backend("eager"):
         yield
 
@@ -59,7 +59,7 @@ def on_both(kind, **changes):
 
 
 def batch(side):
-    """Two sequences and their mask; without one, transformers itself waits to look for packing."""
+    """Return two sequences and their mask; without one, transformers waits to look for packing."""
     if side is None:
         return tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
     return padded([tokens(1, n)[0] for n in (9, 5)], side)

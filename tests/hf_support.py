@@ -33,7 +33,7 @@ def sizes(kind: str) -> dict:
 
 
 def tiny_config(config: PreTrainedConfig, own: dict) -> PreTrainedConfig:
-    """The type's default with the common sizes, as far as it has them, and those of its own."""
+    """Return the type's config with the common sizes that it has, and those of its own."""
     known = set(config.to_dict()) | set(config.attribute_map)
     given = {k: v for k, v in SIZES["common"].items() if k in known}
     if "qk_rope_head_dim" in known:
@@ -50,7 +50,7 @@ def tiny_config(config: PreTrainedConfig, own: dict) -> PreTrainedConfig:
 
 
 def build(kind: str, attention: str) -> PreTrainedModel:
-    """With this attention, or in its language part if it has others."""
+    """Build a model with this attention, or with it in its language part if it has others."""
     model_class, whole = getattr(transformers, TYPES[kind]), CONFIG_MAPPING[kind]
     from_config = AutoModelForCausalLM.from_config
     if whole.sub_configs.get("decoder") is model_class.config_class:  # which alone is built here
@@ -67,7 +67,7 @@ def build(kind: str, attention: str) -> PreTrainedModel:
 
 
 def inputs(kind: str) -> dict:
-    """Tokens; for an assistant the states, keys and values of the model that it drafts for."""
+    """Return tokens; for an assistant also states, keys and values of the model it drafts for."""
     torch.manual_seed(0)
     if not kind.endswith("_assistant"):
         return {"input_ids": torch.randint(3, 30, (2, 9))}

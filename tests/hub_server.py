@@ -9,7 +9,7 @@ COMMIT = "c" * 40
 
 
 class Hub:
-    """`files[repository][path] = bytes`, served until the `with` block ends."""
+    """Serve `files[repository][path] = bytes` until the `with` block ends."""
 
     def __init__(self, files):
         self.files = files

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation returned."""
+    """Remember the number of elements of the largest tensor that any operation returned."""
 
     def __init__(self):
         super().__init__()

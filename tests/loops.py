@@ -58,14 +58,14 @@ def softmax(x):
 
 
 def reweight(row, p):
-    """l1(relu(N A - 1[N > 3])^p); a row with nothing above its mean stays as it was."""
+    """Return l1(relu(N A - 1[N > 3])^p); a row with nothing above its mean stays as it was."""
     n = len(row)
     y = [max(n * a - (1.0 if n > 3 else 0.0), 0.0) for a in row]
     return l1([value**p for value in y]) if max(y) > 0 else row
 
 
 def broken_stick(x):
-    """From the query's own key backwards, each breaks sigmoid(x) off; the own key has the rest."""
+    """Break off sigmoid(x) from the query's own key backwards; the own key has the rest."""
     left, row = 1.0, [0.0] * len(x)
     for j in reversed(range(len(x) - 1)):
         row[j] = left * sigmoid(x[j])
@@ -78,7 +78,7 @@ def adaptive_p(p, alpha, n, train_length):
 
 
 def score(m, q, key, n, train_length, param):
-    """scale * similarity of one query and one key, for a row that sees n keys."""
+    """Return scale * similarity of one query and one key, for a row that sees n keys."""
     d = len(q)
     log_n = math.log(n)
     scales = {
@@ -97,7 +97,7 @@ def score(m, q, key, n, train_length, param):
 def row(
     mechanism, q, keys, *, p=None, alpha=0.0, train_length=1024, length=None, param=None, falls=()
 ):
-    """The weights of query vector q on the keys that it sees (itself included).
+    """Return the weights of query vector q on the keys that it sees (itself included).
 
     The mechanism's parts say which formula, and nothing else of it is used. p is the mechanism's
     own when absent; length is the paper's L (train_length when absent); param the learnable scalar
@@ -131,7 +131,7 @@ def row(
 
 
 def weights(mechanism, q, k, *, window=None, sinks=0, decay=None, **settings):
-    """All rows, zeros where a key is not seen; the last query stands at the last key.
+    """Return all rows, zeros where a key is not seen; the last query stands at the last key.
 
     decay[j] is the log of what the step to key j leaves of everything before it.
     """
@@ -149,7 +149,7 @@ def weights(mechanism, q, k, *, window=None, sinks=0, decay=None, **settings):
 
 
 def weights_of_batch(mechanism, q, k, params=None, decay=None, **settings):
-    """`weights` of every head of tensors q (B, H, Lq, d), k (B, H, Lk, d), as a float64 tensor."""
+    """Return `weights` of every head of tensors q (B, H, Lq, d), k (B, H, Lk, d), in float64."""
 
     def head(b, h):
         scalar = None if params is None else params[h].item()

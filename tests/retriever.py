@@ -22,7 +22,7 @@ INTERPOLATION = 64.0  # slows RoPE, so that far and near content look alike to l
 
 
 def before(r: int) -> slice:
-    """Where the residual stream holds the class of the token r places back; 0: its own."""
+    """Return where the residual stream holds the class of the token r places back; 0: its own."""
     return CLASS if r == 0 else slice(82 + 16 * (r - 1), 82 + 16 * r)
 
 
@@ -57,7 +57,7 @@ def embedding(tokens: int) -> torch.Tensor:
 
 
 def parts(attention, head: int):
-    """Rows of the joint projection that make this head's queries, keys and values."""
+    """Return the rows of the joint projection that make this head's queries, keys and values."""
     first = head * HEAD_DIM
     return (slice(kind * WIDTH + first, kind * WIDTH + first + HEAD_DIM) for kind in range(3))
 

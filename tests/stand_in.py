@@ -25,7 +25,7 @@ A100 = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", major=8, minor=0, total_mem
 
 
 def build() -> Path:
-    """The library, from the cache of our CPU kernel or compiled now, in a quarter of a minute."""
+    """Return the library, from the cache of our CPU kernel or compiled now."""
     torch_path = Path(importlib.util.find_spec("torch").origin).parent
     version = (torch_path / "version.py").read_bytes()
     key = hashlib.sha256(SOURCE.read_bytes() + version + bytes(torch_path)).hexdigest()[:24]
@@ -54,7 +54,7 @@ import torch.distributed as dist  # noqa: E402
 
 
 def install() -> None:
-    """What of torch.cuda is Python or bound to it."""
+    """Replace what of torch.cuda is Python or bound to it."""
     ops, c, cuda = torch.ops.stand_in, torch._C, torch.cuda
     count = ops.device_count()
     c._cuda_getDeviceCount = cuda.device_count = lambda: count
@@ -85,7 +85,7 @@ def install() -> None:
 
 
 class Nccl(dist.ProcessGroup):
-    """Collectives of the devices' tensors, by gloo on the memory behind them."""
+    """Run collectives of the devices' tensors by gloo on the memory behind them."""
 
     takes_host = False
 

@@ -31,7 +31,7 @@ class Captured(Exception):
 
 
 def commands() -> list[str]:
-    """Every module with a command line, as it is imported."""
+    """Return every module with a command line, as it is imported."""
     found = []
     for file in tracked("*.py", ":!tests"):
         text = file.read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def commands() -> list[str]:
 
 
 def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
-    """The parser that a command has made when it is about to read its arguments."""
+    """Return the parser that a command has made when it is about to read its arguments."""
     found, read = [], argparse.ArgumentParser.parse_known_args
 
     def capture(parser, *given):
@@ -120,7 +120,7 @@ def test_types_have_inclusive_and_exclusive_ends():
 
 @pytest.fixture
 def line(tmp_path, monkeypatch, capsys):
-    """What a command that must refuse prints, run as a program in a folder with a model."""
+    """Return what a command that must refuse prints, run as a program in a folder with a model."""
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "m", tiny_model(), tokeniser="bytes")
     write_tokens(tmp_path / "d", 99)

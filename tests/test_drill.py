@@ -85,7 +85,7 @@ def test_a_killed_drill_keeps_what_it_has_finished_and_leaves_no_process(tmp_pat
 
 
 def is_running(pid):
-    """Not ended, and not waiting for a parent that would ask how."""
+    """Tell whether a process has not ended, and does not wait for its parent to ask how."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def is_running(pid):
 
 
 def begun(path, **changes):
-    """The record of a drill of two attacks that was killed after the first, as it is read back."""
+    """Return the record, read back, of a drill of two attacks that was killed after the first."""
     chosen = [ATTACKS[name] for name in QUICK[:2]]
     drill = Drill(path, "short", chosen)
     drill.add({"name": chosen[0].name, "passed": True})

@@ -67,7 +67,7 @@ def flip(path: Path, chance: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
-    """A checkpoint of a real run."""
+    """Return a checkpoint of a real run."""
     runs = tmp_path_factory.mktemp("finished")
     assert train_here(*arguments(corpus, runs, "--train.steps=5")) == 0
     return find(runs / "nano-lssar")
@@ -104,7 +104,7 @@ def test_a_damaged_measurement_is_named_and_the_others_are_kept(tmp_path, capsys
 
 @contextlib.contextmanager
 def files_of_at_most(size: int):
-    """What a full disk does to a process, for every file of its own."""
+    """Limit every file of this process, as a full disk does."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

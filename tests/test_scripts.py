@@ -59,7 +59,7 @@ def test_ci_runs_the_readmes_commands_in_a_clone_at_a_path_with_spaces_and_remov
 
 @pytest.fixture
 def checkout(tmp_path):
-    """scripts/ beside a .venv whose `python -m pip` only writes down what it was asked."""
+    """Copy scripts/ beside a .venv whose `python -m pip` only writes down what it was asked."""
     (tmp_path / "scripts").mkdir()
     for file in tracked("scripts"):
         shutil.copy(file, tmp_path / "scripts")
@@ -75,7 +75,7 @@ def checkout(tmp_path):
 
 
 def source(checkout, *files, user=None, **environment):
-    """What a script does: `source scripts/env.sh files...` under its strict settings."""
+    """Run `source scripts/env.sh files...` as a script does, under its strict settings."""
     command = f"set -euo pipefail; source scripts/env.sh {' '.join(files)}; echo ready"
     return subprocess.run(
         ["bash", "-c", command],
@@ -303,7 +303,7 @@ JOB = str(os.getpid() % 20000)  # its port follows from it
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A place to submit from: srun and scontrol are stubs, and so is what is in `commands`."""
+    """Make a place to submit from: srun and scontrol are stubs, and so is what is in `commands`."""
 
     def make(**commands):
         (tmp_path / ".venv/bin").mkdir(parents=True)

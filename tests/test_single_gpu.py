@@ -25,7 +25,7 @@ STUB = PYTHON.replace("exec ", ": ")
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The repository with a .venv, runs and results of its own."""
+    """Copy the repository, with a .venv, runs and results of its own."""
 
     def make(python: str) -> Path:
         place = tmp_path / "checkout"

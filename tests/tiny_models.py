@@ -20,14 +20,14 @@ SIZE = {
 
 
 def config_of(kind: str, **changes):
-    """A config of this model type, small; older types know some sizes by other names or not."""
+    """Return a small config of this model type; older types name some sizes otherwise."""
     default = AutoConfig.for_model(kind)
     known = set(default.to_dict()) | set(default.attribute_map)
     return AutoConfig.for_model(kind, **{k: v for k, v in (SIZE | changes).items() if k in known})
 
 
 def build(kind: str, attention: str | None, sharp: float = 8, **changes):
-    """Random, but sharp enough that the mechanism and the context matter."""
+    """Return a random model, sharp enough that the mechanism and the context matter."""
     torch.manual_seed(0)
     config = config_of(kind, **changes)
     options = {} if attention is None else {"attn_implementation": attention}
@@ -50,6 +50,6 @@ def padded(sequences: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torc
 
 
 def pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row of all sequences (1, n each), and the position of each token in its own."""
+    """Return one row of all sequences (1, n each), and the position of each token in its own."""
     place = [torch.arange(s.shape[1])[None] for s in sequences]
     return torch.cat(sequences, dim=1), torch.cat(place, dim=1)

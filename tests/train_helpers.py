@@ -30,7 +30,7 @@ TINY = (
 def make_corpus(
     directory: Path, words: tuple[str, ...] = ("the sun", "a moon", "one star", "this sea")
 ) -> Path:
-    """20,000 bytes of sentences with a structure that a tiny model can learn."""
+    """Prepare 20,000 bytes of sentences with a structure that a tiny model can learn."""
     text = directory / "text"
     text.mkdir(parents=True)
     for i in range(40):
@@ -58,7 +58,7 @@ def command(
 
 
 def node(number: int, port: int, log: Path, script: str, *arguments: str) -> subprocess.Popen:
-    """One of two machines, as README starts them: a torchrun of its own. They meet at the first."""
+    """Start one of two machines by a torchrun of its own; they meet at the first."""
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test")
     meet += (f"--rdzv-conf=is_host={int(number == 0)}",)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
@@ -70,7 +70,7 @@ def node(number: int, port: int, log: Path, script: str, *arguments: str) -> sub
 
 
 def kill_node(agent: subprocess.Popen) -> None:
-    """The torchrun and its workers at once, as when a machine goes down."""
+    """Kill the torchrun and its workers at once, as when a machine goes down."""
     workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     for pid in (agent.pid, *map(int, workers)):
         with contextlib.suppress(ProcessLookupError):
@@ -130,14 +130,14 @@ def weights(run: Path) -> dict:
 
 
 def losses(run: Path) -> list[tuple]:
-    """(step, training or validation loss) of every measurement, exactly as written."""
+    """Return (step, training or validation loss) of every measurement, exactly as written."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     measured = [json.loads(line) for line in lines]
     return [(m["step"], m.get("loss"), m.get("val_loss")) for m in measured]
 
 
 def assert_close_run(run, other, tolerance):
-    """The same measurements at the same steps, equal to a relative tolerance."""
+    """Check for the same measurements at the same steps, equal to a relative tolerance."""
     mine, theirs = losses(run), losses(other)
     assert [m[0] for m in mine] == [m[0] for m in theirs]
     for a, b in zip(mine, theirs, strict=True):

@@ -38,7 +38,7 @@ def lssar(q, k, v, backend="triton", **options):
 
 
 def run(attention, tensors, grad, dtype):
-    """Output and gradients of q, k, v."""
+    """Return output and gradients of q, k, v."""
     leaves = [x.to(dtype).clone().requires_grad_() for x in tensors]
     out = attention(*leaves)
     out.backward(grad.to(dtype))
@@ -46,7 +46,7 @@ def run(attention, tensors, grad, dtype):
 
 
 def errors(results, exact):
-    """Relative norms; a gradient that is zero but for rounding is measured against the others."""
+    """Return relative norms; a gradient that is all rounding is measured against the others."""
     least = 1e-6 * max(x.norm() for x in exact)
     return [
         ((a.double() - b).norm() / b.norm().clamp(min=least)).item()
@@ -384,7 +384,7 @@ def test_compiled_and_checkpointed_calls_equal_the_plain_one(dtype):
 
 
 def recording(graphs):
-    """A compiler that runs the forward and backward graphs as they are, and keeps them."""
+    """Compile by running the forward and backward graphs as they are, and keep them."""
 
     def keep(graph, _):
         graphs.append(graph)

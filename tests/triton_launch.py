@@ -29,7 +29,7 @@ class Launch:
 
 @functools.cache
 def check_launches() -> list[Launch]:
-    """From now on; the list grows with every launch."""
+    """Check every launch from now on; the list grows with each."""
     launches: list[Launch] = []
     plain = triton_op._kernel
 
@@ -50,7 +50,7 @@ def check_launches() -> list[Launch]:
 
 @dataclass(frozen=True)
 class _OnHost:
-    """A kernel of `key_parts`, whose grid is checked."""
+    """Run a kernel of `key_parts` and check its grid."""
 
     name: str
     kernel: object
@@ -92,7 +92,7 @@ def check_grid(name: str, programs: tuple[int, ...]) -> None:
 
 
 def specialised(function, arguments, constants) -> dict[str, tuple]:
-    """(type, key) of each argument by name, as Triton's launcher finds them."""
+    """Return (type, key) of each argument by name, as Triton's launcher finds them."""
     kernel, backend = JITFunction(function), CUDABackend(GPUTarget("cuda", 80, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialisation, _ = bind(*arguments, **constants)

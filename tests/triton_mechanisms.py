@@ -15,7 +15,7 @@ FUSED = {name: m for name, m in MECHANISMS.items() if m.norm != "stick"}
 
 
 def span(kind, m, rows, keys):
-    """The mechanism and `first` of a kind of span; with documents, some rows see nothing."""
+    """Return the mechanism and `first` of a kind of span; with documents, some rows see nothing."""
     places = torch.arange(keys - rows, keys)
     if kind == "window":
         return get_mechanism(m.name, window=19), None

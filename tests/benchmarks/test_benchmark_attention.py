@@ -271,7 +271,7 @@ def test_slopes_are_exact_on_power_laws():
 
 @pytest.fixture
 def figure(monkeypatch):
-    """What was drawn last."""
+    """Return a function that gives the last figure drawn."""
     drawn = []
     monkeypatch.setattr(plots.plt, "close", drawn.append)
     yield lambda: drawn[-1]

@@ -18,7 +18,7 @@ STREAM = RNG.integers(0, 50257, 3001, dtype=np.uint16)
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """3,001 tokens in shards of awkward sizes, one of them empty, one of a single token."""
+    """Write 3,001 tokens in shards of awkward sizes, one of them empty, one of a single token."""
     folder = tmp_path_factory.mktemp("set")
     write_set(folder, train=np.split(STREAM, [997, 998, 998, 1500]), val=[STREAM])
     return open_split(folder, "train")
@@ -30,7 +30,7 @@ def loader(tokens, length=17, **changes):
 
 
 def global_batch(tokens, step, world_size=1, **changes):
-    """The step's sequences as all ranks together read them, in global order."""
+    """Return a step's sequences as all ranks together read them, in global order."""
     ranks = [
         list(loader(tokens, rank=r, world_size=world_size, **changes).micro_batches(step))
         for r in range(world_size)

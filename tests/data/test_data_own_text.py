@@ -28,7 +28,7 @@ def prepare(folder, out, *options, tokeniser="bytes"):
 
 
 def documents(out, split, tokeniser=BYTES):
-    """The texts between the end-of-text tokens of a split."""
+    """Return the texts between the end-of-text tokens of a split."""
     stream = read_stream(out, split)
     assert not len(stream) or stream[0] == tokeniser.eot
     return [tokeniser.decode(part[1:]) for part in
@@ -40,7 +40,7 @@ def write_lines(path, texts):
 
 
 def words(seed, count):
-    """Text in which no ten words occur twice."""
+    """Return text in which no ten words occur twice."""
     chance = random.Random(seed)
     return " ".join(f"{chance.randrange(10**6)}" for _ in range(count))
 

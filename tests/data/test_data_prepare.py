@@ -32,7 +32,7 @@ DOCUMENTS[11] = "<|endoftext|> is only text here"
 
 
 def stream_of(documents):
-    """What a preparation must write, the obvious way."""
+    """Return what a preparation must write, the obvious way."""
     return [i for text in documents for i in (50256, *GPT2._bpe.encode_ordinary(text))]
 
 
@@ -46,7 +46,7 @@ def whole_stream(folder):
 
 
 def text_tokens(stream):
-    """Without the ends of documents, in no order: of text that is split in two."""
+    """Return the tokens of text split in two: in no order, without the ends of documents."""
     return sorted(token for token in stream if token != 50256)
 
 

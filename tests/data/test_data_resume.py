@@ -63,7 +63,7 @@ SOURCES = {
 
 @pytest.fixture
 def out():
-    """On a memory disk where there is one: what is tested is killing, not waiting for fsync."""
+    """Use a memory disk where there is one: what is tested is killing, not waiting for fsync."""
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None)
     yield Path(folder) / "out"
@@ -137,7 +137,7 @@ def test_a_full_disk_is_one_line_and_nothing_finished_is_lost(out, uninterrupted
 
 
 def interrupted(out, uninterrupted, monkeypatch):
-    """A folder as a kill in the middle of a shard leaves it."""
+    """Return a folder as a kill in the middle of a shard leaves it."""
     arguments, expected = uninterrupted["hub"]
     monkeypatch.setattr("data.prepare.SECONDS_BETWEEN_RECORDS", 0.0)
     monkeypatch.setattr("data.pipeline.CHUNK_CHARS", 20_000)
@@ -183,7 +183,7 @@ def test_damage_to_an_unfinished_set_is_named(out, uninterrupted, monkeypatch):
 
 
 def stopped_in_the_middle(out, uninterrupted, monkeypatch):
-    """The command, after it stopped with a few records written and most of the text unread."""
+    """Return a command that has stopped with a few records written and most of the text unread."""
     arguments, _ = uninterrupted["hub"]
     save, records = ShardWriter.save, []
 
@@ -230,7 +230,7 @@ def test_a_record_of_older_code_is_refused_in_one_line(out, uninterrupted, monke
 
 
 def own_corpus(folder):
-    """Many small files, large files, compressed ones, JSON lines and parquet."""
+    """Write many small files, large files, compressed ones, JSON lines and parquet."""
     folder.mkdir()
     for number in range(40):
         (folder / f"small{number:02d}.txt").write_text(f"{number} a few words\n" * (number % 7))

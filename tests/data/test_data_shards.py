@@ -23,7 +23,7 @@ STREAM = np.random.default_rng(5).integers(0, 50257, 5000, dtype=np.uint16)
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """A small set of bytes with a manifest: 1 validation and 3 training shards."""
+    """Prepare a small set of bytes with a manifest: 1 validation and 3 training shards."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text(LINE * 100)
     out = folder / "set"
@@ -55,7 +55,7 @@ def edit_manifest(folder, change):
 
 
 def refuses_manifest(folder, change):
-    """The set is refused with its manifest changed; the manifest is as before afterwards."""
+    """Check that the set is refused with its manifest changed, and restore the manifest."""
     sound = (folder / "manifest.json").read_bytes()
     edit_manifest(folder, change)
     refuses(folder, r"manifest\.json is damaged")

@@ -87,7 +87,7 @@ def choose(names: list[str], short: bool) -> list[Attack]:
 
 
 def place_for(arguments) -> Path:
-    """The repository for what its table promises, the whole drill of a clean revision."""
+    """Return where to write: the repository for the whole drill of a clean revision."""
     if arguments.names or arguments.short:
         return Path(tempfile.mkdtemp(prefix="drill-"))
     if (found := revision()).endswith("+") or found == "unknown":
@@ -99,7 +99,7 @@ def place_for(arguments) -> Path:
 
 
 def revision() -> str:
-    """Of the code, with + when it was changed since; what a drill writes is no change."""
+    """Return the code's revision, with + when changed since; what a drill writes is no change."""
     found = git_revision()
     if not found.endswith("+"):
         return found
@@ -110,7 +110,7 @@ def revision() -> str:
 
 
 def performed(names: list[str], form: str, jobs: int) -> Iterator[dict]:
-    """The outcomes as they come, of so many attacks at a time."""
+    """Yield the outcomes as they come, of so many attacks at a time."""
     perform_one = functools.partial(perform, form=form)
     if jobs == 1:
         yield from map(perform_one, names)
@@ -137,7 +137,7 @@ def perform(name: str, form: str) -> dict:
 
 
 class Drill:
-    """The record of one run: what is finished, on disk as soon as it is, and what is to come."""
+    """Keep the record of one run: what is finished, on disk at once, and what is to come."""
 
     def __init__(self, path: Path, form: str, chosen: list[Attack]):
         self.path, self.revision = path, revision()
@@ -156,7 +156,7 @@ class Drill:
         self._save()
 
     def _continued(self) -> dict[str, dict]:
-        """What the same drill, interrupted, has finished; nothing of a complete or another one."""
+        """Return what this drill, interrupted, has finished; nothing of another one."""
         found = read_outcomes(self.path)
         if found is None or not found["unfinished"]:
             return {}

@@ -28,14 +28,14 @@ GROUPS = {
 
 
 def memory() -> Path | None:
-    """A memory disk with room: what is attacked is the order of writes, not the disk's speed."""
+    """Return a memory disk with room: the order of writes is attacked, not the disk's speed."""
     place = Path("/dev/shm")
     return place if place.is_dir() and shutil.disk_usage(place).free > 2**30 else None
 
 
 @dataclass(frozen=True)
 class Told:
-    """What an attack that did not fail has to say."""
+    """Hold what an attack that did not fail has to say."""
 
     happened: str
     times: int  # how often it was really done
@@ -45,7 +45,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row of the table."""
+    """Hold one row of the table."""
 
     name: str
     group: str
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def computing() -> float:
-    """CPU seconds so far of this process and of those it has seen end."""
+    """Return the CPU seconds so far of this process and of those it has seen end."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(used.ru_utime + used.ru_stime for used in usages)
 

@@ -25,7 +25,7 @@ PATIENCE = 300.0  # seconds until a child counts as hanging
 
 
 class Child:
-    """A forked `main(argv)`, its output in a file."""
+    """Fork `main(argv)`, its output in a file."""
 
     def __init__(self, main: Callable, argv: list[str], log: Path, before: Callable = lambda: None):
         self.log, self.code, self.cpu = log, None, 0.0
@@ -38,7 +38,7 @@ class Child:
             _be(main, argv, log, before)
 
     def poll(self) -> int | None:
-        """Exit code, -9 when killed; None while it runs."""
+        """Return the exit code, -9 when killed; None while it runs."""
         if self.code is None:
             pid, status, used = os.wait4(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
@@ -46,7 +46,7 @@ class Child:
         return self.code
 
     def cpu_so_far(self) -> float:
-        """Seconds of computing: unlike the clock's, they mean the same on a loaded machine."""
+        """Return seconds of computing, which mean the same on a loaded machine."""
         try:
             return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
         except (OSError, IndexError):
@@ -62,7 +62,7 @@ class Child:
         return code
 
     def kill(self) -> bool:
-        """kill -9; False when it had ended by itself."""
+        """Send kill -9; return False when it had ended by itself."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         return self.wait() == -signal.SIGKILL
@@ -72,7 +72,7 @@ class Child:
 
 
 def _be(main: Callable, argv: list[str], log: Path, before: Callable) -> None:
-    """The child: `errors.run`'s exit codes, without the parent's exit handlers."""
+    """Be the child: exit with the codes of a command, without the parent's exit handlers."""
     code = 1
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -128,7 +128,7 @@ def killed_until_done(
     most: int,
     before: Callable = lambda: None,
 ) -> Iterator[Child]:
-    """At most so many children killed at random instants of their work, then one to the end.
+    """Kill at most so many children at random instants of their work, then let one finish.
 
     `longest` is in seconds of computing. Yields the dead.
     """
@@ -152,7 +152,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent is killed (Linux)."""
+    """Ask the kernel to end this process when its parent is killed (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before that

@@ -75,12 +75,12 @@ def checkpoint_writing(times: int, folder: Path) -> Told:
 
 
 def most(times: int, kills: int) -> int:
-    """Of one subject, so that there are many: then it is let through and looked at."""
+    """Return the most kills of one subject: then it is let through and looked at."""
     return min(20, times - kills)
 
 
 def killed_while_saving(command, folder: Path, store: Store, chance, kill: bool) -> int | None:
-    """Files that the killed checkpoint had; None when the run got to its end."""
+    """Return the files that the killed checkpoint had; None when the run got to its end."""
     child, before = Child(train.main, command, folder / "log"), None
     target, end = chance.randint(1, 5) if kill else 0, time.monotonic() + PATIENCE
     while child.poll() is None:
@@ -219,6 +219,6 @@ def two_ranks(arguments: list[str], kill: str | None) -> str:
 
 
 def rank_of(pid: str) -> str | None:
-    """RANK in the environment of a worker."""
+    """Return RANK in the environment of a worker."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next((e.partition(b"=")[2].decode() for e in entries if e.startswith(b"RANK=")), None)

@@ -45,7 +45,7 @@ POWER_LOSSES = (SYNCED, NAMES, SIZES, BYTES)
 
 @dataclass
 class Disk:
-    """What of a folder would survive a power failure, kept up to date by `look` and `synced`."""
+    """Track what of a folder would survive a power failure, by `look` and `synced`."""
 
     root: Path
     names: dict[int, dict[str, int]] = field(default_factory=dict)  # of a folder: name to inode
@@ -182,7 +182,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Work:
-    """A command that writes into one folder, and what has to be there in the end."""
+    """Describe a command that writes into one folder, and what has to be there in the end."""
 
     main: Callable
     command: Callable[[Path], list[str]]  # for a folder
@@ -245,7 +245,7 @@ def every_event(work: Work, times: int, folder: Path, kinds: tuple[str, ...], to
 
 
 def run_of_tiny_steps() -> Work:
-    """Four checkpoints, of which the second is the best and all but the last are removed."""
+    """Train to four checkpoints: the second is the best, and all but the last are removed."""
     subject = a_training()
     more = ("--train.steps=4", "--train.schedule=constant", "--train.warmup=1", "--train.lr=0.1")
     more += ("--model.layers=1", "--checkpoint.interval=1", "--checkpoint.keep=1")
@@ -277,7 +277,7 @@ def plain(value: object) -> object:
 
 
 def preparation_of_own_text(folder: Path) -> Work:
-    """Many small files, a large one, compressed ones, JSON lines and parquet."""
+    """Prepare many small files, a large one, compressed ones, JSON lines and parquet."""
     texts = folder / "texts"
     data_sets.text_corpus(texts, 12)
     for number in range(20):

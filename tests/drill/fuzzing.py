@@ -50,7 +50,7 @@ SECONDS, WAITING, MEMORY = 20, 300, 3 * 2**30
 
 
 class Hang(Exception):
-    """An input took longer than any of its size may."""
+    """Report an input that took longer than any of its size may."""
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def command_lines(times: int, folder: Path) -> Told:
 
 
 def known_options(module) -> list[str]:
-    """What a script's own help lists, an unknown option, and a bare word."""
+    """Return what a script's own help lists, an unknown option, and a bare word."""
     found: list[str] = []
     original = argparse.ArgumentParser.add_argument
 
@@ -230,7 +230,7 @@ def known_options(module) -> list[str]:
 
 
 def folder_with_configs(folder: Path) -> Path:
-    """Where a fuzzed relative path can do no harm."""
+    """Make a folder in which a fuzzed relative path can do no harm."""
     place = folder / "cwd"
     place.mkdir()
     (place / "configs").symlink_to(Path("configs").resolve())
@@ -239,7 +239,7 @@ def folder_with_configs(folder: Path) -> Path:
 
 @attack("input", "environment variables, fuzzed", full=1500, short=60)
 def environment(times: int, folder: Path) -> Told:
-    """Those of torchrun, of the compiler, and of where things are kept."""
+    """Attack the variables of torchrun, of the compiler, and of where things are kept."""
     numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     places = ("LSSAR_CACHE", "XDG_CACHE_HOME", "HOME", "HF_HOME")
     small = st.integers(-1, 4).map(str) | words()
@@ -366,7 +366,7 @@ def checkpoint_reader(times: int, folder: Path) -> Told:
 
 @attack("input", "trainer states with wrong things in sound archives, fuzzed", full=800, short=30)
 def trainer_state(times: int, folder: Path) -> Told:
-    """Everything that a resumed run takes from one, without the training."""
+    """Read everything that a resumed run takes from a state, without the training."""
     subject, world = a_training(), World(0, 1, torch.device("cpu"))
     file, *overrides = subject.arguments(folder)
     config = load_config(file, overrides)

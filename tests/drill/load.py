@@ -54,7 +54,7 @@ def soak(times: int, folder: Path) -> Told:
 
 
 def sample(pid: int) -> tuple[float, int] | None:
-    """Resident MB and open files of a process."""
+    """Return the resident MB and the open files of a process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         opened = len(list(Path(f"/proc/{pid}/fd").iterdir()))

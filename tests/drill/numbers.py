@@ -25,7 +25,7 @@ LIMIT = 1 << 30  # bytes that one call of attention may add
 
 
 def poison_activations(step: int, value: float):
-    """A batch whose embedding is not finite at one place of one step."""
+    """Make a batch whose embedding is not finite at one place of one step."""
     accumulate = train.accumulate
 
     def poisoned(run, now: int):
@@ -69,7 +69,7 @@ def poison_weight(step: int, value: float):
 
 
 def one_bad_step(times: int, folder: Path, poison) -> Told:
-    """Each value at other steps: skipped and said, and the weights stay finite."""
+    """Check that each value at other steps is skipped and said, and the weights stay finite."""
     subject = a_training()
     for number in range(times):
         place, step, value = fresh(folder / "runs"), 3 + 5 * number % 18, BAD[number % 3]
@@ -216,7 +216,7 @@ def refuse_exponent(p) -> None:
 
 @attack("numbers", "lengths 1 to 65,536 in 1 GiB, backend `auto`", full=2 * len(LENGTHS), short=24)
 def lengths(times: int, folder: Path) -> Told:
-    """Each in a process that cannot have more: softmax, LSSAR, and a mechanism without a kernel."""
+    """Run each in a process that cannot have more: softmax, LSSAR, a mechanism without a kernel."""
     report = folder / "report.json"
     names = ("softmax", "lssar")
     for name in names:

@@ -25,7 +25,7 @@ from .subjects import a_preparation, a_training
 
 
 def damages(sound: bytes, times: int, chance: random.Random) -> Iterator[bytes]:
-    """Three in four with one bit turned over, the others with their end, or a middle, cut out."""
+    """Yield damages: three in four turn one bit over, the others cut out the end or a middle."""
     for number in range(times):
         damaged = bytearray(sound)
         if number % 4 < 3:

@@ -32,7 +32,7 @@ SHELLS = {"sh", "bash", "/bin/sh", "/bin/bash", "cmd"}
 
 
 def sources() -> list[Path]:
-    """The program: every Python file of the repository that is not a test."""
+    """Return every Python file of the repository that is not a test."""
     tracked = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -73,7 +73,7 @@ def findings(path: Path) -> list[str]:
 
 
 def is_shell(argument: ast.expr) -> bool:
-    """A list that begins with a shell, or a string, which subprocess would not take apart."""
+    """Tell whether a command is a string, or a list that begins with a shell."""
     if isinstance(argument, ast.List) and argument.elts:
         first = argument.elts[0]
         return isinstance(first, ast.Constant) and first.value in SHELLS
@@ -100,7 +100,7 @@ def source_search(times: int, folder: Path) -> Told:
 
 
 class Bomb:
-    """Unpickling it makes a file: what a malicious checkpoint would do, and more."""
+    """Make a file when unpickled: a malicious checkpoint would do that, and more."""
 
     def __init__(self, target: Path):
         self.target = target

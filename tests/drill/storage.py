@@ -27,7 +27,7 @@ NOBODY = 65534
 
 
 class SmallDisk:
-    """A folder on a disk of so many bytes; without root, files of at most so many."""
+    """Mount a disk of so many bytes; without root, limit the size of files."""
 
     def __init__(self, folder: Path, size: int, largest_file: int):
         self.folder, self.largest_file = folder, largest_file
@@ -41,7 +41,7 @@ class SmallDisk:
         )
 
     def limit(self) -> None:
-        """To be called in the process that writes."""
+        """Limit the process that writes; it calls this itself."""
         if not self.mounted:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.largest_file,) * 2)
 
@@ -92,7 +92,7 @@ def fill(
 
 
 def leftovers_but_partial(folder: Path) -> list[str]:
-    """A shard in the making is not a leftover: the next start goes on with it."""
+    """Return leftovers but for a shard in the making: the next start goes on with it."""
     return [name for name in leftovers(folder) if not name.endswith(".bin.tmp")]
 
 
@@ -166,7 +166,7 @@ def full_disk_results(times: int, folder: Path) -> Told:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[Callable]:
-    """Nothing in the folder can be changed; gives what a child must call first."""
+    """Let nothing in the folder be changed; yield what a child must call first."""
     bind = ["mount", "--bind", folder, folder]
     if os.geteuid() == 0 and not subprocess.run(bind, capture_output=True).returncode:
         subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)

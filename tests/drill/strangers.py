@@ -59,7 +59,7 @@ def corpus_swap(times: int, folder: Path) -> Told:
 
 
 def another_corpus(corpus: Path, place: Path) -> Path:
-    """Of the same sizes to the byte, with other words in it."""
+    """Write a corpus of the same sizes to the byte, with other words in it."""
     texts = shutil.copytree(corpus.parent / "text", place / "text")
     for path in Path(texts).iterdir():
         path.write_text(path.read_text().replace("sun", "fox"))
@@ -71,13 +71,13 @@ def another_corpus(corpus: Path, place: Path) -> Path:
 
 
 def copy(corpus: Path, place: Path) -> None:
-    """With new time stamps, as most ways of copying give."""
+    """Copy with new time stamps, as most ways of copying do."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(corpus, place, copy_function=shutil.copyfile)
 
 
 def a_token_changed(corpus: Path, split: str) -> None:
-    """The next byte for one of the text, in place: still a token, of a file of the same size."""
+    """Change one byte of the text in place: still a token, of a file of the same size."""
     (shard,) = corpus.glob(f"*_{split}_*.bin")
     content = bytearray(shard.read_bytes())
     content[1024 + 2 * 777] ^= 1
@@ -101,7 +101,7 @@ def stop_half_way(command: list[str], store: Store, log: Path) -> None:
 
 
 def checkpoints_of(runs: Path) -> dict[str, bytes]:
-    """Every file of every finished checkpoint."""
+    """Return every file of every finished checkpoint."""
     return {
         str(p.relative_to(runs)): p.read_bytes()
         for p in runs.rglob("step-*/*")
@@ -157,7 +157,7 @@ DAMAGES = {
 
 
 def with_cache(folder: Path) -> Callable[[], None]:
-    """What a child calls to look for its kernel there, as if nothing had been loaded yet."""
+    """Return what a child calls to look for its kernel there, as if nothing had been loaded yet."""
 
     def before() -> None:
         os.environ["LSSAR_CACHE"] = str(folder)
@@ -194,7 +194,7 @@ def kernel_cache(times: int, folder: Path) -> Told:
 
 @attack("places", "another user, and a HOME that nobody can use", full=6, short=1)
 def foreign_user(times: int, folder: Path) -> Told:
-    """The first three as another user where we are root, the others with no home at all."""
+    """Run the first three as another user where we are root, the others with no home at all."""
     subject, log = a_training(), folder / "log"
     readable = os.geteuid() != 0 or readable_by_another_user(training.ROOT / "configs")
     folder.chmod(0o755)
@@ -240,7 +240,7 @@ def foreign_user(times: int, folder: Path) -> Told:
 
 
 def readable_by_another_user(place: Path) -> bool:
-    """Whether every folder above it lets them in, which a private temporary folder does not."""
+    """Tell whether every folder above lets them in, which a private temporary one does not."""
     test = ["test", "-r", str(place)]
     return (
         subprocess.run(test, user=ANOTHER_USER, group=ANOTHER_USER, extra_groups=[]).returncode == 0
@@ -268,7 +268,7 @@ __attribute__((constructor)) void spring() { mkdir("%s", 0777); }
 
 @attack("security", "a second user plants code in the kernel's cache, and links", full=10, short=3)
 def planted(times: int, folder: Path) -> Told:
-    """The library has the name that is looked for; loading it would make a folder."""
+    """Plant a library under the name that is looked for; loading it would make a folder."""
     if reason := cpu.unavailable():
         return Told(f"not tried, as there is no kernel here: {reason}", times=0)
     folder.chmod(0o755)
@@ -380,7 +380,7 @@ PATHS = {"spaces and letters": "mit Leerzeichen, größer als 日本語", "deep"
 
 @attack("places", "paths with spaces, non-ASCII letters, and of 250 characters", full=4, short=2)
 def odd_paths(times: int, folder: Path) -> Told:
-    """Corpus, run and results there; from the third on a checkout too, with its own interpreter."""
+    """Put corpus, run and results there; from the third on a checkout with its interpreter too."""
     subject, log = a_training(), folder / "log"
     assert len(DEEP) > 200
     for number in range(times):
@@ -409,7 +409,7 @@ def odd_paths(times: int, folder: Path) -> Told:
 
 
 def checkout(place: Path) -> Path:
-    """What a clone of the working tree would be."""
+    """Copy what a clone of the working tree would hold."""
     listed = ["git", "ls-files", "-z"]
     names = subprocess.run(listed, cwd=training.ROOT, capture_output=True, check=True).stdout
     for name in filter(None, names.decode().split("\0")):
@@ -420,7 +420,7 @@ def checkout(place: Path) -> Path:
 
 
 def run_checkout(root: Path, steps: list[tuple[Callable, list[str]]], cache: Path) -> None:
-    """The same steps, by the scripts and with the configs of the checkout."""
+    """Take the same steps by the scripts and with the configs of the checkout."""
     for main, argv in steps:
         script = Path(sys.modules[main.__module__].__file__).relative_to(training.ROOT)
         argv = [text.replace(str(training.ROOT), str(root)) for text in argv]

@@ -32,7 +32,7 @@ from .children import finished
 
 @functools.cache
 def drill_folder() -> Path:
-    """Goes when the drill ends."""
+    """Return a folder that goes when the drill ends."""
     folder = Path(tempfile.mkdtemp(prefix="drill-", dir=memory()))
     folder.chmod(0o755)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -41,7 +41,7 @@ def drill_folder() -> Path:
 
 @functools.cache
 def shared() -> Path:
-    """For what a process of the drill makes once and attacks in copies."""
+    """Return a folder for what a process of the drill makes once and attacks in copies."""
     folder = drill_folder() / str(os.getpid())
     folder.mkdir(mode=0o755)
     return folder
@@ -49,7 +49,7 @@ def shared() -> Path:
 
 @dataclass(frozen=True)
 class Training:
-    """A corpus, a command line, and the run that nothing disturbed."""
+    """Hold a corpus, a command line, and the run that nothing disturbed."""
 
     corpus: Path
     whole: Path
@@ -59,7 +59,7 @@ class Training:
         return training.arguments(self.corpus, runs, *more)
 
     def assert_same(self, runs: Path) -> None:
-        """The same weights to the bit and the same measurements, and nothing left behind."""
+        """Check for the same weights to the bit, the same measurements, and nothing left behind."""
         run = runs / "nano-lssar"
         assert training.losses(run) == training.losses(self.whole), "other measurements"
         mine, reference = ((find(r) / WEIGHTS).read_bytes() for r in (run, self.whole))
@@ -81,7 +81,7 @@ class Preparation:
     cpu: float
 
     def copy(self, folder: Path) -> Path:
-        """The whole set again, to be spoilt."""
+        """Copy the whole set, to be spoilt."""
         folder.mkdir()
         for name, content in self.whole.items():
             (folder / name).write_bytes(content)
@@ -90,7 +90,7 @@ class Preparation:
 
 @functools.cache
 def a_preparation() -> Preparation:
-    """Parquet, JSON lines and plain text into a handful of shards."""
+    """Prepare Parquet, JSON lines and plain text into a handful of shards."""
     texts = data_sets.text_corpus(shared() / "texts", 120)
     arguments = ["text", str(texts), "--tokeniser=bytes", "--workers=0"]
     arguments += ["--shard-tokens=60K", "--val-tokens=7K"]
@@ -101,7 +101,7 @@ def a_preparation() -> Preparation:
 
 
 def small_chunks() -> None:
-    """Many records in a small set, so that a kill finds all of its states."""
+    """Make many records in a small set, so that a kill finds all of its states."""
     data.pipeline.CHUNK_CHARS = 20_000
     data.prepare.SECONDS_BETWEEN_RECORDS = 0.0
 
@@ -119,7 +119,7 @@ class Evaluation:
 
 
 def numbers_of(path: Path) -> dict:
-    """A results file without what a clock and the command line wrote into it."""
+    """Return a results file without what a clock and the command line wrote into it."""
     found = json.loads(path.read_text())
     for record in found["records"]:
         record["details"].pop("seconds", None)

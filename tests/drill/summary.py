@@ -58,7 +58,7 @@ def write_table(target: Path, source: Path) -> Path:
 
 
 def revisions(begun: str, attacks: list[dict]) -> str:
-    """Of the code: one, or a word of warning."""
+    """Return the code's revision, or a word of warning where there are several."""
     if any(a["revision"] != begun for a in attacks):
         return (
             f"**Not one revision**: begun at {begun}, the code was changed during the drill; the "
@@ -76,5 +76,5 @@ def row(outcome: dict) -> str:
 
 
 def plain(text: str) -> str:
-    """One cell: no line breaks, no bars."""
+    """Return the text of one cell: no line breaks, no bars."""
     return " ".join(text.replace("|", "\\|").split())

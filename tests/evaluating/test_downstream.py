@@ -32,7 +32,7 @@ SOURCES = "".join(
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """No hub, and nothing that an earlier run may have left of it."""
+    """Hide the hub, and whatever an earlier run may have left of it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -53,7 +53,7 @@ def evaluate(checkpoint, out, *arguments):
 
 
 def choice_scores(model, documents, context, choices, gold) -> tuple[float, float]:
-    """acc and acc_norm: the likeliest choice, and the likeliest for its length in characters."""
+    """Return acc and acc_norm: the likeliest choice, and the likeliest for its characters."""
     right = [0, 0]
     for document in documents:
         found = choices(document)

@@ -120,7 +120,7 @@ PROMPTS = [
 
 
 def written_alone(model, prompt, new_tokens, until=()):
-    """The prompt alone through the model's own greedy stream, cut at the first stop string."""
+    """Continue the prompt alone by the model's own greedy stream, up to the first stop string."""
     ids = (BYTES.encode(prompt).tolist() or [BYTES.eot])[-(MAX_LENGTH - new_tokens) :]
     new, text = [], ""
     for token in model.stream(torch.tensor([ids]), new_tokens, temperature=0):

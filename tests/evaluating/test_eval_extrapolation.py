@@ -37,7 +37,7 @@ SET_TOKENS = 1000
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """Two checkpoints, a set, and the results of one evaluation with every kind of variant."""
+    """Make two checkpoints, a set, and the results of one evaluation with every kind of variant."""
     here = tmp_path_factory.mktemp("extrapolation")
     write_tokens(here / "data", SET_TOKENS)
     for name in ("softmax", "lssar"):
@@ -77,7 +77,7 @@ def losses(results: Results) -> list[Record]:
 
 
 def plain_losses(model, tokens: np.ndarray, length: int) -> torch.Tensor:
-    """Reference: whole logits in float64, one window at a time; (windows, length)."""
+    """Return the losses from whole logits in float64, one window at a time; (windows, length)."""
     model, rows = model.double(), []
     for start in range(0, len(tokens) - 1, length):
         window = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
@@ -188,7 +188,7 @@ def test_spread_segments_reach_from_the_first_token_to_the_last_without_overlap(
 
 
 def documents_by_hand(tokens: list[int], eot: int) -> list[tuple[int, int]]:
-    """(start, size) of each document, one token at a time."""
+    """Return (start, size) of each document, one token at a time."""
     found = [[0, 0]]
     for place, token in enumerate(tokens):
         if token == eot and place:
@@ -329,7 +329,7 @@ def test_results_name_what_made_them(workspace):
 
 
 def bits(record: Record) -> tuple:
-    """Everything but when and by which command it was measured."""
+    """Return everything but when and by which command it was measured."""
     details = {k: v for k, v in record.details.items() if k != "seconds"}
     return record.key, record.value, record.error, record.tokens, details
 

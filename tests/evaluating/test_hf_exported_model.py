@@ -26,7 +26,7 @@ def model() -> LssarForCausalLM:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An export of a run that kept its command."""
+    """Export a run that kept its command."""
     run = tmp_path_factory.mktemp("runs") / "my-run"
     command = ["/some/where/train.py", "configs/nano-lssar.toml"]
     command += ["--data.directory=/some/where/my-text", "--log.directory=~/some/where/runs"]

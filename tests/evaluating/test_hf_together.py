@@ -50,7 +50,7 @@ print(json.dumps(found))
 
 
 def another_version(folder: Path) -> Path:
-    """A copy of what an export takes from this repository, whose CPU kernel doubles its output."""
+    """Copy what an export takes from this repository, with a CPU kernel that doubles its output."""
     names = subprocess.run(
         ["git", "ls-files", "*.py", "*.h", "*.cpp", "LICENSE"],
         cwd=ROOT,

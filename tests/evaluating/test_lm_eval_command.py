@@ -31,7 +31,7 @@ ARGUMENTS = "pretrained={},trust_remote_code=True,add_bos_token=False,max_length
 
 
 def questions() -> list[dict]:
-    """The worked examples of MMLU's 57 subjects: question, four choices, the right one's place."""
+    """Read MMLU's worked examples of 57 subjects: question, four choices, the right one's place."""
     pattern = r"Q: ([^\n]+)\n\(A\) (.+?) \(B\) (.+?) \(C\) (.+?) \(D\) (.+?)\nA: .*?\(([A-D])\)\.\n"
     found = [
         {"question": question, "choices": choices, "answer": "ABCD".index(right)}

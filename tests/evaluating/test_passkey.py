@@ -273,7 +273,7 @@ def test_two_nodes_give_the_answers_and_numbers_of_one_process(checkpoint):
 
 
 def numbers(record):
-    """All of a record but its time and its command."""
+    """Return all of a record but its time and its command."""
     details = {k: v for k, v in record.details.items() if k != "seconds"}
     return record.key, record.value, details
 

@@ -88,7 +88,7 @@ def test_a_sample_of_the_targets_is_even_and_always_the_same(monkeypatch):
 
 
 def answers_by_hand(task: str, text: str) -> dict[int, int]:
-    """Place and distance of every answer, from the rules of the task."""
+    """Return place and distance of every answer, from the rules of the task."""
     found, last = {}, {}
     if task == "flipflop":
         for place, letter in enumerate(text):
@@ -234,7 +234,7 @@ def test_intervals_are_over_blocks_not_tokens():
 
 @pytest.fixture(scope="module")
 def copier(tmp_path_factory):
-    """A model that copies what followed the last five digits, and digits that repeat from afar."""
+    """Return a model that copies what followed the last five digits, and digits from afar."""
     here = tmp_path_factory.mktemp("copier")
     write_checkpoint(here / "copier", retriever(), tokeniser="bytes")
     random, rows = np.random.default_rng(0), []
@@ -276,7 +276,7 @@ def test_a_model_that_copies_uses_far_context_and_ignores_it_with_a_window(
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """Three seeds of one model and another model, and a text of two letters."""
+    """Make three seeds of one model, another model, and a text of two letters."""
     here = tmp_path_factory.mktemp("audit")
     for seed in range(3):
         model = tiny_model(seed=seed)

@@ -398,7 +398,7 @@ def test_lssa_ignores_the_length_of_queries_and_keys():
 
 
 def away_from_kinks(name, lq, lk, d):
-    """Inputs at which the mechanism is smooth: no score at 0 or 6, no weight at its row's mean."""
+    """Return inputs at which the mechanism is smooth: no score at 0 or 6, no weight at its mean."""
     n = torch.arange(lk - lq + 1, lk + 1, dtype=torch.float64).unsqueeze(-1)
     visible = torch.ones(lq, lk, dtype=torch.bool).tril(lk - lq)
     stage_one = {

@@ -18,7 +18,7 @@ from lssar.reference import attention_weights
 
 @st.composite
 def mechanisms(draw):
-    """Any combination of parts, whether the paper has it or not."""
+    """Draw any combination of parts, whether the paper has it or not."""
     parts = {part: draw(st.sampled_from(values)) for part, values in PARTS.items()}
     parts["numerics"] = "safe"
     if parts["norm"] == "stick":

@@ -15,7 +15,7 @@ MOST_FRAMES = 8
 
 
 def frames_from_the_layer() -> list[str]:
-    """The repository's own frames above the caller, up to and with `Attention.forward`."""
+    """Return the repository's own frames above the caller, up to and with `Attention.forward`."""
     frame = sys._getframe(2)
     found = []
     while frame.f_code is not Attention.forward.__code__:
@@ -28,7 +28,7 @@ def frames_from_the_layer() -> list[str]:
 
 
 def run_model(backend: str) -> None:
-    """A step with gradients and one without."""
+    """Run a step with gradients and one without."""
     torch.manual_seed(0)
     model = GPT(preset("nano", "lssar")).use_backend(backend)
     tokens = torch.arange(13)[None]

@@ -49,7 +49,7 @@ def test_of_several_ranks_one_compiles_and_says_so_and_a_compiler_is_not_needed_
 
 @pytest.fixture
 def beside_the_sources(tmp_path, monkeypatch):
-    """A folder that stands for an installed package, whose kernels are built in a second."""
+    """Make a folder that stands for an installed package, whose kernels are built in a second."""
     for source in (cpu_build.SOURCE, *cpu_build.SOURCE.parent.glob("cpu_*.h")):
         (tmp_path / source.name).write_bytes(source.read_bytes())
     monkeypatch.setattr(cpu_build, "SOURCE", tmp_path / cpu_build.SOURCE.name)

@@ -18,7 +18,7 @@ from lssar.mechanisms import MECHANISMS
 
 
 class Logits(nn.Module):
-    """A model of transformers as ONNX takes it: tokens in, logits out."""
+    """Wrap a model of transformers as ONNX takes it: tokens in, logits out."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

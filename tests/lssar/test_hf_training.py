@@ -25,7 +25,7 @@ def made(kind: str):
 
 
 def mean_loss(model, sequences) -> torch.Tensor:
-    """Over all tokens but each sequence's first, of every sequence alone."""
+    """Return the mean over all tokens but each sequence's first, of every sequence alone."""
     logits = [model(s[None], use_cache=False).logits[0, :-1] for s in sequences]
     return F.cross_entropy(torch.cat(logits), torch.cat([s[1:] for s in sequences]))
 

@@ -36,7 +36,7 @@ print(lssar.__version__, used_backend(MECHANISMS["lssar"]), ours)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A clean copy of what git tracks, as a repository of its own."""
+    """Copy what git tracks, as a repository of its own."""
     folder = tmp_path_factory.mktemp("source") / "a clone"
     for path in tracked(*CLONED):
         target = folder / path.relative_to(ROOT)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.un
 
 
 def assert_as_accurate_as_eager(tensors, names=NAMES, **options):
-    """Errors against float64 are at most twice those of eager float32, and all is finite.
+    """Check that all is finite, with at most twice the error of eager float32 against float64.
 
     Two kinds of input have an eager error that is one draw of luck, and there its worst over five
     roundings of the input counts. Up to p = 2 the gradient jumps where the relu begins (p = 1), is
@@ -169,7 +169,7 @@ def test_flat_rows_are_those_of_the_reference():
 
 
 def huge_values(size, *shape, lk=None):
-    """v of +-size, which no sum over keys can hold, and the gradient of an output of that size."""
+    """Return v of +-size, which no sum can hold, and the gradient of an output of that size."""
     q, k, v = draw(*shape, lk=lk)
     return (q, k, size * (2 * torch.rand_like(v) - 1)), torch.randn_like(q) * 1e31 / size
 
@@ -227,7 +227,7 @@ def test_an_infinite_value_stays_infinite():
 
 
 def windows(numbers, n):
-    """n vectors of 256 in the memory of one: those that begin at each of the numbers."""
+    """Return n vectors of 256 in the memory of one: those that begin at each of the numbers."""
     return numbers.as_strided((1, 1, n, 256), (0, 0, 1, 1))
 
 

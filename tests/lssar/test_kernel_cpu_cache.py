@@ -44,7 +44,7 @@ print("right")
 
 
 def start(folder, user=0, backend="cpu", **environment):
-    """A process that computes with the kernel; its cache and temporary folder are in `folder`."""
+    """Start a process that computes with the kernel, its cache and temporary files in `folder`."""
     own = ("LSSAR_CACHE", "XDG_CACHE_HOME", "HOME")
     inherited = {k: v for k, v in os.environ.items() if k not in own}
     (folder / "tmp").mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def start(folder, user=0, backend="cpu", **environment):
 
 
 def result(process):
-    """What it said on stderr besides that it compiles, once its result was right."""
+    """Return what a process said besides that it compiles; its result must be right."""
     out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, "right\n"), err
     return "".join(line for line in err.splitlines(True) if "compiling the CPU kernel" not in line)
@@ -237,7 +237,7 @@ def test_where_no_cache_folder_can_be_a_private_one_is_used(tmp_path, environmen
 
 @pytest.fixture
 def foreign():
-    """A folder that another user can enter, with a home in it that no other user can."""
+    """Make a folder that another user can enter, with a home in it that no other user can."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)

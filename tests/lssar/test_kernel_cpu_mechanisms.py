@@ -36,7 +36,7 @@ def first_of(kind, batch, queries, keys):
 
 
 def run(m, tensors, dout, dtype, **options):
-    """out, dq, dk, dv and the gradient of the heads' scalars, in float64, computed in `dtype`."""
+    """Return out and the gradients of q, k, v and the heads' scalars, computed in `dtype`."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors if x is not None]
     params = leaves[3] if len(leaves) > 3 else None
     out = attend(*leaves[:3], m, head_scale=params, **options)

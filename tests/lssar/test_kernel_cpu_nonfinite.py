@@ -15,7 +15,7 @@ FUSED = [name for name, m in MECHANISMS.items() if m.norm != "stick"]
 
 
 def seen_keys(rows, keys, queries, window):
-    """The keys that some marked row (B, H, Lq) sees, as marks (B, G, Lk) of two heads of keys."""
+    """Return the keys that marked rows (B, H, Lq) see, as marks (B, G, Lk) of two heads."""
     marks = torch.zeros(rows.shape[0], 2, keys, dtype=torch.bool)
     for b, h, i in rows.nonzero().tolist():
         place = keys - queries + i
@@ -24,7 +24,7 @@ def seen_keys(rows, keys, queries, window):
 
 
 def check(found, marked, clean):
-    """NaN in all columns of what is marked; everywhere else what it is without the bad value."""
+    """Check for NaN in all columns of what is marked, and the clean values everywhere else."""
     assert torch.equal(found.isnan(), marked[..., None].expand_as(found))
     torch.testing.assert_close(found[~marked], clean[~marked], rtol=1e-4, atol=1e-4)
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.un
 
 
 def layouts(x):
-    """The same numbers, laid out in other ways."""
+    """Yield the same numbers, laid out in other ways."""
     l, d = x.shape[2:]
     yield x.transpose(1, 2).contiguous().transpose(1, 2)
     yield torch.cat([x, x, x], -1)[..., d : 2 * d]
@@ -178,7 +178,7 @@ def test_builds_and_agrees_without_openmp(monkeypatch, tmp_path):
 
 
 def ask(code, **environment):
-    """What a fresh interpreter prints."""
+    """Return what a fresh interpreter prints."""
     command = [sys.executable, "-c", f"from lssar import cpu; {code}"]
     env = {**os.environ, **environment}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)

@@ -31,7 +31,7 @@ def assert_finite(out, grads):
 
 
 def peaked(length, rows, d=64):
-    """One key along each query, all others against it, in float32: the sharpest row there is."""
+    """Return the sharpest row in float32: one key along each query, all others against it."""
     q = torch.randn(1, 2, 1, d).expand(1, 2, rows, d).contiguous()
     k = -q[:, :, :1].expand(1, 2, length, d) + 1e-3 * torch.randn(1, 2, length, d)
     k[:, :, length // 3] = q[:, :, 0]
@@ -161,7 +161,7 @@ def test_naive_agrees_with_safe_where_nothing_overflows():
 
 
 def stage_one_row(n, top):
-    """A float32 row with the weight `top` on one key and the rest spread evenly."""
+    """Return a float32 row with the weight `top` on one key and the rest spread evenly."""
     row = torch.full((1, n), (1 - top) / (n - 1))
     row[0, 7] = top
     return row

@@ -16,12 +16,12 @@ SHARPENED = tuple(n for n, m in MECHANISMS.items() if m.sharpened)
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Sixteen rows a block, the least there is, so that short inputs have many blocks."""
+    """Make blocks of sixteen rows, the least there is, so that short inputs have many."""
     monkeypatch.setattr(rowblock, "BLOCK_ENTRIES", {"cpu": 1, "default": 1})
 
 
 def run(backend, mechanism, shape, dtype=torch.float64, seed=0):
-    """Output and all gradients of a random call; shape is (B, H, Lq, Lk, d)."""
+    """Return output and all gradients of a random call; shape is (B, H, Lq, Lk, d)."""
     batch, heads, lq, lk, d = shape
     generator = torch.Generator().manual_seed(seed)
 

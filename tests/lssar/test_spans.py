@@ -34,7 +34,7 @@ def inputs(batch: int, queries: int, keys: int = WIDTH):
 
 
 def alone(q, k, v, mechanism, mask):
-    """Each sequence cut out, through the reference matrix, put back among zeros."""
+    """Attend to each sequence cut out, by the reference matrix, and put it back among zeros."""
     out = torch.zeros_like(q)
     for row, valid in enumerate(mask):
         asking = valid[len(valid) - q.shape[2] :]
@@ -95,7 +95,7 @@ def test_positions_count_tokens_only():
 
 
 def rows_cut_out(name, q, k, v, first, params):
-    """Each row alone against the keys it sees, by the loops of tests/loops.py."""
+    """Attend by each row alone to the keys it sees, by the loops of tests/loops.py."""
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)

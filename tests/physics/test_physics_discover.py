@@ -35,7 +35,7 @@ LAW = f"{G} * m1 * m2 / r**2"
 
 
 def some_states(count=400, seed=0):
-    """r, m1, m2 over the ranges of the protocol."""
+    """Return r, m1, m2 over the ranges of the protocol."""
     rng = np.random.default_rng(seed)
     r, m1 = rng.uniform(0.4, 32, count), rng.gamma(0.32, 1.1e-3, count) + 1e-7
     return np.stack((r, np.minimum(m1, 1e-3), rng.lognormal(0, 0.3, count)), axis=1)
@@ -297,7 +297,7 @@ def test_finished_regressions_are_kept_and_the_rest_is_the_same(world, results, 
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Instead of a search, one law; every call is remembered."""
+    """Return one law instead of searching, and remember every call."""
     done = []
 
     def engine(x, y, seed, effort):
@@ -309,7 +309,7 @@ def searches(monkeypatch):
 
 
 def second_seed(world, tmp_path, name="lssar-s1"):
-    """A run of the same mechanism with other weights, whose predictions are three times LSSAR's."""
+    """Make a run with other weights, whose predictions are three times LSSAR's."""
     run = tmp_path / name
     run.mkdir()
     torch.manual_seed(1)

@@ -36,7 +36,7 @@ def random_points(seed, kind, first, count, points, bins, planets=0):
 
 
 def coordinates(tokens, bins):
-    """The middle of each bin, which divide [-50, 50]."""
+    """Return the middle of each bin, which divide [-50, 50]."""
     return (tokens + 0.5) * (100 / bins) - 50
 
 
@@ -174,7 +174,7 @@ def test_the_distributions_are_those_of_the_source():
 
 
 def force_read_from_tokens(orbits: Orbits, bins: int) -> np.ndarray:
-    """G m1 m2 / r^2 with r and m1 / (m1 + m2) read from the bins of each planet and its star."""
+    """Return G m1 m2 / r^2, with r and m1 / (m1 + m2) read from the bins of planet and star."""
     places = coordinates(orbits.points(101, bins)[:, 1:].astype(float), bins)
     planet, star = places[:, ::2], places[:, 1::2]
     r = np.maximum(np.linalg.norm(planet - star, axis=-1), 100 / bins)

@@ -269,7 +269,7 @@ def test_an_interrupted_run_on_orbits_resumes_bit_for_bit(data, trained, tmp_pat
 
 @pytest.fixture(scope="module")
 def one_step(data, trained, tmp_path_factory):
-    """The gradient of one step on 8 sequences with 12 or 2 labels, by how they are split."""
+    """Return the gradient of one step on 8 sequences with 12 or 2 labels, by how they are split."""
     config = str(ROOT / "configs/physics-nano-magnitude.toml")
     places = (f"--data.directory={data}/forces", f"--train.init_from={trained}")
     still = ("--train.lr=1e-30", "--train.weight_decay=0", "--train.clip=0", "--train.steps=1")

@@ -11,7 +11,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole_run(corpus, tmp_path_factory):
-    """A run that nothing interrupted."""
+    """Train a run that nothing interrupts."""
     runs = tmp_path_factory.mktemp("whole")
     assert train_here(*arguments(corpus, runs)) == 0
     return runs / "nano-lssar"

@@ -42,7 +42,7 @@ def write(directory, text, name="run.toml"):
 
 
 def refused(path, *overrides):
-    """The one-line message with which the configuration is refused."""
+    """Return the one-line message with which the configuration is refused."""
     with pytest.raises(UserError) as error:
         load_config(path, list(overrides))
     assert "\n" not in str(error.value)

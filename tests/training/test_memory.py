@@ -140,7 +140,7 @@ def test_products_are_in_bfloat16_where_the_gpu_has_it(monkeypatch):
 
 @pytest.fixture(scope="module")
 def of_two(corpus, tmp_path_factory):
-    """A run that was started with micro-batches of 2."""
+    """Start a run with micro-batches of 2."""
     runs = tmp_path_factory.mktemp("two")
     assert train_here(*arguments(corpus, runs, *SHORT, "--train.micro_batch=2")) == 0
     return runs / "nano-lssar"

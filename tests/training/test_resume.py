@@ -25,7 +25,7 @@ CONSTANT = ("--train.schedule=constant", "--train.warmup=2")
 
 @pytest.fixture(scope="module")
 def six_steps(corpus, tmp_path_factory):
-    """A finished run of six steps at a constant rate, to be copied."""
+    """Train six steps at a constant rate, to be copied."""
     runs = tmp_path_factory.mktemp("six")
     assert train_here(*arguments(corpus, runs, *CONSTANT, "--train.steps=6")) == 0
     return runs / "nano-lssar"
@@ -39,7 +39,7 @@ def resume(run: Path, corpus: Path, runs: Path, *more: str) -> int:
 
 
 def overwrite(path: Path, place: int, content: bytes) -> None:
-    """In place, as a program does that has the file open."""
+    """Change a file in place, as a program does that has it open."""
     with path.open("r+b") as file:
         file.seek(place)
         file.write(content)

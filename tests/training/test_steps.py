@@ -149,7 +149,7 @@ def newton_schulz(x: list) -> list:
 
 
 def loop_muon(weight, gradient, average, lr, decay, momentum):
-    """One step in plain Python: the weight and the averaged gradient after it."""
+    """Return the weight and the averaged gradient after one step, in plain Python."""
     rows, columns = len(weight), len(weight[0])
 
     def mixed(a, b):

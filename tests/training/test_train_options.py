@@ -31,7 +31,7 @@ from training.estimate import gpu_hours
 
 
 def without_isa_limit() -> dict[str, str]:
-    """The environment of a user, without what tests/conftest.py sets."""
+    """Return the environment of a user, without what tests/conftest.py sets."""
     return {k: v for k, v in environment().items() if k != "ONEDNN_MAX_CPU_ISA"}
 
 
