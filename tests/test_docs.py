@@ -5,6 +5,10 @@ import shlex
 
 from checkout import ROOT, help_of, tracked
 
+from physics.config import OrbitConfig
+from training.config import Config, load_config
+from training.estimate import estimate, gpu_hours, planned_backends
+
 PAGES = tracked("README.md", "CONTRIBUTING.md", "docs/*.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
@@ -32,6 +36,24 @@ def test_a_page_begins_with_what_to_run_and_is_at_most_two_pages():
         assert title.startswith("# ") and not blank, page.name
         assert fence in ("```bash", "```python"), f"{page.name} begins with {fence!r}"
         assert len(page.read_bytes()) <= 6500, page.name
+
+
+def test_hours_in_the_headers_of_configs_are_those_of_the_dry_run():
+    checked = 0
+    for path in tracked("configs/*.toml"):
+        header = path.read_text(encoding="utf-8").partition("\n\n")[0]
+        stated = re.search(r"([\d.]+) A100-hours", header)
+        if stated is None:
+            continue
+        kind = OrbitConfig if path.name.startswith("physics") else Config
+        config = load_config(str(path), [], kind=kind)
+        if config.train.micro_batch == "auto":
+            config = config.with_micro_batch(1)
+        hours = gpu_hours(estimate(config, planned_backends(config, "cuda")).flops)
+        decimals = len(stated[1].partition(".")[2])
+        assert stated[1] == f"{hours:.{decimals}f}", path.name
+        checked += 1
+    assert checked > 5
 
 
 def commands() -> list[tuple[str, list[str]]]:
