@@ -134,7 +134,7 @@ class GPT(nn.Module):
         return token_losses(hidden, self.embedding.weight, targets, self.config.vocab_size)
 
     def configure(self, **changes) -> "GPT":
-        """Keep the weights, change fields of the config: `interpolation`, `attention`, ..."""
+        """Change fields of the config, such as `interpolation`; the weights stay."""
         config = replace(self.config, **changes)
         for block, layer in zip(self.blocks, config.all_layers, strict=True):
             refuse_other_parameters(block.attention, layer)
@@ -200,8 +200,8 @@ def refuse_other_parameters(attention: Attention, layer: Layer) -> None:
 def sample(logits: Tensor, temperature=1.0, top_k=None, top_p=None, generator=None) -> Tensor:
     """Draw one token per row of logits (B, V).
 
-    Among all tokens, the `top_k` most likely, or the fewest whose probabilities reach `top_p`;
-    temperature 0 is the argmax.
+    `top_k` keeps the most likely tokens, `top_p` the fewest whose probabilities reach it.
+    Temperature 0 takes the most likely one.
     """
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature = {temperature} must be 0 (greedy) or more")

@@ -162,7 +162,7 @@ def answer_batch(model: GPT, prompts: list[Prompt], device) -> torch.Tensor:
 
 
 def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> list[dict]:
-    """Return the answers of one case; only those that are not on disk are asked for.
+    """Return the answers of one case, and ask only for what is not on disk yet.
 
     The missing batches are shared out among the processes, one to each per turn.
     """

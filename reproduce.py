@@ -45,6 +45,7 @@ from support.files import locked, make_folder
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
+    """Return the options; `tables` become Tables, with those of the same scripts."""
     parser = Parser(__doc__)
     parser.add_argument("tables", nargs="*", metavar="TABLE")
     parser.add_argument("--scale", choices=tuple(SCALES), default="nano")

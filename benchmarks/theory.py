@@ -140,7 +140,7 @@ def ties_error(draw: int, p: float = 1e5) -> float:
 
 
 def feedback(draw: int, phi, sharpened: bool) -> float:
-    """Return the share of keys of weight zero whose score has a gradient of another's weight."""
+    """Return the share of the keys of weight zero whose scores the largest weight depends on."""
     x = scores(draw)[0].requires_grad_()
     w = F.normalize(final_weights(phi, sharpened, x), p=1, dim=0)
     (slopes,) = torch.autograd.grad(w[w.argmax()], x)

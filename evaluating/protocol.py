@@ -187,5 +187,5 @@ def unmeasured(results: Results, checkpoints, variants, lengths, world) -> Itera
         model = checkpoint.load(world.device) if missing else None
         for case in missing:
             case.configure(model)
-            forget_used_backends()  # a record names those of its own measurement
+            forget_used_backends()  # a record names the backends of its own measurement
             yield case, model

@@ -23,6 +23,8 @@ HEAD = {"kind": str, "settings": dict, "about": dict, "runs": dict}  # all of a 
 
 @dataclass(frozen=True)
 class Record:
+    """Holds one measured number, and what it was measured on."""
+
     quantity: str  # "loss", "far_context_benefit", "accuracy", ...
     run: str  # a key of the file's runs
     value: float | int | None  # None: it overflowed
@@ -37,6 +39,7 @@ class Record:
 
     @property
     def key(self) -> tuple:
+        """Return the fields that no two records of a file share."""
         return self.quantity, self.run, self.variant, self.task, self.length
 
     def to_json(self) -> dict:
@@ -55,6 +58,8 @@ class Record:
 
 
 class Results:
+    """Holds the records of one file, and writes it."""
+
     def __init__(
         self, path: Path, kind: str, settings: dict, about: dict, made_with=None, replace_all=False
     ):
@@ -70,7 +75,7 @@ class Results:
         self.about = files.finite(about)
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
-        self._made_with = made_with or (lambda run: {})
+        self._made_with = made_with
         self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
         self._claim: files.Claim | None = None
         self._opened_as = self._version()
@@ -94,9 +99,11 @@ class Results:
         self.records = found.records
 
     def _version(self) -> tuple | None:
-        """Return what changes when another process writes the file; None if there is none."""
-        found = self.path.stat() if self.path.exists() else None
-        return found and (found.st_ino, found.st_mtime_ns, found.st_size)
+        """Return the file's inode, time and size, which change when another process writes it."""
+        if not self.path.exists():
+            return None
+        found = self.path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def select(self, **fields) -> list[Record]:
         """Return the records whose fields have these values."""
@@ -107,12 +114,14 @@ class Results:
         return next(iter(self.select(**fields)), None)
 
     def add(self, *records: Record, save: bool = True) -> None:
-        """Add the numbers of one measurement, all or none, in place of those they replace."""
+        """Add the numbers of one measurement, all or none; older ones with the same key go."""
         replaced = {r.key for r in records}
         self.records = [r for r in self.records if r.key not in replaced]
         for record in records:
             if not record.command:  # else it was measured before
-                details = record.details | self._made_with(self.runs.get(record.run, {}))
+                details = record.details
+                if self._made_with is not None:
+                    details = details | self._made_with(self.runs.get(record.run, {}))
                 record = replace(record, **self._stamp, details=details)
             self.records.append(Record(**files.finite(asdict(record))))
         if save:

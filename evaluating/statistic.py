@@ -1,4 +1,4 @@
-"""Means with 95 % intervals by Student's t, over seeds and over pieces of text."""
+"""Computes means with 95 % intervals by Student's t, over seeds and over pieces of text."""
 
 import math
 import statistics
@@ -26,7 +26,8 @@ def _probability_within(t: float, freedom: int) -> float:
 @cache
 def t_quantile(freedom: int) -> float:
     """Return the value that Student's T exceeds with the probability TAIL, by bisection."""
-    low, high = 0.0, 1e3
+    low = 0.0
+    high = 1e3
     for _ in range(60):
         middle = (low + high) / 2
         if _probability_within(middle, freedom) < 1 - 2 * TAIL:
@@ -45,17 +46,20 @@ class Interval(NamedTuple):
 
     @property
     def low(self) -> float:
+        """Return the lower end."""
         return -math.inf if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float:
+        """Return the upper end."""
         return math.inf if self.half_width is None else self.mean + self.half_width
 
     def text(self, decimals: int = 3) -> str:
         """Write the mean and its interval."""
         if self.half_width is None:
             return f"{signed(self.mean, decimals)} (one seed)"
-        low, high = signed(self.low, decimals), signed(self.high, decimals)
+        low = signed(self.low, decimals)
+        high = signed(self.high, decimals)
         return f"{signed(self.mean, decimals)} [{low}, {high}]"
 
 
@@ -68,7 +72,7 @@ def half_width(values: Sequence[float]) -> float:
 def interval(by_seed: Sequence[float], by_segment: Sequence[float] = ()) -> Interval:
     """Return the mean over seeds with its interval.
 
-    `by_segment` has, for each piece of text, the mean over seeds: another text would change the
+    `by_segment` has the mean over seeds for each piece of text. Another text would change the
     number as another seed does, so both half widths are added as independent errors are.
     """
     mean = statistics.fmean(by_seed)

@@ -60,7 +60,7 @@ class Variant:
         if self.sinks and config.shift:
             return "does not shift its keys (a sink's would be that of another token)"
         if self.sinks and config.documents:
-            return "sees one document (here the first tokens are those of another)"
+            return "sees all documents (the first tokens may be another document's)"
         if self.sinks and config.attention.cosine and config.positions == "rope":
             return "has scores of q.k, or cosines without RoPE (which turns a sink away)"
         return None

@@ -1,4 +1,4 @@
-"""The KV cache: what decoding token by token keeps of the tokens before."""
+"""Keeps keys and values of earlier tokens, for decoding token by token."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class KVCache:
     def extend(self, layer: int, *new: Tensor, window: int | None = None) -> list[Tensor]:
         """Append keys, values and gates (B, H, L, d) of one layer.
 
-        Return all so far, or with a window those that a new token sees.
+        Return all so far; with a window, only those that a new token sees.
         """
         end = self.length + new[0].shape[2]
         if end > self.capacity:

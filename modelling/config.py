@@ -4,7 +4,7 @@
     config.all_layers  # one Layer for each layer of the model
 
 Nothing here needs torch. Values are checked once, where they come in: by `preset`, which builds
-the models of config files, and by `ModelConfig.from_dict`, which reads those of checkpoints.
+the models of config files, and by `ModelConfig.from_dict`, which reads checkpoints.
 """
 
 import math
@@ -15,7 +15,7 @@ from lssar.errors import UserError, did_you_mean
 from lssar.mechanisms import MECHANISMS, OVERRIDES, Mechanism, get_mechanism
 
 # Raised by every change after which the same weights compute something else. Checkpoints and
-# exports carry it (under "meaning"), and those of another version are refused.
+# exports carry it (under "meaning"); another version is refused.
 #   1, or none: RoPE turns dimension i together with i + d/2
 #   2: RoPE turns dimensions 2i and 2i + 1
 WEIGHTS_VERSION = 2
@@ -62,6 +62,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Return the dimension of a head."""
         return self.width // self.heads
 
     @property
@@ -71,7 +72,8 @@ class ModelConfig:
 
     @property
     def end_of_text(self) -> int:
-        return self.vocab_size - 1  # the last token of both our tokenisers
+        """Return the end-of-text token, the last one of both our tokenisers."""
+        return self.vocab_size - 1
 
     @property
     def all_layers(self) -> list[Layer]:

@@ -56,7 +56,7 @@ class Scale:
     rates: dict[str, float] = field(default_factory=dict)  # learning rates by run or mechanism
     gpus: int = 0  # GPUs that train a run together; 0: a CPU does
     gpu: str = "a100"  # the GPU whose hours a plan states
-    like: str = ""  # the scale whose fields its tables take where they have none of their own
+    like: str = ""  # another scale; tables take its fields where they have none for this one
     tokens_per_second: float | None = None  # training speed of one CPU core, for the plan
 
     def length(self, factor: float | None) -> int | None:
@@ -91,11 +91,7 @@ class Run:
     form: str = "paper"  # of passkey prompts
 
 
-def _load_scales() -> dict[str, Scale]:
-    return {name: Scale(name, **given) for name, given in load_toml("runs.toml")["scales"].items()}
-
-
-SCALES = _load_scales()
+SCALES = {name: Scale(name, **given) for name, given in load_toml("runs.toml")["scales"].items()}
 
 
 def all_runs(scale: str) -> dict[str, Run]:
@@ -164,7 +160,7 @@ class Table:
     figure: str = "lengths"  # how it is drawn: see figures.py; or "none"
     measured_by: str = EXTRAPOLATION  # or "passkey", one job per run; else see `measure`
     notes: tuple[str, ...] = ()
-    panels: tuple[str, ...] = ("",)  # of the figure: one for the rows whose keys start with each
+    panels: tuple[str, ...] = ("",)  # starts of row keys; each has a panel of the figure
     script: str = ""
     measure: str = ""  # one command for the whole table; {runs} are the rows' runs
     records: str = ""  # the table whose records it shows; empty: its own

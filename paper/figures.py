@@ -174,7 +174,7 @@ def by_ends(filled: FilledTable):
 
 
 def by_exponent(filled: FilledTable):
-    """Draw one panel per start of the rows' keys, of those measured; one line per length."""
+    """Draw the loss by exponent: a panel for each mechanism, a line for each length."""
     panels: dict[str, dict[int, Row]] = {}
     for stem in filled.table.panels:
         for row in filled.rows:

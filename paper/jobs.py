@@ -62,13 +62,16 @@ class Workspace:
 
     @property
     def folder(self) -> Path:
+        """Return the folder of the tables' results."""
         return self.results / self.scale.name
 
     @property
     def evaluations(self) -> Path:
+        """Return the folder where evaluations write."""
         return self.runs / self.scale.name / "evaluations"
 
     def run_directory(self, key: str, seed: int) -> Path:
+        """Return the folder of one training."""
         return self.runs / self.scale.name / f"{key}-s{seed}"
 
     def seeds_of(self, key: str) -> Sequence[int]:

@@ -31,6 +31,8 @@ SETTINGS = tomllib.loads(Path(__file__).with_name("engines.toml").read_text(enco
 
 
 class Candidate(NamedTuple):
+    """Holds an equation of a Pareto front."""
+
     equation: str  # in NAMES
     complexity: int
     loss: float

@@ -195,7 +195,7 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     train[labelled:] = choose(rng, probed + held_out, times, 2)
     val = ~train
     val[: labelled + probed] = False
-    if options.selection == "source":  # every label but those of the held-out, trained on or not
+    if options.selection == "source":  # all labels but the held-out ones, trained on or not
         val = np.ones_like(train)
         train[labelled + probed :] = val[labelled + probed :] = False
     write_labelled(options.out, points, states, truth / unit, train, val)
