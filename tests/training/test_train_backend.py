@@ -39,7 +39,9 @@ def test_a_run_names_the_backend_that_its_first_step_used(
         monkeypatch.setitem(BACKENDS, name, replace(backend, run=run))
     given = arguments(corpus, tmp_path, *more, "--train.steps=5", config=config)
     assert train_here(*given) == 0
-    assert said_backend(capsys.readouterr().err) == expected
+    shown = capsys.readouterr()
+    assert said_backend(shown.err) == expected
+    assert "planned for" not in shown.out + shown.err
     assert set(ran) == {expected}
     (record,) = tmp_path.rglob("run.json")
     assert json.loads(record.read_text())["attention"] == [expected]
