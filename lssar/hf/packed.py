@@ -13,7 +13,6 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from lssar.errors import UserError
 from lssar.hf.refusals import family_of
-from lssar.tracing import can_look_at
 
 PACKED_AND_CACHED = (
     "position_ids that start again are packed sequences, which cannot be cached; "
@@ -28,7 +27,8 @@ PACKED_AND_MASKED = (
 def packed_apart(model: PreTrainedModel, positions: Tensor, options: dict) -> dict:
     """Return options that make transformers separate packed sequences: no cache, no mask."""
     mask, cache = options.get("attention_mask"), options.get("past_key_values")
-    if not can_look_at(positions):  # in a graph, or on a GPU, which is not waited for
+    # As can_look_at, which torch.compile might compile alone where it gave this frame up.
+    if torch.compiler.is_compiling() or positions.device.type != "cpu":
         _assert_not_packed(model, positions, options)
         return options
     sequences = find_packed_sequence_indices(positions)
