@@ -29,7 +29,6 @@ LONGEST_SOLID = 16 * CHUNK_CHARS  # bytes without blanks; beyond it a word is cu
 LONGEST_LINE = 2**28  # bytes
 # Files with these names are meant as text: what is wrong with them is an error, not left out.
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
-STATE_VERSION = 2  # version 1 cut the end of a file in another way after an interruption
 
 
 def is_parquet(path: Path) -> bool:
@@ -222,11 +221,6 @@ class TextSource:
     def pieces(self, state: dict | None) -> Iterator[list[Piece]]:
         """Yield the pieces from a state on, a list per document or part of a file."""
         if state:
-            if state.get("version") != STATE_VERSION:
-                raise UserError(
-                    "the interrupted preparation was begun by older code; "
-                    "delete the folder of --out and start again"
-                )
             self._index, self._at, self._drawn = state["file"], state["at"], state["drawn"]
             self.skipped.update(state["skipped"])
         while self._index < len(self.files):
@@ -247,7 +241,6 @@ class TextSource:
         """Return where the last list of pieces ended, as plain values."""
         at = self._at.state() if isinstance(self._at, ParquetStream) else self._at
         return {
-            "version": STATE_VERSION,
             "file": self._index,
             "at": at,
             "drawn": self._drawn,

@@ -18,7 +18,7 @@ import numpy as np
 from data.checked import refuse_changed
 from data.tokeniser import TOKENISERS, Tokeniser
 from lssar.errors import UserError
-from support.files import digest, json_record, open_regular, reading, sha256_of, unseal
+from support.files import digest, json_record, open_regular, reading, sha256_of
 
 MAGIC = 20240520
 VERSION = 1
@@ -245,8 +245,7 @@ def _require(sound: bool, what: str) -> None:
 
 def read_manifest(directory: Path) -> dict:
     """Read the folder's manifest and check everything the code relies on."""
-    with json_record(directory / MANIFEST) as record:
-        manifest = unseal(record)
+    with json_record(directory / MANIFEST) as manifest:
         shards = [Shard(**entry) for entry in manifest["shards"]]
         for shard in shards:
             match = SHARD_NAME.fullmatch(shard.name)

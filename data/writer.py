@@ -29,7 +29,7 @@ from support import files
 # What a preparation may leave behind: shards, growing or complete, and half-written records.
 STRAY = re.compile(
     rf"(\.?{SHARD_NAME.pattern}(\.[0-9a-f]{{16}})?(\.tmp)?)"
-    rf"|\.({re.escape(PROGRESS)}|{re.escape(MANIFEST)})(\.[0-9a-f]{{16}})?\.tmp",
+    rf"|\.({re.escape(PROGRESS)}|{re.escape(MANIFEST)})\.[0-9a-f]{{16}}\.tmp",
     re.ASCII,
 )
 
@@ -252,8 +252,6 @@ def read_progress(directory: Path) -> dict | None:
         if not path.exists():
             return None
     with files.json_record(path, f"; delete {directory} and start again") as record:
-        if record.get("growing") is None:
-            raise ValueError("written by older code")
         for key in ("settings", "growing"):
             files.refuse_wrong_types(record, {key: dict})
         files.refuse_wrong_types(record, {"documents": int, "shards": list, "encoders": list})

@@ -134,7 +134,7 @@ def _new_temporary(path: Path) -> tuple[Path, int]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove what killed processes left of writing `path`."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}(\.[0-9a-f]{{16}})?\.tmp")  # or older code
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
     for entry in os.scandir(path.parent):
         if not pattern.fullmatch(entry.name):
             continue
@@ -233,13 +233,6 @@ def digest(value) -> str:
     """Return the sha256 of a JSON value, whatever the order of its keys."""
     as_read = json.loads(json.dumps(value))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
-
-
-def unseal(value: dict) -> dict:
-    """Return a JSON object without the checksum of itself that older code added."""
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} where an object belongs")
-    return {key: part for key, part in value.items() if key != "sha256"}
 
 
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)

@@ -40,7 +40,7 @@ from lssar.reference import attention_weights
 from model import GPT, WEIGHTS_VERSION, preset
 from physics.loader import describe
 from physics.model import OrbitModel, OrbitModelConfig
-from support.files import Claim, read_text, unseal, write_text
+from support.files import Claim, read_text, write_text
 from support.processes import block_sigint_in_children, in_processes
 from training.checkpoint import CheckpointInfo, Store, find, load_latest, load_model, read_trainer
 from training.config import load_config
@@ -88,10 +88,6 @@ def test_a_flipped_bit_in_a_checkpoint_is_named_before_anything_is_computed(
         assert name in str(refused.value) and "\n" not in str(refused.value)
         (path / name).write_bytes(sound)
     read(path)
-
-
-def test_files_of_older_code_are_read_without_their_checksums(tmp_path):
-    assert unseal({"a": 1, "sha256": "00"}) == {"a": 1}
 
 
 def test_a_damaged_measurement_is_named_and_the_others_are_kept(tmp_path, capsys):

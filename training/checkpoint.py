@@ -123,7 +123,8 @@ def _description(directory: Path) -> Iterator[dict]:
     """Read model.json for the block; what fails in the block is the file's fault."""
     file = directory / DESCRIPTION
     try:
-        found = files.unseal(json.loads(files.read_text(file)))
+        found = json.loads(files.read_text(file))
+        files.refuse_wrong_types(found, {})
         version = found.get("meaning")
         if version != WEIGHTS_VERSION:
             raise UserError(

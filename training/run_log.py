@@ -175,7 +175,6 @@ def read_metrics(run_directory: Path) -> list[dict]:
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
-            value.pop("crc32", None)  # older runs have a checksum in every line
             if type(value["step"]) is not int:
                 raise ValueError(f"step {value['step']!r}")
             measured.append(value)

@@ -30,7 +30,7 @@ from train import EXIT_DIVERGED, EXIT_PREEMPTED
 from training.checkpoint import Store, _check_trainer, load_model, read_trainer, save_model
 from training.config import load_config
 from training.distributed import World
-from training.run_log import RunLog, read_metrics
+from training.run_log import RunLog
 
 
 def test_a_checkpoint_says_with_which_seed_it_was_trained(corpus, tmp_path):
@@ -311,13 +311,6 @@ def test_a_kill_between_the_pointers_loses_no_best_model(corpus, whole_run, tmp_
         found = runs / "nano-lssar/checkpoints"
         assert {p.name: p.read_text() for p in found.glob("[lb]*")} == expected, number
         assert sorted(p.name for p in found.glob("step-*")) == kept, number
-
-
-def test_metrics_are_plain_lines_and_older_ones_with_a_checksum_are_read(whole_run, tmp_path):
-    assert "crc32" not in (whole_run / "metrics.jsonl").read_text()
-    lines = '{"step": 1, "loss": 2.5, "crc32": "00000000"}\n{"step": 2, "lo'
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}]
 
 
 def test_a_trainer_state_with_the_wrong_things_is_one_line(whole_run):
