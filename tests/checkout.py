@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import subprocess
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +17,14 @@ def tracked(*patterns: str) -> list[Path]:
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = (ROOT / name for name in listed.split("\0") if name)
     return sorted(path for path in paths if path.exists())
+
+
+def write_committed(folder: Path, path: str) -> None:
+    """Write what was last committed under `path`, whatever the checkout holds now."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "archive", "HEAD", path]
+    archive = subprocess.run(git, cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
 
 
 def main_of(script: str):
