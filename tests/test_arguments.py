@@ -148,7 +148,7 @@ def test_an_impossible_number_is_one_line(line):
         ((*EVALUATE, "--segment", "-2048"), "--segment: '-2048' must be at least 1"),
         ((*EVALUATE, "--segment", "0"), "--segment: '0' must be at least 1"),
         ((*EVALUATE, "--segment", HUGE), "does not divide"),
-        ((*EVALUATE, "--tokens", "1"), "--tokens 1 is less than one window"),
+        ((*EVALUATE, "--tokens", "1"), "--tokens 1 is less than one segment"),
         ((*EVALUATE, "--lengths", HUGE), "too few for one segment"),
         ((*EVALUATE, "--window", "0"), "--window: '0' must be at least 1"),
         ((*EVALUATE, "--p", "nan"), "--p: 'nan' is not a number"),

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import math
+import multiprocessing
 import os
 import random
 import resource
@@ -382,6 +383,14 @@ def test_workers_do_not_hear_an_interrupt_and_their_parent_does():
     finally:
         signal.signal(signal.SIGINT, before)
     assert after == ["inside"] and signal.SIGINT not in block(set())
+
+
+def test_no_worker_outlives_the_one_who_takes_its_results():
+    results = in_processes(abs, range(-20, 0), workers=2)
+    assert next(results) == 20
+    assert multiprocessing.active_children()
+    results.close()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
