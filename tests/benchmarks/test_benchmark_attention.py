@@ -299,10 +299,11 @@ def test_of_many_mechanisms_four_have_their_colour_and_the_others_a_name_at_the_
 ):
     names = ["mish-l1", "relu-l1", "lssa", "ssmax", "softmax", "lssar"]
     results = Namespace(runs={n: {"attention": {"name": n}} for n in names}, records=[])
-    for quantity, name, length in itertools.product(reports.GROWING, names, (64, 128)):
+    for quantity, name, length in itertools.product(reports.GROWING, names, (64, 3072)):
         results.records.append(Record(quantity, name, 2.0, variant="cpu", length=length))
     reports.draw("attention", results, tmp_path / "x.json")
     last = figure().axes[-1]
+    assert [tick.get_text() for tick in last.get_xticklabels()] == ["64", "3K"]
     found = {line.get_label(): line.get_color() for line in last.lines}
     main = ("lssar", "softmax", "lssa", "ssmax")
     assert found == dict.fromkeys(names, plots.GREY) | {n: plots.MECHANISMS[n][0] for n in main}
