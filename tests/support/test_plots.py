@@ -36,6 +36,17 @@ def test_a_busy_chart_has_four_lines_in_colour_and_never_a_grey_control():
     assert plots.coloured(styles[:4]) == styles[:4]
 
 
+def test_the_legend_names_every_line_where_there_are_several():
+    for count in cases([1, 2, 3]):
+        figure, axes = plots.figure()
+        names = [f"line {i}" for i in range(count)]
+        for name in names:
+            axes.plot([0, 1], [1, 2], label=name)
+        plots.legend_below(figure, axes)
+        shown = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+        assert shown == (names if count > 1 else [])
+
+
 def test_names_at_the_ends_of_lines_do_not_overlap_and_stay_beside_the_axes():
     for ends in cases([[1.0, 1.0, 1.001, 2.0], [2.0] * 9, [1.0] * 9, []]):
         figure, axes = plots.figure()
