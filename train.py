@@ -109,7 +109,7 @@ def status(config: Config) -> int:
 
 @dataclass
 class Run:
-    """What the loop works with."""
+    """Holds the parts of a run that the loop works with."""
 
     config: Config
     world: World
@@ -185,7 +185,17 @@ def set_up(
         replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     autocast = distributed.autocast(world.device, t.precision)
     run = Run(
-        config, world, log, store, batches, data, model, replica, optimiser, autocast, progress
+        config=config,
+        world=world,
+        log=log,
+        store=store,
+        batches=batches,
+        data=data,
+        model=model,
+        replica=replica,
+        optimiser=optimiser,
+        autocast=autocast,
+        progress=progress,
     )
     if t.micro_batch == "auto":
 
@@ -200,6 +210,7 @@ def set_up(
 
 
 def make_batches(config: Config, world: World) -> Batches:
+    """Open the data, and make this rank's batches."""
     return config.make_batches(batch_plan(config, world.size), world.rank, world.device)
 
 
@@ -227,10 +238,10 @@ def train(run: Run, stop: StopSignal) -> int:
         log.bar.update()
         step = progress.step
         finished = step == t.steps
+
+        # Once, after the first step: what computes the attention.
         if step == started + 1:
-            layers = config.model_config().all_layers
-            used = dict.fromkeys(str(used_backend(layer.attention)) for layer in layers)
-            log.backends(list(used))
+            log.backends(used_backends(config))
 
         # Once in a while: report the loss and the speed.
         if step % config.log.interval == 0 or finished:
@@ -253,6 +264,12 @@ def train(run: Run, stop: StopSignal) -> int:
             return EXIT_PREEMPTED
     log.finish(progress.step)
     return 0
+
+
+def used_backends(config: Config) -> list[str]:
+    """List the backends that computed the attention of the layers."""
+    layers = config.model_config().all_layers
+    return list(dict.fromkeys(str(used_backend(layer.attention)) for layer in layers))
 
 
 def optimiser_step(run: Run) -> None:
@@ -330,6 +347,7 @@ def check_finished_steps(run: Run) -> None:
 
 
 def report(run: Run) -> None:
+    """Show and record the loss and the speed since the last report."""
     check_finished_steps(run)
     t = run.config.train
     step = run.progress.step
@@ -363,7 +381,7 @@ def validate(run: Run) -> None:
     for inputs, targets in run.batches.validation():
         with run.autocast:
             mean = run.model(inputs.to(device), targets.to(device))
-        # Tokens all count; of labels, those that are not NaN.
+        # Every token counts; of the labels of physics/, those that are not NaN.
         count = int(targets.isfinite().sum())
         size = 0 if lengths is None else lengths[targets.numpy()].sum()
         total += torch.tensor([mean.item() * count, count, size], dtype=torch.float64)

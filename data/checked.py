@@ -1,4 +1,4 @@
-"""Which shards were compared with the manifest's sha256, so that each is read for it only once.
+"""Compares shards with the sha256 of their manifest, each only once.
 
 `.checked.jsonl` beside the shards has a line per comparison: name, sha256, size, times and inode. A
 shard is hashed again if its size, mtime, ctime or inode changed; a copy always is, as ctime cannot
@@ -21,7 +21,7 @@ WORTH_A_WORD = 2**30  # bytes
 
 
 def refuse_changed(directory: Path, shards: dict[str, str], manifest: str) -> None:
-    """Raise for a shard that does not have the sha256 given by its name."""
+    """Refuse a shard that does not have its sha256; `shards` gives it by name."""
     known = _remembered(directory)
     unknown = []
     for name, sha256 in shards.items():
@@ -47,6 +47,7 @@ def refuse_changed(directory: Path, shards: dict[str, str], manifest: str) -> No
 
 
 def _look(path: Path) -> dict[str, int]:
+    """Return size, times and inode of a file."""
     with reading(path):
         status = path.stat()
     times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
@@ -54,7 +55,7 @@ def _look(path: Path) -> dict[str, int]:
 
 
 def _remembered(directory: Path) -> dict[str, list[dict]]:
-    """Return the comparisons by the name of the shard."""
+    """Return the earlier comparisons by the name of the shard."""
     try:
         lines = read_text(directory / CHECKED, errors="replace").splitlines()
     except OSError:
@@ -68,7 +69,7 @@ def _remembered(directory: Path) -> dict[str, list[dict]]:
 
 
 def _remember(directory: Path, entries: list[dict]) -> None:
-    """Append in one call: several processes may do so at once."""
+    """Append comparisons in one call: several processes may do so at once."""
     if not entries:
         return
     lines = "".join(json.dumps(entry) + "\n" for entry in entries)

@@ -1,4 +1,4 @@
-"""The hub: the newest commit of a data set, and ready-made llm.c shards, each checked."""
+"""Asks the hub for the newest commit of a data set, and for ready-made llm.c shards."""
 
 import contextlib
 import shutil
@@ -24,7 +24,8 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
     """Fetch the validation shard and the first `train_shards`; what is there already is kept."""
     if name not in READY_MADE:
         raise UserError(f"no ready-made shards of {name!r}; {did_you_mean(name, READY_MADE)}")
-    repository, shards = READY_MADE[name], []
+    repository = READY_MADE[name]
+    shards = []
     with locked(out):
         revision = pinned_revision(out, repository, RERUN)
         where = {"repo_type": "dataset", "revision": revision, "local_dir": out}
@@ -33,7 +34,8 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
         wanted = [n for n in listing if n not in training] + training[:train_shards]
         for number, file in enumerate(wanted, start=1):
             print(f"{number}/{len(wanted)} {file}", flush=True)
-            path, sha256 = out / file, listing[file]
+            path = out / file
+            sha256 = listing[file]
             if not path.exists() or sha256_of(path) != sha256:
                 with _asking_hub(f"{repository}/{file}", RERUN) as hub:
                     hub.hf_hub_download(repository, file, **where, force_download=path.exists())
@@ -50,7 +52,7 @@ def download(name: str, out: Path, train_shards: int | None) -> None:
 
 @contextlib.contextmanager
 def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
-    """Yield the hub's client; any error is one line, as its own share no base class."""
+    """Yield the hub's client, and make one line of any error: they share no base class."""
     ensure_hub_cache()
     import huggingface_hub
 
@@ -62,7 +64,7 @@ def _asking_hub(what: str, advice: str) -> Iterator[ModuleType]:
 
 
 def pinned_revision(out: Path, repository: str, advice: str) -> str:
-    """Return the commit that a set, finished or not, was begun with; of a new one, the newest."""
+    """Return the commit that the set was begun with; for a new set, the newest."""
     if begun := (recorded_settings(out) or {}).get("source", {}).get("revision"):
         return begun
     with _asking_hub(repository, advice) as hub:
@@ -75,6 +77,7 @@ def _list_shards(repository: str, revision: str) -> dict[str, str]:
         tree = hub.HfApi().list_repo_tree(repository, repo_type="dataset", revision=revision)
         found = {file.path: file.lfs.sha256 for file in tree if getattr(file, "lfs", None)}
     matches = filter(None, map(SHARD_NAME.fullmatch, found))
-    if not (ordered := sorted(matches, key=lambda match: int(match["index"]))):
+    ordered = sorted(matches, key=lambda match: int(match["index"]))
+    if not ordered:
         raise UserError(f"{repository} lists no shards on the hub")
     return {match.string: found[match.string] for match in ordered}

@@ -1,4 +1,4 @@
-"""Which data a run reads, recorded in its checkpoints so that `--resume` notices other data.
+"""Identifies the data of a run in its checkpoints, so that `--resume` notices other data.
 
 A shard in the manifest is known by its sha256 there, which was compared when the set was opened
 (data/checked.py). Other files are known by a sample of their bytes.
@@ -36,7 +36,7 @@ def identity(*splits: TokenSet) -> dict:
 
 
 def _hash(path: Path, size: int) -> str:
-    """Return the sha256 of a small file; of a large one, that of a sample, and marked as such."""
+    """Return the sha256 of a small file, or of a sample of a large one, marked as such."""
     if size <= BLOCKS * BLOCK_BYTES:
         return sha256_of(path)
     digest = hashlib.sha256()

@@ -78,7 +78,7 @@ class Windows:
 
 
 class TrainLoader:
-    """This rank's micro-batches of any step."""
+    """Reads this rank's micro-batches of any step."""
 
     def __init__(
         self,
@@ -182,7 +182,10 @@ class TrainLoader:
 
 
 class MixedLoader:
-    """A loader whose every `interval`-th step is one of `long`; each counts its own steps."""
+    """Takes every `interval`-th step from `long`, the others from `usual`.
+
+    Each of the two counts its own steps.
+    """
 
     def __init__(self, usual: TrainLoader, long: TrainLoader, interval: int):
         self.usual = usual
@@ -237,7 +240,7 @@ def validation_windows(
 
 
 class Batches:
-    """Both sets of a run and their batches, as its config describes them."""
+    """Opens both sets of a run, and makes their batches as its config says."""
 
     loader_type = TrainLoader
 
@@ -285,7 +288,7 @@ class Batches:
         )
 
     def count_validation_tokens(self) -> int:
-        """Return eval.tokens, or with a notice how many there are."""
+        """Return eval.tokens; if there are fewer, their number, with a notice."""
         wanted = self.config.eval.tokens
         length = self.config.train.length
         there = self.windows(self.val_set, length).count * length

@@ -1,4 +1,4 @@
-"""A user's own files: which of them are text, their documents, and which documents are validation.
+"""Reads a user's own files: finds those that are text, and draws the validation documents.
 
 `.parquet` files have a row per document, `.jsonl` files a line. Any other UTF-8 file is one
 document. Each of them but parquet may be compressed (`.gz`).
@@ -161,7 +161,7 @@ def check_parquet(path: Path, field: str) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """Validation from all over a text: of every `one_in` documents one, drawn by the seed.
+    """Draws validation from all over a text: of every `one_in` documents one, by the seed.
 
     A document of more than `longest` characters is cut, and its parts are drawn like documents.
     """
@@ -191,10 +191,10 @@ class Sample:
 
 
 class TextSource:
-    """Local text, JSON lines and parquet files, in the order given."""
+    """Reads local text, JSON lines and parquet files, in the order given."""
 
     def __init__(self, files, field, kind: dict, prefix="text", *, sample=None, skip_bad=False):
-        """Take, as `kind`, the description but for the files; no `sample`: no validation."""
+        """Check the files. `kind` begins the description; without a `sample`, no validation."""
         self.prefix = prefix
         self.files = files
         self._field = field
@@ -221,7 +221,9 @@ class TextSource:
     def pieces(self, state: dict | None) -> Iterator[list[Piece]]:
         """Yield the pieces from a state on, a list per document or part of a file."""
         if state:
-            self._index, self._at, self._drawn = state["file"], state["at"], state["drawn"]
+            self._index = state["file"]
+            self._at = state["at"]
+            self._drawn = state["drawn"]
             self.skipped.update(state["skipped"])
         while self._index < len(self.files):
             path = self.files[self._index]
@@ -269,7 +271,7 @@ class TextSource:
             self.skipped[str(index)] = [lines + bool(line), first]
 
     def _read_through(self, path: Path) -> None:
-        """Find out, before anything of it is used, that a file is whole and all of it is text."""
+        """Read a file once, before any of it is used: it must be whole, and all of it text."""
         if is_parquet(path):
             check_parquet(path, self._field)
             return

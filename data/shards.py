@@ -238,7 +238,7 @@ def list_shards(directory: Path, command: str = PREPARE) -> tuple[list[Shard], d
 
 
 def _require(sound: bool, what: str) -> None:
-    """Raise that `what` is wrong, unless it is sound."""
+    """Raise ValueError(what) unless it is sound."""
     if not sound:
         raise ValueError(what)
 

@@ -1,4 +1,4 @@
-"""Writing shards so that a kill at any instant loses nothing and leaves nothing half-written.
+"""Writes shards so that a kill at any instant loses nothing and leaves nothing half-written.
 
 Each split's current shard grows in `NAME.bin.tmp` and is renamed when complete. `progress.json`
 says how much is safely on disk, and where in the source that ends; `manifest.json` replaces it at
@@ -49,12 +49,14 @@ def write_manifest(
         "encoders": sorted(encoders) or None,  # names and versions of what wrote the tokens
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
-    } | ({"skipped": skipped} if skipped else {})
+    }
+    if skipped:
+        manifest["skipped"] = skipped
     files.write_json(directory / MANIFEST, manifest)
 
 
 def forget_progress(directory: Path) -> None:
-    """Remove it once the manifest is written, or in a rerun after a kill between the two."""
+    """Remove the record of progress: the manifest is written, perhaps just before a kill."""
     with files.writing(directory):
         for path in (*directory.glob("*.bin.tmp"), directory / PROGRESS):
             path.unlink(missing_ok=True)
@@ -63,14 +65,14 @@ def forget_progress(directory: Path) -> None:
 
 @dataclass(eq=False)
 class OpenShard:
-    """A shard that is being written, at `path` once it is complete."""
+    """Writes one shard, which is at `path` once it is complete."""
 
     path: Path
     split: str
     tokens: int = 0
 
     def __post_init__(self):
-        """Create it, or continue after as many tokens as were recorded."""
+        """Create the file, or continue after as many tokens as were recorded."""
         self.temporary = self.path.with_suffix(".bin.tmp")
         with files.writing(self.path):
             # Killed between the rename and the record of it; a shuffled shard leaves what it is of.
@@ -100,7 +102,7 @@ class OpenShard:
         self.tokens += len(tokens)
 
     def complete(self) -> Shard:
-        """Give it its header and its final name."""
+        """Give the shard its header and its final name."""
         with files.writing(self.path):
             self.file.seek(0)
             files.write_all(self.file, header_bytes(self.tokens))
@@ -194,8 +196,11 @@ class ShardWriter:
         if progress is None:
             with files.reading(self.directory):
                 names = sorted(path.name for path in self.directory.iterdir())
-            for name in filter(SHARD_NAME.fullmatch, names):
-                raise UserError(f"{self.directory} already holds {name}; choose an empty --out")
+            shards = [name for name in names if SHARD_NAME.fullmatch(name)]
+            if shards:
+                raise UserError(
+                    f"{self.directory} already holds {shards[0]}; choose an empty --out"
+                )
             self.save(None)  # before the first byte: shards without a record are never ours
             progress = read_progress(self.directory)
         self.shards = [Shard(**entry) for entry in progress["shards"]]
@@ -255,7 +260,8 @@ def read_progress(directory: Path) -> dict | None:
         for key in ("settings", "growing"):
             files.refuse_wrong_types(record, {key: dict})
         files.refuse_wrong_types(record, {"documents": int, "shards": list, "encoders": list})
-        [Shard(**entry) for entry in record["shards"]]
+        for entry in record["shards"]:
+            Shard(**entry)  # TypeError for anything else
     return record
 
 
@@ -278,5 +284,6 @@ def recorded_settings(directory: Path) -> dict | None:
     if (directory / MANIFEST).exists():
         return read_manifest(directory).get("settings", {})
     progress = read_progress(directory)
-    begun = progress and (progress["shards"] or progress["growing"])
-    return progress["settings"] if begun else None
+    if progress is None or not (progress["shards"] or progress["growing"]):
+        return None
+    return progress["settings"]

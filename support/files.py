@@ -42,7 +42,7 @@ LARGEST_TEXT = 2**28  # our own files are smaller, and a larger one would fill t
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open for reading; OSError for a device, and for a FIFO, which could block forever."""
+    """Open a file for reading; OSError for a device, or a FIFO, which could block forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -148,7 +148,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write to an unbuffered file, which may take only a part at a time."""
+    """Write all of the data to an unbuffered file, which may take only a part at a time."""
     while len(data):
         data = data[file.write(data) :]
 

@@ -1,4 +1,4 @@
-"""How the sequences of one optimiser step are shared by processes and micro-batches."""
+"""Shares the sequences of one optimiser step among processes and micro-batches."""
 
 import math
 from typing import NamedTuple

@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What model.json says besides the model's config."""
+    """Describes a checkpoint in model.json, beside the model's config."""
 
     run: str
     step: int
@@ -120,7 +120,7 @@ def find(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def _description(directory: Path) -> Iterator[dict]:
-    """Read model.json for the block; what fails in the block is the file's fault."""
+    """Yield the contents of model.json. If a check in the block fails, the file is damaged."""
     file = directory / DESCRIPTION
     try:
         found = json.loads(files.read_text(file))
@@ -155,7 +155,7 @@ def read_description(
 
 
 def refuse_changed(file: Path) -> None:
-    """Refuse a file of a checkpoint that is not the one that model.json describes."""
+    """Refuse a file of a checkpoint whose sha256 is not the one in model.json."""
     with _description(file.parent) as found:
         recorded = dict(found.get("files", {}))
     if file.name in recorded and files.sha256_of(file) != recorded[file.name]:
@@ -226,17 +226,17 @@ class Store:
             raise
 
     def point_at(self, checkpoint: Path, *, best: bool) -> None:
-        """Let `best`, if this one is, and then `latest` name the checkpoint.
+        """Point `best`, if this one is the best, and then `latest` to the checkpoint.
 
-        In this order, a kill between the two leaves `best` at a whole checkpoint, and the resumed
-        run, which starts from the older `latest`, comes to the same one again.
+        In this order, a kill between the two leaves `best` at a whole checkpoint. The resumed run
+        starts from the older `latest`, and comes to the same checkpoint again.
         """
         if best:
             files.write_text(self.directory / "best", checkpoint.name + "\n")
         files.write_text(self.directory / "latest", checkpoint.name + "\n")
 
     def repair(self, checkpoint: Path, progress: Progress, keep: int) -> None:
-        """Finish what a kill interrupted once this checkpoint was whole: `best`, the rotation."""
+        """Finish what a kill interrupted after this checkpoint: `best`, the rotation."""
         if checkpoint != max(self.candidates()):
             return  # newer ones were not finished, or are damaged
         with files.writing(self.directory):
@@ -309,7 +309,7 @@ def _check_trainer(state: dict) -> None:
 
 
 def load_weights(model: nn.Module, path: str, fresh: tuple[str, ...] = ()) -> None:
-    """Start from the weights of another run or checkpoint, but where names begin with `fresh`."""
+    """Load the weights of another run or checkpoint, but none whose names begin with `fresh`."""
     theirs = load_model(path, type(model))[0].state_dict()
     theirs |= {name: t for name, t in model.state_dict().items() if name.startswith(fresh)}
     try:
@@ -334,7 +334,7 @@ def are_moments_of(moments: dict, optimiser: torch.optim.Optimizer) -> bool:
 
 
 def load_moments(optimiser: torch.optim.Optimizer, path: str) -> None:
-    """Start from the moments of another run or checkpoint, with the new rates and decay."""
+    """Load the moments of another run or checkpoint; rates and decay stay the new ones."""
     moments = read_trainer(find(path))["optimiser"]["state"]
     if not are_moments_of(moments, optimiser):
         raise UserError(
@@ -345,7 +345,7 @@ def load_moments(optimiser: torch.optim.Optimizer, path: str) -> None:
 
 
 def refuse_existing(config: Config, store: Store) -> None:
-    """Refuse to start a new run where one has saved something."""
+    """Refuse to start a new run in a directory that holds checkpoints."""
     if saved := store.candidates():
         raise UserError(
             f"{config.run_directory} already holds {saved[0].name}; "

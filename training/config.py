@@ -48,7 +48,7 @@ FREE += ("train.micro_batch", "train.compile", "train.max_skipped_steps", "train
 
 @dataclass(frozen=True)
 class Config:
-    """What one run is: GPT-2 on text. physics/config.py has one for a model of orbits."""
+    """Describes one run: GPT-2 on text. physics/config.py has one for a model of orbits."""
 
     model_type = GPT
 
@@ -67,14 +67,14 @@ class Config:
 
     @property
     def micro_batch(self) -> int:
-        """Sequences per process and forward pass; 1 while train.micro_batch is still "auto"."""
+        """Return the sequences per process and forward pass; 1 while it is still "auto"."""
         return 1 if self.train.micro_batch == "auto" else self.train.micro_batch
 
     def with_micro_batch(self, sequences: int) -> "Config":
         return replace(self, train=replace(self.train, micro_batch=sequences))
 
     def mechanism(self, **local) -> Mechanism:
-        """Return the mechanism of [attention], with what [local] has instead, if given."""
+        """Return the mechanism of [attention], changed by the settings of [local] if given."""
         settings = {} if "name" in local else _given(self.attention)
         settings.pop("backend", None)
         return get_mechanism(**{"train_length": self.train.length, **settings, **local})
@@ -98,7 +98,7 @@ class Config:
         return Batches(self, plan, rank, device)
 
     def fresh_parameters(self) -> tuple[str, ...]:
-        """Return how the names of parameters begin that train.init_from does not give."""
+        """Return the prefixes of the parameters that train.init_from does not provide."""
         return ()
 
     def data_command(self) -> str:
@@ -149,7 +149,7 @@ def _sections(kind: type[Config]) -> dict[str, type]:
 
 @functools.cache
 def _keys(kind: type[Config]) -> dict[str, tuple]:
-    """Return for every `section.key` its types, its rule, and words that it takes besides."""
+    """Return for every `section.key` its types, its rule, and the words that it also takes."""
     return {
         f"{section}.{key}": _parts(hint)
         for section, found in _sections(kind).items()
@@ -288,7 +288,7 @@ def _parse_override(text: str, kind: type[Config]) -> Found:
 
 
 def _build(found: Found, kind: type[Config]) -> Config:
-    """Make the config of values by `section.key`, which need not be possible together."""
+    """Make a config of values by `section.key`, without checking whether they go together."""
     sections = _sections(kind)
     values = {section: {} for section in sections}
     for name, (value, where) in found.items():
@@ -350,7 +350,7 @@ def _check(config: Config, origin: dict[str, str], path: Path, world_size: int) 
     if t.init_optimiser and not t.init_from:
         refuse("train.init_optimiser", "needs train.init_from")
     if t.init_optimiser and config.fresh_parameters():
-        # They have no moments there.
+        # Its new parameters have no moments in the other run.
         refuse("train.init_optimiser", "needs a model with the parameters of train.init_from")
     if config.eval.tokens % t.length:
         nearest = max(1, config.eval.tokens // t.length) * t.length

@@ -78,7 +78,7 @@ class StopSignal:
 
 
 class Place(NamedTuple):
-    """Where torchrun, or whoever set its variables, says that this process stands."""
+    """Places this process among the others, as the variables of torchrun say."""
 
     rank: int
     world_size: int
@@ -117,7 +117,7 @@ def world_size() -> int:
 
 
 def start(device: str = "auto") -> World:
-    """Join the process group that torchrun set up, or be a world of one."""
+    """Join the process group that torchrun set up, or return a world of one."""
     rank, size, local_rank = place()
     chosen = _device(device, local_rank)
     if chosen.type == "cuda":
@@ -174,6 +174,7 @@ def product_type(device: str | torch.device, precision: str) -> torch.dtype:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context in which products are of `product_type`."""
     bf16 = product_type(device, precision) == torch.bfloat16
     if bf16 and device.type == "cpu":
         _avoid_missing_amx()
@@ -223,6 +224,7 @@ def finish() -> None:
 
 
 def gather_rng(world: World) -> list[dict[str, Tensor]]:
+    """Return the random states of all ranks."""
     states = {"cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(world.device)
@@ -231,7 +233,7 @@ def gather_rng(world: World) -> list[dict[str, Tensor]]:
 
 
 def restore_rng(states: list[dict[str, Tensor]], world: World) -> None:
-    """Set this rank's state, if the run that saved them had this rank."""
+    """Set this rank's random state, if the run that saved the states had this rank."""
     if world.rank < len(states):
         state = states[world.rank]
         torch.set_rng_state(state["cpu"])

@@ -1,4 +1,4 @@
-"""What a run will take: parameters, FLOPs, memory, disk and GPU-hours, before anything starts."""
+"""Estimates before a run what it takes: parameters, FLOPs, memory, disk and GPU-hours."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ def flops_per_token(model: nn.Module, length: int) -> float:
 
 
 class Estimate(NamedTuple):
-    """For one process of a run."""
+    """Says what a run takes: tokens and FLOPs of all processes, memory of one."""
 
     parameters: int
     tokens: int
@@ -90,7 +90,7 @@ def checkpoint_bytes(config: Config, e: Estimate) -> float:
 
 
 def disk_line(checkpoints: float, data: float = 0) -> str:
-    """Say what is to be written beside what is free here."""
+    """Say how much will be written, and how much space is free."""
     free = shutil.disk_usage(".").free
     written = f"{checkpoints / GIB:,.1f} GiB of checkpoints"
     if data:
@@ -140,7 +140,7 @@ def fit(config: Config, world_size: int, free: float, device: str, most: int = 0
 
 
 def choose_micro_batch(config: Config, world: World, before: int, say: Callable) -> Config:
-    """Choose for the rank with the least memory; `before`, the run's own so far, if it fits."""
+    """Choose for the rank with the least memory; if `before` fits, which the run had, keep it."""
     free = int(min(world.gather(torch.tensor(free_memory(world.device)))))
     fitted = fit(config, world.size, free, world.device.type, before)
     chosen = fitted or config.with_micro_batch(1)
@@ -212,7 +212,7 @@ def planned_backends(config: Config, device: str, *, everywhere: bool = True) ->
 
 
 def refuse_backend(config: Config, device: str) -> None:
-    """Refuse a backend that the first step would be refused for."""
+    """Refuse a backend that cannot compute the attention, before the first step does."""
     name = config.attention.backend
     if name == "auto":
         return

@@ -14,13 +14,14 @@ class Diverged(RuntimeError):
 
 
 def diverged(what: str, config: Config, store: Store) -> Diverged:
+    """Return the error: what happened, the last good checkpoint, and what to change."""
     saved = store.candidates()
     last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
     return Diverged(f"{what}; {last}; lower train.lr (now {config.train.lr:g})")
 
 
 class UncheckedSteps:
-    """The gradient norm and the losses by rank of steps that nobody has waited for yet."""
+    """Keeps the gradient norms and the losses by rank of steps that nobody has waited for yet."""
 
     def __init__(self):
         self._numbers: list[Tensor] = []

@@ -110,13 +110,14 @@ class RunLog(contextlib.ExitStack):
                 os.fsync(self._metrics.fileno())
 
     def stopped(self, step: int, by: str) -> None:
-        """Say so, also in run.json: torchrun does not pass the exit code on."""
+        """Say that the run was stopped, also in run.json: torchrun does not pass exit codes on."""
         if self.world.is_main:
             how = f"by {by} after step {step}"
             files.write_json(self.path / RUN, self._about | {"stopped": how})
             self.say(f"stopped {how}; rerun with --resume")
 
     def finish(self, step: int) -> None:
+        """Draw the loss curve, and say that the run has finished."""
         if self.world.is_main:
             curve = self.path / "loss.png"
             plot_losses(read_metrics(self.path), curve, self.config.log.name)

@@ -88,7 +88,7 @@ class TrainSection:
 
     @property
     def least_micro_batch(self) -> int:
-        """Return the smallest one: all have as many tokens, whatever their sequences' length."""
+        """Return the smallest micro-batch whose tokens are whole sequences of either length."""
         return math.lcm(self.length, self.long_length or 1) // self.length
 
     def per_token(self, cost: Callable[[int], float]) -> float:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from lssar.errors import UserError
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-PATIENCE = 300.0  # seconds until a child counts as hanging
+PATIENCE = 900.0  # seconds until a child counts as hanging
 
 
 class Child:

@@ -37,7 +37,7 @@ from model import GPT
 from support.command import as_user_errors
 from training.batch_plan import batch_plan
 from training.checkpoint import Store, load_latest, load_model, read_trainer
-from training.config import load_config
+from training.config import Config, load_config
 from training.distributed import World, place, restarts, restore_rng
 from training.optimiser import Optimiser
 from training.run_log import machine, other_machine, plot_losses
@@ -125,18 +125,12 @@ def words() -> st.SearchStrategy[str]:
     return st.sampled_from(HOSTILE) | st.text(max_size=12) | st.integers().map(str)
 
 
-def option_keys() -> list[str]:
-    from training.config import _SECTIONS
-
-    return [f"{s}.{k}" for s, kind in _SECTIONS.items() for k in kind.__dataclass_fields__]
-
-
 # --- parsers --------------------------------------------------------------------------------------
 
 
 @attack("input", "config overrides on the command line, fuzzed", full=3500, short=60)
 def config_overrides(times: int, folder: Path) -> Told:
-    keys = st.sampled_from([*option_keys(), "train.step", "x.y", "train", ""])
+    keys = st.sampled_from([*Config().flat(), "train.step", "x.y", "train", ""])
     override = st.builds("--{}={}".format, keys, words()) | words()
 
     def feed(overrides: list[str]) -> None:
