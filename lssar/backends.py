@@ -17,20 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar import cpu, fused, triton_op
+from lssar.arguments import check_shapes, decay_of, head_scale_of, renamed_head_scale, resolve
 from lssar.errors import UserError, did_you_mean
 from lssar.limits import Backend, Call, describe
 from lssar.mechanisms import PARTS, Mechanism
-from lssar.reference import (
-    check_shapes,
-    decay_of,
-    grouped_product,
-    head_scale_of,
-    no_autocast,
-    over_root_d,
-    renamed_head_scale,
-    resolve,
-    weights_of_span,
-)
+from lssar.reference import grouped_product, no_autocast, over_root_d, weights_of_span
 from lssar.rowblock import attend_by_row_blocks
 from lssar.spans import (
     Arrangement,

@@ -51,9 +51,6 @@ def most_keys(head_dim: int) -> int:
     return int(2 ** (MAX_SCORE / math.log(max(head_dim, 2))))
 
 
-# --- the library ---------------------------------------------------------------------------------
-
-
 TENSORS = ("q", "k", "v", "out", "stats", "guide", "grad_out", "grad_q", "grad_k", "grad_v")
 VIEW = ("data", "batch_stride", "head_stride", "row_stride")
 
@@ -132,9 +129,6 @@ def unavailable() -> str | None:
     except Unavailable as error:
         return str(error)
     return None
-
-
-# --- the operators -------------------------------------------------------------------------------
 
 
 def _run(function, settings: Settings, first: Tensor | None, inputs: tuple, outputs: tuple) -> None:

@@ -115,8 +115,6 @@ def finish(out: Tensor, q, k, m: Mechanism, head_scale: Tensor | None, span: Spa
     return -out if m.post == "negate" else out
 
 
-# --- room for tensors ----------------------------------------------------------------------------
-
 FARTHEST_ROWS = 2**23  # elements apart: offsets within a tile of 256 rows stay in 32 bits
 
 
@@ -144,8 +142,6 @@ def room_like(x: Tensor, width: int | None = None, dtype: torch.dtype | None = N
 def room_for_gradients(grad, q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
     return room_like(q), room_like(k), room_like(v)
 
-
-# --- operators of torch --------------------------------------------------------------------------
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? first"
 _KINDS = {int: "SymInt", float: "float"}

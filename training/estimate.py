@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lssar.arguments import resolve
 from lssar.backends import BACKENDS, Call, choose_backend
 from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
-from lssar.reference import resolve
 from modelling.config import ModelConfig
 from modelling.losses import CHUNK_LOGITS
 from training.batch_plan import batch_plan
