@@ -21,30 +21,37 @@ ANOTHER_USER = 12345  # unknown to the system, as in a container started with --
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
-PROGRAM = """
+LOAD = """
+import ctypes
 import os
 import sys
-import torch
-from attention import attend
 from lssar import cpu_build
 
-backend, user = sys.argv[1], int(sys.argv[2])
+user = int(sys.argv[1])
 cpu_build.FLAGS = ("-std=c++17", "-shared", "-fPIC")  # built in a second
-torch.manual_seed(0)
-q, k, v = torch.randn(3, 1, 2, 50, 16).unbind()
-expected = attend(q, k, v, "lssar", backend="eager")
 if user:  # not before the imports: root's Python need not be there for others
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
-out = attend(q, k, v, "lssar", backend=backend)
-assert (out - expected).abs().max() < 1e-4
+library = ctypes.CDLL(str(cpu_build.build()))
+library.lssar_call_layout.restype = ctypes.c_char_p
+assert b"queries=" in library.lssar_call_layout()
+print("right")
+"""
+COMPUTE = """
+import torch
+from lssar import attend, cpu_build
+
+cpu_build.FLAGS = ("-std=c++17", "-shared", "-fPIC")
+q, k, v = torch.randn(3, 1, 2, 50, 16).unbind()
+expected = attend(q, k, v, backend="eager")
+assert (attend(q, k, v) - expected).abs().max() < 1e-4
 print("right")
 """
 
 
-def start(folder, user=0, backend="cpu", **environment):
-    """Start a process that computes with the kernel, its cache and temporary files in `folder`."""
+def start(folder, program=LOAD, user=0, **environment):
+    """Start a program that needs the kernel; its cache and temporary folder are in `folder`."""
     own = ("LSSAR_CACHE", "XDG_CACHE_HOME", "HOME")
     inherited = {k: v for k, v in os.environ.items() if k not in own}
     (folder / "tmp").mkdir(exist_ok=True)
@@ -52,7 +59,7 @@ def start(folder, user=0, backend="cpu", **environment):
     places = {"LSSAR_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp")} | environment
     places["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, backend, str(user)],
+        [sys.executable, "-c", program, str(user)],
         cwd=folder,
         env=inherited | {name: value for name, value in places.items() if value is not None},
         stdout=subprocess.PIPE,
@@ -75,7 +82,7 @@ def libraries(folder):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
-    assert result(start(folder)) == ""
+    assert result(start(folder, COMPUTE)) == ""
     return folder / "cache"
 
 
@@ -276,6 +283,6 @@ def test_a_temporary_folder_that_others_can_write_is_not_trusted(tmp_path, kind)
         private.chmod(0o777 if kind == "open to all" else 0o700)
         if kind == "of another user":
             os.chown(private, ANOTHER_USER, ANOTHER_USER)
-    notice = result(start(tmp_path, backend="auto", LSSAR_CACHE=str(tmp_path / "file" / "cache")))
+    notice = result(start(tmp_path, COMPUTE, LSSAR_CACHE=str(tmp_path / "file" / "cache")))
     assert "open to other users" in notice and "set LSSAR_CACHE" in notice
     assert not libraries(tmp_path)
