@@ -17,6 +17,7 @@ AGREES = "agrees"
 DISAGREES = "disagrees"
 UNDECIDED = "undecided"
 NOT_TESTABLE = "not testable"
+NOT_MEASURED = "not measured"  # none of its comparisons
 # Verdicts by the rules for the headline and for sharpening, beside "undecided".
 CONFIRMED = "confirmed"
 REFUTED = "refuted"
@@ -70,6 +71,8 @@ def judge(given: dict, table: FilledTable, scale: str) -> Verdict:
 
 def combine(sides: list[str]) -> str:
     """Return the verdict on a sentence of several comparisons."""
+    if set(sides) == {NOT_MEASURED}:
+        return NOT_MEASURED
     if DISAGREES in sides:
         return DISAGREES
     return AGREES if set(sides) == {AGREES} else UNDECIDED
@@ -105,7 +108,9 @@ def compare_rows(one: dict, length: float, table: FilledTable) -> tuple[str, str
     found = compare(first, second)
     words = f"{one['row']} against {one['other']} at {length:g}x"
     if found is None:
-        return UNDECIDED, f"{words}: not measured"
+        if any(cell.n and not cell.finite for cell in (first, second)):
+            return UNDECIDED, f"{words}: a seed overflowed"
+        return NOT_MEASURED, f"{words}: not measured"
     point = f"{words}: {found.text()}"
     if one.get("is") == "alike":
         return alike(found, margin), f"{point}, margin {margin:g}"
@@ -141,7 +146,7 @@ def headline(table: FilledTable) -> tuple[str, list[str]]:
     softmax_rise = compare(softmax[8], softmax[1], 1.25)
     found = (cost, rise_8x, rise_16x, refuting_rise, softmax_rise)
     if None in found:
-        return UNDECIDED, ["not measured"]
+        return NOT_MEASURED, ["its rows are not all there"]
     verdict = UNDECIDED
     if cost.high <= 0.02 and rise_8x.high <= 0 and rise_16x.high <= 0 and softmax_rise.low > 0:
         verdict = CONFIRMED
@@ -167,7 +172,7 @@ def sharpening(table: FilledTable) -> tuple[str, list[str]]:
     lssar = cell_of(table, "lssar-p15", "loss", 8)
     gain = compare(cosine, lssar)
     if gain is None:
-        return UNDECIDED, ["not measured"]
+        return NOT_MEASURED, ["its rows are not all there"]
     verdicts = {AGREES: CREDITED, DISAGREES: NOT_CREDITED}
     verdict = verdicts.get(better(gain, 0.03), UNDECIDED)
     return verdict, [f"gain at 8x: {gain.text()}"]

@@ -158,6 +158,7 @@ class Table:
     rows: tuple[Row, ...]
     baseline: str | None = None
     figure: str = "lengths"  # how it is drawn: see figures.py; or "none"
+    drawn: tuple[str, ...] = ()  # keys of the rows that the figure shows; empty: all
     measured_by: str = EXTRAPOLATION  # or "passkey", one job per run; else see `measure`
     notes: tuple[str, ...] = ()
     panels: tuple[str, ...] = ("",)  # starts of row keys; each has a panel of the figure

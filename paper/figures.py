@@ -44,6 +44,12 @@ def length_columns(filled: FilledTable) -> list[Column]:
     return [c for c in filled.columns if c.quantity in ("loss", "accuracy") and c.factor]
 
 
+def drawn_rows(filled: FilledTable) -> list[Row]:
+    """Return the rows that the figure shows."""
+    chosen = filled.table.drawn
+    return [row for row in filled.rows if not chosen or row.key in chosen]
+
+
 def by_length(filled: FilledTable):
     """Draw one line per row; error bars are 95 % intervals of the mean over seeds.
 
@@ -55,15 +61,15 @@ def by_length(filled: FilledTable):
     lengths = [filled.scale.length(column.factor) for column in columns]
     reach = [filled.reach(column) for column in columns]
     several = len(table.panels) > 1
-    longest = max(len(row.title) for row in filled.rows)  # the titles stand beside the lines
-    wide = several or len(filled.rows) > 9 or longest > 40
+    longest = max(len(row.title) for row in drawn_rows(filled))  # the titles stand beside the lines
+    wide = several or len(drawn_rows(filled)) > 9 or longest > 40
     width = plots.PAGE if wide else 1.15 * plots.COLUMN
-    height = max(2.5, 0.8 + 0.14 * len(filled.rows) / len(table.panels))
+    height = max(2.5, 0.8 + 0.14 * len(drawn_rows(filled)) / len(table.panels))
     figure, grid = plots.figure(
         1, len(table.panels), width=width, height=height, squeeze=False, sharey=True
     )
     for axes, prefix in zip(grid[0], table.panels, strict=True):
-        rows = [row for row in filled.rows if row.key.startswith(prefix)]
+        rows = [row for row in drawn_rows(filled) if row.key.startswith(prefix)]
         if gaps:
             rows = [row for row in rows if row.key != table.baseline and not row.control]
         rows.sort(key=lambda row: priority(filled, row))
@@ -88,17 +94,13 @@ def by_length(filled: FilledTable):
     return figure
 
 
-SUMMARY_ROWS = ("softmax", "lssa", "cos-softmax", "lssar-p15", "softmax-window", "lssar-window")
-
-
 def summary(scales: dict[str, FilledTable]):
-    """Draw README's figure: some rows of the headline, one panel per scale."""
+    """Draw README's figure: the headline, one panel per scale."""
     size = {"width": plots.PAGE if len(scales) > 1 else 1.15 * plots.COLUMN, "height": 3.0}
     figure, grid = plots.figure(1, len(scales), **size, squeeze=False, sharey=True)
     for axes, (name, filled) in zip(grid[0], scales.items(), strict=True):
         columns = length_columns(filled)
-        rows = [row for row in filled.rows if row.key in SUMMARY_ROWS]
-        draw_lines(axes, filled, rows, columns, gaps=False)
+        draw_lines(axes, filled, drawn_rows(filled), columns, gaps=False)
         lengths = [filled.scale.length(column.factor) for column in columns]
         plots.length_axis(axes, lengths, filled.scale.train_length)
         axes.set_xlabel("evaluation length (bytes)")

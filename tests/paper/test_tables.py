@@ -87,7 +87,7 @@ def test_the_headline_is_judged_by_the_rule_of_the_docs(tmp_path):
         assert claims.headline(filled(folder)["headline"])[0] == verdict, number
     one_seed = write_headline(tmp_path / "one", CURVES, seeds=1)
     assert claims.headline(filled(one_seed)["headline"])[0] == "undecided"
-    assert claims.headline(filled(tmp_path / "none")["headline"])[0] == "undecided"
+    assert claims.headline(filled(tmp_path / "none")["headline"])[0] == "not measured"
 
 
 def test_sharpening_needs_more_than_its_margin(tmp_path):
@@ -98,7 +98,8 @@ def test_sharpening_needs_more_than_its_margin(tmp_path):
 
 
 def test_a_sentence_agrees_disagrees_or_is_undecided(tmp_path):
-    table = filled(write_headline(tmp_path, CURVES))["headline"]
+    overflowing = {"ssmax": [1.57, 1.8, math.inf, math.inf, math.inf]}
+    table = filled(write_headline(tmp_path, CURVES | overflowing))["headline"]
     given = {"text": "x", "table": "headline"}
     better = {"row": "lssar-p15", "other": "softmax", "lengths": [2, 8]}
     worse = {"row": "softmax", "other": "lssar-p15", "lengths": [8]}
@@ -110,7 +111,9 @@ def test_a_sentence_agrees_disagrees_or_is_undecided(tmp_path):
         ([better, same], "undecided"),
         ([same | {"is": "alike", "margin": 0.02}], "agrees"),
         ([better | {"is": "alike", "margin": 0.02}], "disagrees"),
-        ([better | {"other": "lssa"}], "undecided"),  # not measured
+        ([better | {"other": "lssa"}], "not measured"),
+        ([better | {"other": "lssa"}, better], "undecided"),  # measured in part
+        ([better | {"other": "ssmax"}], "undecided"),  # overflowed
     ]
     for asked, verdict in cases:
         assert claims.judge(given | {"compare": asked}, table, "nano").verdict == verdict, asked
