@@ -1,4 +1,7 @@
-"""LSSA and LSSAR as the paper writes them; then GPT-2's attention layer.
+"""Shows LSSA and LSSAR as the paper writes them, and defines GPT-2's attention layer.
+
+Equations and Algorithm 1 are those of arXiv 2501.13428; in its LaTeX source they are called
+equ:lengthscaleatt, equ:reweighting and alg:lssar_detailed.
 
 The layer calls the library `lssar`, which computes these two and every other mechanism of the
 paper with fused kernels. RoPE is in modelling/positions.py, the KV cache in modelling/cache.py. The
@@ -34,40 +37,40 @@ __all__ = [
 
 
 def lssa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute length-scaled softplus attention of q, k, v (..., L, d): equ:lengthscaleatt."""
+    """Compute length-scaled softplus attention of q, k, v (..., L, d): equation 4."""
     L, d = q.shape[-2:]
     q = F.normalize(q, dim=-1)  # Q_i <- Q_i / |Q_i|_2
     k = F.normalize(k, dim=-1)  # K_i <- K_i / |K_i|_2
     N = torch.arange(1, L + 1).to(q).unsqueeze(-1)  # N_ij = i, (L, 1)
-    S = math.log(d) * N.log() * (q @ k.transpose(-1, -2))  # (..., L, L)
+    S = math.log(d) * N.log() * (q @ k.transpose(-1, -2))  # scores (..., L, L)
     A = F.softplus(S).tril()  # Softplus(S) times the causal mask M'
     A = A / A.sum(-1, keepdim=True)  # A_i <- A_i / |A_i|_1
     return A @ v
 
 
 def lssar(q: Tensor, k: Tensor, v: Tensor, p: float = 15) -> Tensor:
-    """Compute LSSA with re-weighting: algorithm alg:lssar_detailed, equation equ:reweighting.
+    """Compute LSSA with re-weighting: Algorithm 1, whose lines have the numbers in the comments.
 
     To be read, not run: x^p overflows float32, and a row of equal scores is 0 / 0. The library
     divides by the row's maximum first, and leaves such a row as stage 1 made it.
     """
-    # Stage 1: normalisation, which is LSSA.
     L, d = q.shape[-2:]
-    q = F.normalize(q, dim=-1)  # Q_i <- Q_i / |Q_i|_2
-    k = F.normalize(k, dim=-1)  # K_i <- K_i / |K_i|_2
-    N = torch.arange(1, L + 1).to(q).unsqueeze(-1)  # N_ij = i, (L, 1)
-    S = math.log(d) * N.log() * (q @ k.transpose(-1, -2))  # (..., L, L)
-    A = F.softplus(S).tril()  # Softplus(S) times the causal mask M'
-    A = A / A.sum(-1, keepdim=True)  # A_i <- A_i / |A_i|_1
-    # Stage 2: sharpening, which is the re-weighting.
-    O = (N > 3).to(q.dtype)  # O_ij = 1 where i > 3
-    A = F.relu(A * N - O) ** p  # ReLU^p(A N - O)
-    A = A / A.sum(-1, keepdim=True)  # A_i <- A_i / |A_i|_1
-    return A @ v
+    # Stage 1: normalisation, which is LSSA (equation 4).
+    q = F.normalize(q, dim=-1)  # 1: Q_i <- Q_i / |Q_i|_2
+    k = F.normalize(k, dim=-1)  # 2: K_i <- K_i / |K_i|_2
+    N = torch.arange(1, L + 1).to(q).unsqueeze(-1)  # 3: N_ij <- i, (L, 1)
+    S = math.log(d) * N.log() * (q @ k.transpose(-1, -2))  # 4: scores (..., L, L)
+    A = F.softplus(S).tril()  # 5: Softplus(S) times the causal mask M'
+    A = A / A.sum(-1, keepdim=True)  # 6: A_i <- A_i / |A_i|_1
+    # Stage 2: sharpening, which is the re-weighting (equation 5).
+    O = (N > 3).to(q.dtype)  # 7: O_ij <- 1 where i > 3
+    A = F.relu(A * N - O) ** p  # 8: ReLU^p(A N - O)
+    A = A / A.sum(-1, keepdim=True)  # 9: A_i <- A_i / |A_i|_1
+    return A @ v  # 10: the weights A; the layer's output is A V
 
 
 class Attention(nn.Module):
-    """One attention layer of GPT-2, with any mechanism and any positions."""
+    """Computes one attention layer of GPT-2, with any mechanism and any positions."""
 
     def __init__(self, width: int, heads: int, layer: Layer, number: int):
         """Make the layer that is `number` in its model, from 0."""
@@ -107,7 +110,7 @@ class Attention(nn.Module):
                 first = first - (cache.length + x.shape[1] - k.shape[2])
         decay = self.decay(k, *gates)
         if m.sinks and self.positions == "rope":
-            q, k = near_sinks(q, k, *rope[2:], m.sinks)
+            q, k = near_sinks(q, k, rope.sink_cos, rope.sink_sin, m.sinks)
         options = {"head_scale": self.head_scale, "decay": decay, "backend": self.backend}
         if mask is not None:
             out = attend_padded(q, k, v, m, mask, shift=self.shift, **options)
@@ -122,7 +125,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         qk, v = self.qkv(x).view(batch, length, 3, self.heads, -1).split((2, 1), dim=2)
         if rope is not None and self.positions == "rope":
-            qk = rotate(qk, *rope[:2])
+            qk = rotate(qk, rope.cos, rope.sin)
         q, k = qk.transpose(1, 3).unbind(2)  # (B, H, L, d)
         return q, k, v.squeeze(2).transpose(1, 2)
 

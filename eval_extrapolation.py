@@ -161,7 +161,7 @@ def benefit_record(
         details={
             "full_context": float(full.mean()),
             "near_context": float(near.mean()),
-            "tokens_per_window": tail,
+            "tokens_per_sequence": tail,
             "by_segment": (near - full).tolist(),
         },
         **case.key,

@@ -1,4 +1,4 @@
-"""GPT-2 with RoPE and any attention mechanism of the paper.
+"""Defines GPT-2 with RoPE and any attention mechanism of the paper.
 
     model = GPT(preset("124m", "lssar"))
 
@@ -28,7 +28,7 @@ __all__ = ["GPT", "PRESETS", "WEIGHTS_VERSION", "Block", "Layer", "ModelConfig",
 
 
 class Block(nn.Module):
-    """One block of GPT-2: attention, then the MLP, each on normalised inputs."""
+    """Computes one block of GPT-2: attention, then the MLP, each on normalised inputs."""
 
     def __init__(self, width: int, heads: int, layer: Layer, number: int):
         super().__init__()
@@ -73,7 +73,7 @@ def initialise(model: nn.Module) -> None:
 
 
 class GPT(nn.Module):
-    """GPT-2: embedding, blocks, and a head tied to the embedding."""
+    """Computes GPT-2: embedding, blocks, and a head tied to the embedding."""
 
     config_type = ModelConfig
 
@@ -118,10 +118,12 @@ class GPT(nn.Module):
         c = self.config
         m = c.attention
         settings = (c.head_dim, c.interpolation, c.scaling, m.train_length)
-        rope = rope_at(positions, *settings)
-        if m.sinks:  # they appear to queries right before the window
-            rope += rope_at((m.window + m.sinks - 1 - positions).clamp(max=0), *settings)
-        return rope
+        cos, sin = rope_at(positions, *settings)
+        if not m.sinks:
+            return Rope(cos, sin)
+        # The sinks appear to queries right before the window.
+        offsets = (m.window + m.sinks - 1 - positions).clamp(max=0)
+        return Rope(cos, sin, *rope_at(offsets, *settings))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return (..., vocab_size) in float32, without the padding of the table."""

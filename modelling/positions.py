@@ -1,11 +1,19 @@
-"""RoPE with its stretches to longer texts, ALiBi, and where StreamingLLM puts its sinks."""
+"""Computes RoPE with its stretches to longer texts, ALiBi, and StreamingLLM's sinks."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Rope = tuple[Tensor, ...]  # cos and sin; with sinks also the cos and sin of `near_sinks`
+
+class Rope(NamedTuple):
+    """Holds RoPE at the tokens' positions, each (..., 1, 1, head_dim / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+    sink_cos: Tensor | None = None  # with sinks: RoPE of the queries that meet them
+    sink_sin: Tensor | None = None
 
 
 def rope_at(

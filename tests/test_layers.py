@@ -17,7 +17,7 @@ from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import GPT, Layer, ModelConfig, preset
 from modelling.cache import KVCache
-from modelling.positions import rope_at, rotate
+from modelling.positions import Rope, rope_at, rotate
 from training.checkpoint import load_weights
 from training.config import load_config, parse_config
 from training.estimate import dry_run, flops_per_token
@@ -299,7 +299,7 @@ def test_sinks_stand_right_before_the_window(tokens):
         mechanism = get_mechanism(name, window=window, sinks=sinks)
         model = small_gpt(name, layers=1).double()
         attention, x, _, _ = layer_inputs(model, tokens[:1], 0)
-        still = rope_at(torch.zeros(45), 20, 1.0)
+        still = Rope(*rope_at(torch.zeros(45), 20, 1.0))
         q, k, v = attention.queries_keys_values(x, still)  # not turned yet
         model.configure(attention=mechanism)
         with torch.no_grad():
