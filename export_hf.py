@@ -72,8 +72,7 @@ def main(argv: list[str]) -> None:
         )
     from evaluating.hf_model import MODEL as KNOWN
 
-    table = {"positions"} if type(checkpoint.config.positions) is int else set()
-    if unknown := sorted(set(checkpoint.config.to_dict()) - set(KNOWN) | table):
+    if unknown := sorted(checkpoint.config.to_dict().keys() - KNOWN.keys()):
         settings = ", ".join(f"{key} = {getattr(checkpoint.config, key)}" for key in unknown)
         raise UserError(f"{checkpoint.path} has {settings}, which an exported model does not know")
     with new_folder(arguments.out) as folder:

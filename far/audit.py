@@ -56,7 +56,16 @@ from evaluating.protocol import Case, measuring, opened, unmeasured
 from evaluating.results import Record, Results
 from evaluating.statistic import Interval, interval
 from evaluating.targets import Targets, open_data
-from far import targets as far
+from far.far_targets import (
+    GRAM,
+    LOSSES,
+    RIGHT,
+    UNSEEN,
+    FarTargets,
+    score_targets,
+    task_targets,
+    text_targets,
+)
 from lssar.errors import UserError
 from model import GPT
 from support import plots
@@ -121,7 +130,7 @@ def by_block(values: np.ndarray, block: np.ndarray) -> np.ndarray:
     return mean + (sums - mean * counts) / counts.mean()
 
 
-def mean_record(targets: far.FarTargets, scores: np.ndarray, chosen: np.ndarray) -> dict:
+def mean_record(targets: FarTargets, scores: np.ndarray, chosen: np.ndarray) -> dict:
     """Return value, error, tokens and details of a record of the chosen targets."""
     block = targets.segment[chosen] * BLOCKS // max(BLOCKS, len(targets.tokens))
     blocks = by_block(scores[chosen], block)
@@ -163,7 +172,7 @@ class Audit:
         self.settings["segments"] = len(self.targets.tokens)
         self.settings["targets_sha256"] = self.targets.sha256
 
-    def _text(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
+    def _text(self, checkpoints: list[Checkpoint]) -> FarTargets:
         """Choose the targets of a text."""
         asked = self.arguments
         data = open_data(asked.data, checkpoints)
@@ -174,15 +183,15 @@ class Audit:
             spread=True,
             within_documents=asked.within_documents,
         )
-        gram = far.GRAM[checkpoints[0].tokeniser().name]
+        gram = GRAM[checkpoints[0].tokeniser().name]
         self.settings |= {"gram": gram, "within_documents": asked.within_documents}
         self.about = describe_set(asked.data) | segments.documents
         self.coverage = segments.coverage()
         tokens = Windows(data, self.length).read(segments.starts).numpy()
-        return far.text_targets(tokens, self.near, gram)
+        return text_targets(tokens, self.near, gram)
 
-    def _answers(self, checkpoints: list[Checkpoint]) -> far.FarTargets:
-        """Choose the targets of a task at the full length; `learnt` has those at the near one."""
+    def _answers(self, checkpoints: list[Checkpoint]) -> FarTargets:
+        """Choose the targets of a task at the full length, and others at the training length."""
         asked = self.arguments
         reader = checkpoints[0].tokeniser()
         if asked.within_documents:
@@ -197,10 +206,10 @@ class Audit:
         self.guess = guess(self.task, reader)
         self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
 
-        def targets(length: int, beyond: int) -> far.FarTargets:
-            return far.task_targets(self.task, reader, length, asked.segments, beyond, asked.seed)
+        def targets(length: int, beyond: int) -> FarTargets:
+            return task_targets(self.task, reader, length, asked.segments, beyond, asked.seed)
 
-        self.learnt = targets(self.near, beyond=0)
+        self.targets_at_1x = targets(self.near, beyond=0)
         found = targets(self.length, beyond=self.near)
         if not (found.distance > deepest * self.near).any():
             raise UserError(
@@ -214,10 +223,11 @@ class Audit:
         begun = time.monotonic()
         label = f"{case.label} at {self.length}"
         targets = self.targets
-        full = far.scores(model, targets, device, label)
+        kind = LOSSES if self.task is None else RIGHT
+        full = score_targets(model, targets, device, label)[kind]
         replace(case, length=self.near).configure(model)
-        near = far.scores(model, targets, device, label, self.near)
-        found = np.stack((full, near))[:, 0 if self.task is None else 1]  # losses, or answers
+        near = score_targets(model, targets, device, label, self.near)[kind]
+        found = np.stack((full, near))
         key = case.key | {"task": self.task or ""}
         right = 1.0  # share of right answers at 1x; a text has none
         parts = list(ranges(targets, self.length, self.arguments.times.bit_length() - 1))
@@ -225,7 +235,9 @@ class Audit:
         def record(quantity: str, numbers: dict, length: int = self.length) -> Record:
             return Record(quantity, **(key | numbers | {"length": length}))
 
-        records = [record("benefit_by_distance", self.far_benefit(found, c), n) for n, c in parts]
+        records = []
+        for upper, chosen in parts:
+            records.append(record("benefit_by_distance", self.far_benefit(found, chosen), upper))
         stacked = self.near * case.checkpoint.config.layers
         beyond = stacked if self.task else self.near
         overall = self.far_benefit(found, targets.distance > beyond)
@@ -233,14 +245,18 @@ class Audit:
         details["beyond"] = beyond
         if self.task is None:
             details["beyond_stacked_windows"] = self.benefit(found, targets.distance > stacked)
-            details["new"] = self.benefit(found, targets.distance == far.UNSEEN)
+            details["new"] = self.benefit(found, targets.distance == UNSEEN)
         else:
-            known = far.scores(model, self.learnt, device, f"{case.label} at {self.near}")[1]
-            right = details["accuracy_at_near"] = float(known.mean())
-            at_1x = (self.learnt, known, ranges(self.learnt, self.near, OCTAVES_WITHIN))
-            for scored, answers, places in (at_1x, (targets, found[0], parts)):
-                means = ((n, mean_record(scored, answers, c)) for n, c in places)
-                records += [record("accuracy_by_distance", mean, n) for n, mean in means]
+            at_1x = f"{case.label} at {self.near}"
+            answers = score_targets(model, self.targets_at_1x, device, at_1x)[RIGHT]
+            right = float(answers.mean())
+            details["accuracy_at_near"] = right
+            for upper, chosen in ranges(self.targets_at_1x, self.near, OCTAVES_WITHIN):
+                mean = mean_record(self.targets_at_1x, answers, chosen)
+                records.append(record("accuracy_by_distance", mean, upper))
+            for upper, chosen in parts:
+                mean = mean_record(targets, full, chosen)
+                records.append(record("accuracy_by_distance", mean, upper))
         blocks = interval_of(details["by_segment"]) if details["by_segment"] else None
         details["verdict"] = far_verdict(blocks, MARGINS[self.unit], right)
         details["seconds"] = round(time.monotonic() - begun, 2)
@@ -256,7 +272,8 @@ class Audit:
         else:
             # Below a guess a share counts as a guess: to answer with a bit at random is no gain
             # over an answer that is no bit at all.
-            full_raise, near_raise = (max(0.0, self.guess - p[chosen].mean()) for p in scores)
+            full_raise = max(0.0, self.guess - full[chosen].mean())
+            near_raise = max(0.0, self.guess - near[chosen].mean())
             benefits = full - near + full_raise - near_raise
         found = mean_record(self.targets, benefits, chosen)
         found["details"] |= {"full": full[chosen].mean(), "near": near[chosen].mean()}
@@ -272,7 +289,7 @@ class Audit:
         return found
 
 
-def ranges(targets: far.FarTargets, longest: int, octaves: int) -> Iterator[tuple[int, np.ndarray]]:
+def ranges(targets: FarTargets, longest: int, octaves: int) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (upper end, mask of targets) of each octave of distance up to `longest` with any."""
     for upper in (longest // 2**i for i in reversed(range(octaves))):
         chosen = (targets.distance > upper // 2) & (targets.distance <= upper)

@@ -16,14 +16,13 @@ Finished regressions are kept in --out and not repeated unless their run was tra
 it are the figures: the force vectors of the eight planets and the predictions against the truth.
 """
 
+import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import itertools
-from dataclasses import dataclass
 
 import numpy as np
 

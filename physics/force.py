@@ -27,7 +27,7 @@ import torch
 
 from evaluating.checkpoints import open_checkpoints
 from lssar.errors import UserError
-from physics import TASKS, train
+from physics import train
 from physics.config import OrbitConfig
 from physics.loader import all_inputs, describe
 from physics.model import OrbitModel
@@ -39,6 +39,7 @@ from training.batch_plan import batch_plan
 from training.checkpoint import Store
 from training.config import load_config, read_config
 
+TASKS = {"magnitude": 1, "vector": 2}  # numbers that a model predicts per position
 FORCES = "forces.npy"
 ORIGIN = "forces.json"
 BATCH = 64  # sequences; fixed, so that predictions do not depend on where they are made

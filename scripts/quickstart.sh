@@ -59,7 +59,7 @@ python generate.py "$out/lssar" --prompt $'def ' --tokens 200
 
 {
   echo
-  python scripts/quickstart_table.py "$out/extrapolation.json"
+  python -m paper.quickstart "$out/extrapolation.json"
   grep '^note: ' <<<"$prepared" || true
   cat <<TXT
 

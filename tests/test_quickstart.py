@@ -1,6 +1,5 @@
 """The quickstart: its table of measured and expected losses, and how it ends."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -13,11 +12,7 @@ from statistics import fmean
 
 from checkout import ROOT, write_committed
 
-SPEC = importlib.util.spec_from_file_location(
-    "quickstart_table", ROOT / "scripts/quickstart_table.py"
-)
-table = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(table)
+from paper import quickstart as table
 
 STUB = """#!/usr/bin/env bash
 case "$*" in

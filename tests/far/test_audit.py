@@ -17,10 +17,9 @@ from data.shards import header_bytes, open_split
 from data.tokeniser import get_tokeniser
 from evaluating.checkpoints import open_checkpoints
 from evaluating.results import Record, Results, read_results
-from far import audit
-from far import targets as far_targets
+from far import audit, far_targets
 from far.audit import HARMED, IGNORES, MARGINS, OPEN, USES, far_verdict, interval_of
-from far.targets import last_occurrences, scores, text_targets
+from far.far_targets import last_occurrences, score_targets, text_targets
 from lssar.errors import UserError
 
 BYTES = get_tokeniser("bytes")
@@ -173,8 +172,8 @@ def test_scores_are_those_of_whole_forward_passes_one_by_one():
     near, model = 20, tiny_model("lssar").double()
     tokens = np.random.default_rng(0).integers(0, 5, (3, 101))
     targets = text_targets(tokens, near, 3)
-    full = scores(model, targets, "cpu", "")
-    seen = scores(model, targets, "cpu", "", near)
+    full = score_targets(model, targets, "cpu", "")
+    seen = score_targets(model, targets, "cpu", "", near)
     for i in range(0, len(targets.place), 7):
         row, place = torch.from_numpy(tokens[targets.segment[i]]), targets.place[i]
         for context, found in ((row[:place], full), (row[place - near : place], seen)):

@@ -81,6 +81,28 @@ def test_no_module_imports_itself_through_others():
         visit(name, ())
 
 
+def paths_below_results(path: Path) -> list[int]:
+    """Return the lines of a file that make a path in results/: Path("results"), X / "results"."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        parts = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Path", "open"):
+            parts = node.args
+        for part in parts:
+            text = part.value if isinstance(part, ast.Constant) else None
+            if isinstance(text, str) and text.partition("/")[0] == "results":
+                lines.append(node.lineno)
+    return lines
+
+
+def test_only_the_room_of_the_paper_reads_results():
+    assert paths_below_results(ROOT / "paper/quickstart.py")  # a reader is found
+    for path in tracked("*.py", ":!tests", ":!paper"):
+        assert not paths_below_results(path), path
+
+
 def test_support_needs_no_torch():
     program = (
         "import pathlib, sys\n"

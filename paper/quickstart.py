@@ -1,4 +1,6 @@
-"""python scripts/quickstart_table.py RESULTS: print losses beside the expected ones.
+"""python -m paper.quickstart RESULTS
+
+Prints the losses of scripts/quickstart.sh beside the expected ones.
 
 RESULTS is a file of eval_extrapolation.py. The expected losses are means over the seeds in
 results/nano/headline.json; until that has several, they are of results/quickstart.json, one seed.

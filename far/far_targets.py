@@ -22,6 +22,9 @@ from model import GPT
 GRAM = {"bytes": 8, "gpt2": 3}
 MOST = 4096  # targets; each costs a forward pass over the near context alone
 UNSEEN = 0  # the distance where the k-gram has not occurred before
+# The rows of what `score_targets` returns.
+LOSSES = 0
+RIGHT = 1
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ def _sampled(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def scores(model: GPT, targets: FarTargets, device, label: str, near: int = 0) -> np.ndarray:
-    """Return (2, targets): the loss of each target, and whether it is the likeliest token.
+def score_targets(model: GPT, targets: FarTargets, device, label: str, near: int = 0) -> np.ndarray:
+    """Return (2, targets): LOSSES, and RIGHT where the target is the likeliest token.
 
     The model sees the segment up to the target; with `near`, a fresh context of so many tokens.
     """
