@@ -241,7 +241,11 @@ def show(judged: dict[str, list[Verdict]]) -> str:
     lines = []
     for kind, title in titles.items():
         lines.append(f"\n{title}")
-        for found in judged[kind]:
+        measured = [found for found in judged[kind] if found.verdict != NOT_MEASURED]
+        for found in measured:
             lines.append(f"  {found.verdict}: {textwrap.shorten(found.text, 110)}")
             lines += [f"      {point}" for point in found.points]
+        missing = len(judged[kind]) - len(measured)
+        if missing:
+            lines.append(f"  {NOT_MEASURED}: {missing}")
     return "\n".join(lines)
