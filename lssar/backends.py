@@ -20,8 +20,8 @@ from lssar import cpu, fused, triton_op
 from lssar.arguments import check_shapes, decay_of, head_scale_of, renamed_head_scale, resolve
 from lssar.errors import UserError, did_you_mean
 from lssar.limits import Backend, Call, describe
-from lssar.mechanisms import PARTS, Mechanism
-from lssar.reference import grouped_product, no_autocast, over_root_d, weights_of_span
+from lssar.mechanisms import Mechanism
+from lssar.reference import FACTORS, grouped_product, no_autocast, over_root_d, weights_of_span
 from lssar.rowblock import attend_by_row_blocks
 from lssar.spans import (
     Arrangement,
@@ -292,7 +292,7 @@ def _with_notice(device: str, reason: str | None) -> str | None:
     return reason
 
 
-_SOFTMAX = {"scale": PARTS["scale"], "length": PARTS["length"]}
+_SOFTMAX = {"scale": FACTORS, "length": ("train", "current")}
 # `fused.unfused` says which of these do not go together.
 _FUSED = _SOFTMAX | fused.KNOWN
 

@@ -27,7 +27,7 @@ COSINES = ("log d log N", "s log d log N", "log d log L", "sqrt(d)")
 PARTS: dict[str, tuple[str, ...]] = {
     "scale": ("1/sqrt(d)", "s log N / sqrt(d)", *COSINES),
     "bias": ("none", "-log L", "-log N"),
-    "phi": (*("exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"),),
+    "phi": ("exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"),
     # How a row is normalised. "stick": walking back from the query, each key takes the share phi
     # of what is left; the query's own key takes the rest.
     "norm": ("l1", "none", "L", "gamma sqrt(N/2)", "stick"),

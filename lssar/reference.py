@@ -6,6 +6,7 @@ weights = attention_weights(q, k, "lssar")  # (B, H, Lq, Lk)
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from lssar.arguments import (
     resolve,
     working_type,
 )
-from lssar.mechanisms import FLAT, SIGNED, Mechanism
+from lssar.mechanisms import COSINES, FLAT, SIGNED, Mechanism
 from lssar.spans import Span, span_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,6 +88,8 @@ def weights_of_span(q, k, m: Mechanism, head_scale, span: Span, decay: Tensor | 
         visible = visible & ((key >= first[:, None, :, None]) | (key < span.sinks))
     row_count = span.counts(q, k).to(dtype)
 
+    if m.length != "train":  # `resolve` has made it a number
+        _refuse_unknown(m, "length")
     x = _scores(q, k, m, row_count, head_scale)
     if decay is not None:
         x = x + _log_decay(decay, queries).to(dtype)
@@ -117,8 +120,10 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, head_scale: Tensor | None) ->
         q = q * _cosine_scale(d, m, row_count, head_scale)
     elif m.scale == "s log N / sqrt(d)":
         q = q * (_per_head(head_scale) * row_count.log() / math.sqrt(d))
-    else:
+    elif m.scale == "1/sqrt(d)":
         q = q / math.sqrt(d)
+    else:
+        _refuse_unknown(m, "scale")
     x = grouped_product(q, k.mT)
     if m.softcap is not None:
         x = m.softcap * (x / m.softcap).tanh()
@@ -126,7 +131,19 @@ def _scores(q, k, m: Mechanism, row_count: Tensor, head_scale: Tensor | None) ->
         x = x - row_count.log()
     elif m.bias == "-log L":
         x = x - math.log(m.train_length)
+    elif m.bias != "none":
+        _refuse_unknown(m, "bias")
     return x
+
+
+def _refuse_unknown(m: Mechanism, part: str) -> NoReturn:
+    raise NotImplementedError(
+        f"attention {m.name!r}: lssar/reference.py has no branch for {part} = {getattr(m, part)!r}"
+    )
+
+
+# Scales that are factors of q and k; a new one belongs here once `over_root_d` has its branch.
+FACTORS = ("1/sqrt(d)", "s log N / sqrt(d)", *COSINES)
 
 
 def over_root_d(q, k, m: Mechanism, head_scale, row_count: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -134,7 +151,10 @@ def over_root_d(q, k, m: Mechanism, head_scale, row_count: Tensor | None) -> tup
 
     `row_count` broadcasts against q (B, H, Lq, d); a scale without N needs none.
     """
-    d, factor = q.shape[-1], _per_head(head_scale) if m.scale.startswith("s ") else 1.0
+    if m.scale not in FACTORS:
+        _refuse_unknown(m, "scale")
+    d = q.shape[-1]
+    factor = _per_head(head_scale) if m.scale.startswith("s ") else 1.0
     if m.cosine:
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = F.normalize(q.to(wide), dim=-1), F.normalize(k.to(wide), dim=-1)
@@ -158,7 +178,11 @@ def _cosine_scale(
     if (constant := _constant_scale(d, m)) is not None:
         return constant
     scale = math.log(d) * row_count.log()
-    return scale if m.scale == "log d log N" else scale * _per_head(head_scale)
+    if m.scale == "log d log N":
+        return scale
+    if m.scale == "s log d log N":
+        return scale * _per_head(head_scale)
+    _refuse_unknown(m, "scale")
 
 
 def _log_decay(decay: Tensor, queries: int) -> Tensor:
@@ -222,6 +246,8 @@ def _normalise(a: Tensor, m: Mechanism, row_count: Tensor, head_scale: Tensor | 
         return a / m.train_length
     if m.norm == "gamma sqrt(N/2)":
         return a / (_per_head(head_scale) * (row_count / 2).sqrt())
+    if m.norm != "none":
+        _refuse_unknown(m, "norm")
     return a
 
 
@@ -236,6 +262,8 @@ def _post_step(a: Tensor, m: Mechanism, row_count: Tensor, visible: Tensor) -> T
         return a
     if m.post == "negate":
         return -a
+    if m.post not in ("recentre", "recentre, l1"):
+        _refuse_unknown(m, "post")
     mean = (row_count > UNSHIFTED_ROWS) / row_count
     a = (a - mean).masked_fill(~visible, 0)
     return _l1(a, signed=True) if m.post == "recentre, l1" else a
@@ -254,6 +282,8 @@ def sharpen(stage_one, m: Mechanism, row_count, score_bound: Tensor | float = 0.
     if m.numerics == "naive":
         x = F.relu(row_count * stage_one - shift) ** p
         return x / x.sum(-1, keepdim=True)
+    if m.numerics != "safe":
+        _refuse_unknown(m, "numerics")
     y = F.relu(stage_one - shift / row_count)
     # l1 removes the maximum again, so no gradient needs to pass through it.
     y_max = y.detach().amax(-1, keepdim=True)

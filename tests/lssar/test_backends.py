@@ -87,12 +87,23 @@ def test_an_entry_no_backend_knows_is_computed_by_the_reference():
 
 
 def test_a_part_that_only_the_reference_has_reaches_no_kernel(monkeypatch):
-    for part in cases(["bias", "phi", "norm", "post"]):
+    for part in cases(PARTS):
         monkeypatch.setitem(PARTS, part, (*PARTS[part], "cubes"))
         mine = Mechanism("mine", "Mine", **{part: "cubes"})
         for device, backend in cases([("cpu", "cpu"), ("cuda", "triton"), ("cpu", "sdpa")]):
             refused = BACKENDS[backend].refuses(mine, Call(device, torch.float32, 100, 8))
             assert refused == f"it does not compute 'mine': {part} = 'cubes'"
+
+
+def test_a_part_without_its_branch_in_the_reference_is_an_error(monkeypatch):
+    """It would otherwise be computed as another value of the part."""
+    q, k, v = torch.randn(3, 1, 2, 9, 8).unbind()
+    for part in cases(sorted(PARTS.keys() - {"phi"})):
+        monkeypatch.setitem(PARTS, part, (*PARTS[part], "cubes"))
+        sharpened = {"p": 3} if part == "numerics" else {}
+        mine = Mechanism("mine", "Mine", **{part: "cubes"}, **sharpened)
+        with pytest.raises(NotImplementedError, match=f"no branch for {part} = 'cubes'"):
+            attend(q, k, v, mine)
 
 
 def test_a_part_that_does_not_exist_is_refused():
