@@ -1,8 +1,17 @@
 """`attend`, and the ways to compute it.
 
-A backend declares what it computes: the parts of a mechanism, and its device if it is a kernel. It
-takes a call only if every part of it is declared; whatever nobody declares is computed by the
-reference, row block by row block or at once, and never by something else.
+    attend                        checks the arguments; makes a Mechanism and a Span of them
+      _chosen                     the backend that is named, else the fastest:
+        choose_backend            the first of BACKENDS that does not refuse the call
+      Backend.run, one of
+        cpu.compute               the C++ kernel, lssar_cpu.cpp
+        triton_op.compute         the Triton kernels
+        _sdpa                     F.scaled_dot_product_attention
+        attend_by_row_blocks      the reference, one block of rows at a time
+        _eager                    the reference, at once
+
+A backend declares the values of each part of a mechanism that it computes, and refuses a call with
+any other. The reference computes all of them.
 """
 
 import contextlib
@@ -60,9 +69,9 @@ def attend(
     it: windows, packed documents, padding.
     `head_scale` (H,) holds the learnable scalar of each head, for `ssmax` and `relu-shen`; absent,
     the paper's initial value.
-    `decay` (B, H, Lk) or (1, H, Lk) is the log of what each step forward leaves of the keys before
-    it: a score gains the decays of the steps from its key to its query. A constant per head is
-    ALiBi, a gate made of the hidden state a forgetting transformer.
+    `decay` (B, H, Lk) or (1, H, Lk): decay[j] is added to the score of every query from j on with
+    every key before j. A constant per head is ALiBi, a gate made of the hidden state a forgetting
+    transformer.
     `backend` is one of `BACKENDS` to insist on, or "auto" for what `lssar.backend` or the variable
     LSSAR_BACKEND names, and else for the fastest that supports the call.
     `params` is the old name of `head_scale`.

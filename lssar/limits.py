@@ -59,12 +59,14 @@ def describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None) 
 class Backend:
     """A way to compute attention, `run(q, k, v, mechanism, head_scale, span)`, and its limits.
 
-    Of a part of mechanisms that is not named in `parts`, the first value of PARTS is supported.
+    A part of mechanisms that `parts` leaves out is supported at its default only.
     """
 
     run: Callable[..., Tensor]
-    parts: dict[str, tuple[str, ...]] | None = None  # None: every call, and `run` takes a decay too
-    device: str | None = None  # of a fused kernel; None, with parts: full rows, not re-weighted
+    # The values of each part that it computes; None: it takes every call, and a decay too.
+    parts: dict[str, tuple[str, ...]] | None = None
+    # Of a fused kernel. Other backends with `parts` take full rows, and do not re-weight.
+    device: str | None = None
     missing: Callable[[], str | None] = lambda: None
     transforms: bool = False  # made of operations that torch.func can transform
 
