@@ -3,8 +3,8 @@
     model = GPT(preset("124m", "lssar"))
 
 Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
-is computed on demand, and the row count N of the mechanisms follows the absolute position, with
-and without a KV cache. What layers can differ in is one `Layer` each (modelling/config.py).
+is computed on demand, and the row count N of the mechanisms is the number of keys that a query
+sees, with and without a KV cache. What layers can differ in is one `Layer` each (modelling/config.py).
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Trains and evaluates what the tables need, writes results/SCALE/TABLE.json, prints each table beside
 the paper's numbers and the verdicts, and draws results/SCALE/TABLE.png. `all` is every table. Runs
-are shared between tables. A failed run does not stop the others; run again, and only what is
-missing is done.
+are shared between tables, and a table comes with those of its script: `heads` with `parts`. A
+failed run does not stop the others; run again, and only what is missing is done.
 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
     --scale mid      one scale nearer to the paper; two CPU cores

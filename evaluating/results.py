@@ -3,7 +3,7 @@
     {"kind": ..., "settings": {...}, "about": {...}, "runs": {ID: {...}}, "records": [...]}
 
 A record is one measured number, with its parts in `details`. `runs` describes each ID: name, seed,
-training length, all settings of the model. A file is replaced atomically with every new
+training length, settings of the model. A file is replaced atomically with every new
 measurement, and no measurement is repeated. Records of one file are comparable: to add to it,
 `settings` must be equal; `about` is for the reader. Numbers that are not finite become null.
 """

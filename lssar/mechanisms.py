@@ -1,6 +1,7 @@
 """Every attention mechanism of the paper, as values.
 
-A mechanism is a frozen record of a few orthogonal parts. One row of the attention matrix, for a
+A mechanism is a frozen record of a few parts; which do not go together is refused when it is
+made. One row of the attention matrix, for a
 query that sees N keys (itself included, N counted from 1), is computed as
 
     x = scale * similarity + bias        q.k / sqrt(d), or log d log N cos(q, k), ...
@@ -10,8 +11,8 @@ query that sees N keys (itself included, N counted from 1), is computed as
     A = -A, A - 1/N, ...                 post-step
     A = l1(relu(N A - 1[N > 3])^p)       sharpening, the paper's re-weighting
 
-`MECHANISMS` holds one entry per row of the paper's tables, and the controls and baselines beside
-them; adding a mechanism is adding an entry.
+`MECHANISMS` holds the mechanisms of the paper's tables, and the controls and baselines beside them.
+Rows that differ in p share an entry. Adding a mechanism is adding an entry.
 Nothing here needs torch.
 """
 

@@ -200,7 +200,7 @@ def summary(scales: dict[str, dict[str, FilledTable]]) -> str:
         for scale, filled in scales.items():
             table = filled.get(given["table"])
             numbers = measured_numbers(one, table) if table else ""
-            line += [numbers, judge(given, table, scale).verdict if numbers else ""]
+            line += [numbers, judge(given, table, scale).verdict if numbers else NOT_MEASURED]
         lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
