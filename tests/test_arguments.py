@@ -78,11 +78,6 @@ def accepts(kind, text: str) -> bool:
     return True
 
 
-def test_every_command_is_walked():
-    assert {"train", "generate", "data.prepare", "physics.simulate"} <= set(commands())
-    assert len(commands()) > 12
-
-
 def test_no_option_takes_a_number_that_it_cannot_use(monkeypatch):
     for name in cases(sorted({*commands()} - {"benchmark"})):
         refuse_nonsense(parser_of(pytest.importorskip(name).main, monkeypatch))

@@ -15,8 +15,8 @@ import benchmark
 from benchmarks import gpu_check
 from benchmarks.flex import flex_lssa
 from benchmarks.gpu_check import FAIL, PASS, SKIPPED
-from benchmarks.precision import inputs, judge
-from lssar.backends import BACKENDS, Backend, attend
+from benchmarks.precision import inputs
+from lssar.backends import attend
 from lssar.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -71,52 +71,11 @@ def test_the_script_says_at_once_that_there_is_no_gpu_and_installs_nothing(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
 
 
-def test_the_check_fits_in_200_lines_and_the_notebook_runs_it():
-    lines = (ROOT / "benchmarks" / "gpu_check.py").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 200
-    notebook = json.loads((ROOT / "examples" / "gpu_check.ipynb").read_text(encoding="utf-8"))
-    source = "".join(line for cell in notebook["cells"] for line in cell["source"])
-    assert "python benchmark.py gpu-check" in source
-
-
 def test_lssa_in_flex_attention_is_lssa():
     q, k, v, _ = inputs("random", 130, 130, 32, 4, "cpu")
     with torch.no_grad():
         found = flex_lssa(q, k, v, compiled=False)
         torch.testing.assert_close(found, attend(q, k, v, "lssa"), rtol=1e-4, atol=1e-5)
-
-
-# --- faults are found ----------------------------------------------------------------------------
-
-
-def slightly_wrong(q, k, v, m, params, span):
-    return 1.0001 * BACKENDS["eager"].run(q, k, v, m, params, span)
-
-
-def wrong_gradient(q, k, v, m, params, span):
-    return BACKENDS["eager"].run(q, k.detach() + 0 * k, v, m, params, span)
-
-
-def not_a_number(q, k, v, m, params, span):
-    return BACKENDS["eager"].run(q, k, v, m, params, span) * torch.nan
-
-
-def off_by_five_units(q, k, v, m, params, span):
-    exact = BACKENDS["eager"].run(q.float(), k.float(), v.float(), m, params, span)
-    return ((1 + 5 * torch.finfo(q.dtype).eps) * exact).to(q.dtype)
-
-
-def test_a_wrong_kernel_fails(monkeypatch):
-    tensors = inputs("random", 60, 60, 32, 4, "cpu")
-    for dtype in ("fp32", "bf16", "fp16"):
-        assert judge("lssar", tensors, dtype, "rowblock", None, None)[0], dtype
-    faults = [(f, "fp32") for f in (slightly_wrong, wrong_gradient, not_a_number)]
-    faults += [(off_by_five_units, dtype) for dtype in ("bf16", "fp16")]
-    for fault, dtype in faults:
-        monkeypatch.setitem(BACKENDS, "rowblock", Backend(fault))
-        good, detail = judge("lssar", tensors, dtype, "rowblock", None, None)
-        assert not good, (fault.__name__, dtype, detail)
-        assert "allowed" in detail
 
 
 def crash(*_):

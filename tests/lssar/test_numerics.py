@@ -57,9 +57,10 @@ def test_normalised_rows_at_16k_stay_normalised():
         assert_finite(*out_and_grads(q, k, v, name))
 
 
-@pytest.mark.parametrize("name", NORMALISED)
-def test_no_scale_of_input_makes_a_row_infinite(name):
-    for dtype, scale in cases([torch.float32, torch.bfloat16, torch.float16], [1e-6, 1.0, 1e3]):
+def test_no_scale_of_input_makes_a_row_infinite():
+    for name, dtype, scale in cases(
+        NORMALISED, [torch.float32, torch.bfloat16, torch.float16], [1e-6, 1.0, 1e3]
+    ):
         q, k, v = (torch.randn(1, 2, 33, 20) for _ in range(3))
         q, k = (q * scale).to(dtype), (k * min(scale, 10.0)).to(dtype)
         m = get_mechanism(name, p=30) if name in SHARPENED else name
@@ -79,9 +80,8 @@ def test_the_mean_of_finite_values_is_finite():
         assert attend(q, k, v, name, backend=backend).isfinite().all()
 
 
-@pytest.mark.parametrize("name", tuple(MECHANISMS))
-def test_half_precision_inputs_are_computed_in_float32(name):
-    for dtype in cases([torch.bfloat16, torch.float16]):
+def test_half_precision_inputs_are_computed_in_float32():
+    for name, dtype in cases(tuple(MECHANISMS), [torch.bfloat16, torch.float16]):
         q, k, v = (torch.randn(1, 2, 40, 20).to(dtype) for _ in range(3))
         weights = attention_weights(q, k, name)
         assert weights.dtype == torch.float32
@@ -111,10 +111,9 @@ def test_near_uniform_rows_are_finite_probabilities_in_float32():
         assert_finite(*out_and_grads(q, k, v, name))
 
 
-@pytest.mark.parametrize("name", SHARPENED)
-def test_identical_keys_fall_back_to_the_stage_one_row(name):
+def test_identical_keys_fall_back_to_the_stage_one_row():
     """Nothing is above the mean, so every x is 0 and the paper's l1 divides 0 by 0."""
-    for length, sign in cases([4, 5, 37, 1000, LONG], [1.0, -1.0, 0.0]):
+    for name, length, sign in cases(SHARPENED, [4, 5, 37, 1000, LONG], [1.0, -1.0, 0.0]):
         rows = min(length, 3)
         key = torch.randn(1, 2, 1, 64)
         k = key.expand(1, 2, length, 64).contiguous()
@@ -130,11 +129,12 @@ def test_identical_keys_fall_back_to_the_stage_one_row(name):
         assert_finite(out, grads)
 
 
-@pytest.mark.parametrize("name", SHARPENED)
-def test_identical_keys_are_recognised_through_the_rounding_of_their_scores(name):
+def test_identical_keys_are_recognised_through_the_rounding_of_their_scores():
     """A matrix product may round the same dot product differently in two columns, and softplus or
     exp far below zero turns that into tens of eps of the row: still nothing to sharpen."""
-    for d, length, sign in cases([20, 64, 80, 128], [29, 63, 471, 2175], [-1.0, 0.0, 1.0]):
+    for name, d, length, sign in cases(
+        SHARPENED, [20, 64, 80, 128], [29, 63, 471, 2175], [-1.0, 0.0, 1.0]
+    ):
         counts = torch.arange(length - 2, length + 1).unsqueeze(-1)
         expected = torch.ones(3, length).tril(length - 3) / counts
         key = torch.randn(5, 2, 1, d)

@@ -45,9 +45,8 @@ def assert_equal_to_eager(mechanism, shape, dtype=torch.float64, **tolerance):
         torch.testing.assert_close(got, expected, **tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_mechanism_equals_eager_with_gradients(name, small_blocks):
-    for shape in cases([(2, 2, 63, 63, 20), (1, 3, 33, 70, 20)]):
+def test_every_mechanism_equals_eager_with_gradients(small_blocks):
+    for name, shape in cases(NAMES, [(2, 2, 63, 63, 20), (1, 3, 33, 70, 20)]):
         assert_equal_to_eager(MECHANISMS[name], shape, rtol=1e-9, atol=1e-10)
 
 
@@ -131,10 +130,9 @@ def test_decay_sinks_and_spans_equal_eager_with_gradients(small_blocks):
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_blocks_whose_rows_are_all_padding_equal_eager(name, small_blocks):
+def test_blocks_whose_rows_are_all_padding_equal_eager(small_blocks):
     """Such a block has fewer keys than rows."""
-    for decays in cases([False, True]):
+    for name, decays in cases(NAMES, [False, True]):
         q, k, v = torch.randn(3, 2, 2, 60, 12, dtype=torch.float64).unbind()
         decay = -torch.rand(2, 2, 60, dtype=torch.float64) if decays else None
         first = torch.tensor([[41], [7]]).expand(2, 60)
