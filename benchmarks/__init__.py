@@ -1,1 +1,1 @@
-"""The benchmarks behind `python benchmark.py NAME`."""
+"""Holds the benchmarks behind `python benchmark.py NAME`."""

@@ -1,4 +1,4 @@
-"""A plain causal flash softmax in Triton: what the fused kernels are put beside.
+"""Computes a plain causal flash softmax in Triton, to compare the fused kernels with.
 
 Softmax over full rows only, and each product once, in the type of the tensors; q, k, v, out and
 their gradients share their strides. Loops and loads are those of `lssar/triton_forward.py` and
@@ -28,7 +28,7 @@ def forward_kernel(
     Q, K, V, OUT, STATS, q_stride, heads, q_length, scale,
     d: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """STATS is the logarithm to base 2 of each row's sum."""
+    """Compute one block of rows; STATS is the logarithm to base 2 of each row's sum."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
     head = head_of(0, q_stride, pair, heads)
@@ -58,7 +58,7 @@ def forward_kernel(
 
 
 def forward(q, k, v):
-    """The output for q, k and v of one shape and layout."""
+    """Return the output for q, k and v of one shape and layout."""
     rows, keys, warps, stages = CONFIGS["forward", q.shape[3]]
     out = torch.empty_like(q)
     stats = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -74,7 +74,7 @@ def dq_kernel(
     Q, K, V, OUT, STATS, DO, DQ, DELTA, q_stride, heads, q_length, scale,
     d: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Leaves dOut . out of every row in DELTA for `dkv_kernel`."""
+    """Compute dq of one block of rows; leave their dOut . out in DELTA for `dkv_kernel`."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
     head = head_of(0, q_stride, pair, heads)
@@ -108,7 +108,10 @@ def dkv_kernel(
     Q, K, V, STATS, DO, DK, DV, DELTA, q_stride, heads, q_length, scale,
     d: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are [keys, rows]. Rows past the end read zeros, which add nothing."""
+    """Compute dk and dv of one block of keys.
+
+    Tiles are [keys, rows]. Rows past the end read zeros, which add nothing.
+    """
     first_key = tl.program_id(0) * BLOCK_N
     pair = tl.program_id(1)
     head = head_of(0, q_stride, pair, heads)

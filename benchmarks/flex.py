@@ -1,4 +1,4 @@
-"""LSSA in FlexAttention, a cross-check of our kernels."""
+"""Computes LSSA in FlexAttention, a cross-check of our kernels."""
 
 import math
 
@@ -13,7 +13,7 @@ def causal(batch, head, row, key):
 
 
 def flex_lssa(q: Tensor, k: Tensor, v: Tensor, compiled: bool) -> Tensor:
-    """LSSA as softmax(log softplus(score)) in FlexAttention."""
+    """Compute LSSA as softmax(log softplus(score)) in FlexAttention."""
     mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2], device=q.device)
     count = torch.arange(1, q.shape[2] + 1, device=q.device)[:, None]
     q = F.normalize(q.float(), dim=-1) * count.log() * math.log(q.shape[3])

@@ -1,4 +1,4 @@
-"""Does everything work on this device? `python benchmark.py gpu-check --out results/gpu_check.json`
+"""Checks that everything works on this device: `python benchmark.py gpu-check --out FILE.json`.
 
 To be run first on a new GPU. Correctness against float64, then speed and memory beside PyTorch's
 softmax, FlexAttention and a plain flash softmax in Triton; at the end a block to paste into an
@@ -75,7 +75,7 @@ def rows_of(check: Callable, options: Namespace) -> list[dict]:
 
 
 def block(head: dict, rows: list[dict]) -> str:
-    """What failed or was skipped, and every number of speed and memory."""
+    """Return the lines to paste: every failure, every skipped check, all speeds and memory."""
     machine = head["machine"]
     shown = ", ".join(f"{count} {status}" for status, count in head["counts"].items())
     lines = [f"{machine['name']}, torch {machine['torch']}, revision {head['revision']}: {shown}"]
@@ -87,7 +87,7 @@ def block(head: dict, rows: list[dict]) -> str:
 
 
 def check_correct(options: Namespace) -> Iterator[dict]:
-    """Every mechanism, type, span and hostile input, with heads shared, at odd shapes."""
+    """Check every mechanism, type, span and hostile input, with shared heads, at odd shapes."""
     device = options.device
     backend = FUSED[device]
     names = ("lssar", "lssa", "softmax") if options.quick else tuple(MECHANISMS)
@@ -117,7 +117,7 @@ def milliseconds(steps: dict, options: Namespace) -> str:
 
 
 def check_decode(options: Namespace) -> Iterator[dict]:
-    """One row over a long cache: what a whole pass gives, and its time."""
+    """Compare one row over a long cache with a whole pass, and time it."""
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for keys in (300,) if options.quick or device == "cpu" else (1024, 16384, 131072):
@@ -135,7 +135,7 @@ def check_decode(options: Namespace) -> Iterator[dict]:
 
 
 def check_model(options: Namespace) -> Iterator[dict]:
-    """One training step, compiled and not, beside the same on the CPU."""
+    """Compare a training step, compiled and not, with the same step on the CPU."""
     device = options.device
     for name, compiled in itertools.product(("softmax", "lssar"), (False, True)):
         if compiled and options.quick:
@@ -169,7 +169,7 @@ def backward(function: Callable, leaves: list[Tensor]) -> None:
 
 
 def check_speed(options: Namespace) -> Iterator[dict]:
-    """Forward, forward and backward, and memory, at two head dimensions."""
+    """Measure forward, forward and backward, and memory, at two head dimensions."""
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     if cuda and torch.cuda.get_device_capability() < (8, 0):

@@ -1,4 +1,7 @@
-"""Time and memory of a model: `python benchmark.py train`, `benchmark.py attention --table cost`.
+"""Measures the time and memory of a model.
+
+    python benchmark.py train
+    python benchmark.py attention --table cost
 
 A training step is forward, backward, clip and AdamW on random tokens. All contestants take turns in
 one process and times are medians; memory is the peak of a separate process above what it had before
@@ -40,10 +43,11 @@ HEADER = [name.replace("_", " ") for name in COLUMNS]
 
 
 class Workbench:
-    """A model, its optimiser and a batch of random tokens."""
+    """Holds a model, its optimiser and a batch of random tokens."""
 
     def __init__(self, options: Namespace, attention: str = "softmax", precision: str = "auto"):
-        self.device, self.precision = torch.device(options.device), precision
+        self.device = torch.device(options.device)
+        self.precision = precision
         with torch.random.fork_rng([0] if options.device == "cuda" else []):
             torch.manual_seed(0)
             if attention == NANOGPT:
@@ -105,11 +109,12 @@ def make_steps(name: str, options: Namespace) -> list[measure.Step]:
 
 
 def nanogpt(options: Namespace) -> torch.nn.Module:
-    """The model of a nanoGPT checkout at the preset's shape."""
+    """Return the model of a nanoGPT checkout at the preset's shape."""
     file = options.nanogpt / "model.py"
     if not file.is_file():
         raise UserError(f"--nanogpt {options.nanogpt}: no model.py there; give a nanoGPT checkout")
-    module, shape = SimpleNamespace(**runpy.run_path(str(file))), PRESETS[options.preset]
+    module = SimpleNamespace(**runpy.run_path(str(file)))
+    shape = PRESETS[options.preset]
     sizes = {"n_layer": shape["layers"], "n_head": shape["heads"], "n_embd": shape["width"]}
     sizes |= {"vocab_size": shape["vocab_rows"], "block_size": options.length}
     return module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=True))
@@ -125,16 +130,17 @@ def cost(options: Namespace) -> None:
     measured = measure_lines(study, lines)
     rows = paper["rows"]
     published = {line: rows[line.mechanism.name] for line in measured if line.backend == "eager"}
-    machine, on_gpu = measure.machine(options.device), options.device == "cuda"
+    machine = measure.machine(options.device)
+    products = "bf16 autocast" if options.device == "cuda" else "fp32"
     ours = f"GPT-2 {options.preset}, batch {options.batch} x {options.length}, {machine['name']}"
-    ours += f", {machine['threads']} threads, {'bf16 autocast' if on_gpu else 'fp32'}"
+    ours += f", {machine['threads']} threads, {products}"
     theirs = "{device}, batch {batch} x {length}, {dtype}".format(**setting)
     header = f"{ours}; paper: {theirs}; in brackets relative to the first line"
     study.report(header, cost_table(measured, published), partial(draw, measured, published))
 
 
 def table_lines(options: Namespace, p: float) -> list[Case]:
-    """The paper's three lines, then the fastest backend and the portable one of each mechanism."""
+    """List the paper's three lines, then each mechanism's fastest and portable backend."""
     plain = [get_mechanism("softmax"), get_mechanism("lssa")]
     literal = get_mechanism("lssar", p=p, numerics="naive")
     lines = [Case(mechanism, "eager", options.length) for mechanism in (*plain, literal)]
@@ -148,20 +154,23 @@ def table_lines(options: Namespace, p: float) -> list[Case]:
 
 
 def measure_lines(study: Study, lines: list[Case]) -> dict[Case, list[float]]:
-    """COLUMNS of every line that fits."""
-    options, memory = study.options, study.weigh(line_steps, lines)
+    """Return COLUMNS of every line that fits."""
+    options = study.options
+    memory = study.weigh(line_steps, lines)
     size = {"length": options.length, "tokens": options.batch * options.length}
     if not memory:
         given = f"--batch {options.batch} --length {options.length}"
         raise UserError(f"nothing fits at {given}; make them smaller")
-    bench, measured = Workbench(options), {}
+    bench = Workbench(options)
+    measured = {}
     steps = {(line, phase): partial(bench.run, line, phase) for line in memory for phase in PHASES}
     seconds = measure.round_seconds(steps, options.device, options.rounds, options.budget)
     for line, (eval_peak, train_peak) in memory.items():
         eval_ms, train_ms = (1000 * statistics.median(seconds[line, phase]) for phase in PHASES)
         measured[line] = [train_ms, train_peak, eval_ms, eval_peak]
-        m, model = line.mechanism, {"preset": options.preset}
-        run = {"run": m.name, "model": model | {"attention": run_of(m)["attention"]}}
+        m = line.mechanism
+        model = {"preset": options.preset, "attention": run_of(m)["attention"]}
+        run = {"run": m.name, "model": model}
         more = {"variant": line.backend, **size, "details": {"numerics": m.numerics}}
         for quantity, value in zip(COLUMNS, measured[line], strict=True):
             study.add(run, quantity, value, **more)
@@ -174,7 +183,7 @@ def line_steps(line: Case, options: Namespace) -> list[measure.Step]:
 
 
 def cost_table(measured: dict, published: dict) -> str:
-    """The paper's layout; numbers also relative to the first line, eager softmax."""
+    """Return the table as the paper lays it out; numbers also relative to eager softmax."""
     first = next(iter(measured))
 
     def cells(values: dict, line: Case) -> list[str]:
@@ -188,7 +197,7 @@ def cost_table(measured: dict, published: dict) -> str:
 
 
 def draw(measured: dict, published: dict, out: Path) -> list[Path]:
-    """One bar per line, eager softmax as the unit; a cross where the paper has a number."""
+    """Draw a bar for each line, in units of eager softmax; a cross is the paper's number."""
     lines = list(measured)
     figure, panels = plots.figure(1, 4, width=plots.PAGE, height=2.2, sharey=True)
     for i, (axes, title) in enumerate(zip(panels, HEADER, strict=True)):

@@ -1,4 +1,4 @@
-"""What a backend loses against float64, and whether that is no more than eager loses.
+"""Compares the errors of a backend with those of eager, both against float64.
 
 In 16 bits eager multiplies as under autocast; the output may lose twice as much, gradients three
 times, as FlashAttention's tests have it.
@@ -37,7 +37,7 @@ def rounded_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def inputs(kind: str, rows: int, keys: int, d: int, groups: int, device: str) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of four heads."""
+    """Draw q, k, v and the gradient of the output, of four heads."""
     generator = torch.Generator().manual_seed(rows + d)
     shapes = ((2, 4, rows, d), (2, groups, keys, d), (2, groups, keys, d), (2, 4, rows, d))
     q, k, v, grad = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -55,7 +55,7 @@ def inputs(kind: str, rows: int, keys: int, d: int, groups: int, device: str) ->
 
 
 def results(function: Callable, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Output, dq, dk, dv in float64."""
+    """Return the output, dq, dk and dv in float64."""
     *qkv, grad = (x.to(dtype) for x in tensors)
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     out = function(*leaves)

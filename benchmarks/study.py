@@ -70,7 +70,8 @@ class Study:
         if self.results is None:
             return
         self.results.about["left_out"] = self.left_out
-        self.results.runs, self.results.records = self.runs, []
+        self.results.runs = self.runs
+        self.results.records = []
         self.results.add(*self.records)
         draw_figure = draw_figure or partial(draw, self.options.benchmark, self.results)
         for path in (self.options.out, *draw_figure(self.options.out)):

@@ -1,7 +1,7 @@
-"""The Triton kernels compiled without a GPU, for every card of `lssar/triton_table.py`.
+"""Compiles the Triton kernels without a GPU, for every card of `lssar/triton_table.py`.
 
-What ptxas and the disassembled code say of each: registers per thread, bytes spilled, shared
-memory, and what a score element costs (`triton_counts.py`).
+Of each kernel, ptxas and the disassembled code give the registers per thread, the bytes spilled,
+the shared memory, and the cost of a score element (`triton_counts.py`).
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ TYPES |= dict.fromkeys(("scale", "bias", "unit", "p", "alpha", "train_length"), 
 
 
 def jobs(first_only: bool = False) -> list[dict]:
-    """Every compilation: LSSAR on every card, and on an A100 and an H100 what else is common."""
+    """List the compilations: LSSAR on every card, other common forms on an A100 and an H100."""
     wanted = [(sm, 64, "bf16", "lssar") for sm in ESTIMATED]
     if not first_only:
         for form in ("lssar", "lssa", FLASH):
@@ -59,7 +59,7 @@ def jobs(first_only: bool = False) -> list[dict]:
 
 
 def resources(job: dict) -> dict:
-    """Compile a job to a cubin; the job with its registers, spills, shared memory and cost."""
+    """Compile a job to a cubin; return it with its registers, spills, shared memory and cost."""
     kernel = kernel_function(job["kernel"])
     form = FORMS.get(job["form"], FORMS["softmax"])
     if job["form"] == FLASH:
@@ -82,7 +82,7 @@ def resources(job: dict) -> dict:
 
 
 def compile_for(architecture: int, kernel, head_dim: int, dtype: str, form: Form, config: tuple):
-    """A kernel as the launcher would compile it, without a GPU."""
+    """Compile a kernel as the launcher would, without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -92,7 +92,7 @@ def compile_for(architecture: int, kernel, head_dim: int, dtype: str, form: Form
 
 
 def _source(kernel, head_dim, dtype, form, config):
-    """Contiguous heads, pointers and strides divisible by 16."""
+    """Return the source to compile: contiguous heads, pointers and strides divisible by 16."""
     from triton.compiler import ASTSource
 
     constants = {"FORM": form, "SAVE": True, "repeats": 1}
@@ -101,7 +101,9 @@ def _source(kernel, head_dim, dtype, form, config):
     if not form.spans:
         constants |= {"FIRST": None, "ENDS": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature, attributes, aligned = {}, {}, [["tt.divisibility", 16]]
+    signature = {}
+    attributes = {}
+    aligned = [["tt.divisibility", 16]]
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
@@ -116,7 +118,7 @@ def _source(kernel, head_dim, dtype, form, config):
 
 
 def nvidia_tool(name: str, code: bytes, *options: str) -> subprocess.CompletedProcess:
-    """What a program that comes with Triton makes of some code."""
+    """Run a program that comes with Triton on some code, and return its output."""
     import triton
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin" / name
@@ -135,7 +137,7 @@ def check() -> None:
 
 
 def in_processes(function: Callable[[dict], dict], todo: list[dict], workers: int) -> list[dict]:
-    """The results of `function` in order, compiled by this many processes."""
+    """Return the results of `function` in order, compiled by this many processes."""
     with tempfile.TemporaryDirectory() as cache:
         # A cache of its own: nothing of another checkout is in it, and the home may be read-only.
         os.environ["TRITON_CACHE_DIR"] = cache

@@ -1,7 +1,7 @@
-"""What a score element costs on a GPU, read off the compiled code.
+"""Counts what a score element costs on a GPU, from the compiled code.
 
-What the loops over whole tiles do is counted by kind and divided by the elements of a tile. Each
-kind has a rate (`gpu_rates.toml`), which makes clocks of it. They overlap somehow: if fully, the
+The work of the loops over whole tiles is counted by kind and divided by the elements of a tile.
+Each kind has a rate (`gpu_rates.toml`), which makes clocks of it. The kinds overlap: if fully, the
 slowest kind is what counts, and if never, their sum (serial). In between lies (sum clocks^n)^(1/n),
 with the n of the architecture at which flash softmax meets its published speed.
 """
@@ -14,12 +14,15 @@ from pathlib import Path
 
 ASSUMED = tomllib.loads(Path(__file__).with_name("gpu_rates.toml").read_text(encoding="utf-8"))
 RATES = {int(sm): rates for sm, rates in ASSUMED["rates"].items()}
+OLD_SHAPES = {"16816": "16x8x16", "1688": "16x8x8"}  # of HMMA
 PIPE_OF = {name: pipe for pipe, names in ASSUMED["pipes"].items() for name in names.split()}
 
 
 def loops(sass: str) -> list[list[str]]:
-    """The names of the instructions of every innermost loop that multiplies matrices."""
-    labels, names, found = {}, [], []
+    """List the instructions of every innermost loop that multiplies matrices."""
+    labels = {}
+    names = []
+    found = []
     for line in sass.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             labels[label[1]] = len(names)
@@ -30,12 +33,17 @@ def loops(sass: str) -> list[list[str]]:
                 loop = range(labels[target[0]], len(names))
                 if any(names[i].startswith(("HMMA", "HGMMA", "UTCHMMA")) for i in loop):
                     found.append(loop)
-    outer = {a for a in found for b in found if a != b and b[0] in a and b[-1] in a}
-    return [[names[i] for i in loop] for loop in found if loop not in outer]
+    innermost = [loop for loop in found if not any(_holds(loop, other) for other in found)]
+    return [[names[i] for i in loop] for loop in innermost]
+
+
+def _holds(outer: range, inner: range) -> bool:
+    """Tell whether a loop holds another one."""
+    return outer != inner and inner[0] in outer and inner[-1] in outer
 
 
 def work(loop: list[str]) -> Counter:
-    """What one thread does in one turn of a loop."""
+    """Count the work of one thread in one turn of a loop."""
     done = Counter(issue=len(loop))
     for name in loop:
         root, *parts = name.split(".")
@@ -44,9 +52,10 @@ def work(loop: list[str]) -> Counter:
         if (pipe := PIPE_OF.get(root)) is None:
             raise RuntimeError(f"the pipe of {name} is not known; add it to gpu_rates.toml")
         if pipe == "tensor":  # HGMMA.64x32x16 of four warps together, HMMA.16816 of each
-            together, old = root == "HGMMA", {"16816": "16x8x16", "1688": "16x8x8"}
-            flop = 2 * math.prod(map(int, old.get(parts[0], parts[0]).split("x")))
-            done["tensor"] += flop / (128 if together else 32)
+            shape = OLD_SHAPES.get(parts[0], parts[0])
+            flop = 2 * math.prod(map(int, shape.split("x")))
+            threads = 128 if root == "HGMMA" else 32
+            done["tensor"] += flop / threads
         elif pipe == "l1":
             width = next((int(part) // 8 for part in parts if part in ("64", "128")), 4)
             if root in ("LDSM", "STSM"):  # up to four matrices of 8 x 8 numbers of 16 bits
@@ -59,9 +68,11 @@ def work(loop: list[str]) -> Counter:
 
 
 def cost(sass: str, elements: float, sm: int | None) -> dict:
-    """Spills inside of the loops, and the clocks of each kind of work per score element.
+    """Count spills inside of the loops, and the clocks of each kind of work per score element.
 
-    `elements` of a tile are those of one thread. Without rates of the architecture, the spills."""
+    `elements` is the number of elements of a tile that one thread has. Where the architecture has
+    no rates, only the spills are counted.
+    """
     found = loops(sass)
     spills = sum(name.startswith(("STL", "LDL")) for loop in found for name in loop)
     if sm not in RATES:
@@ -79,7 +90,7 @@ def cost(sass: str, elements: float, sm: int | None) -> dict:
 
 
 def together(clocks: dict[str, float], n: float) -> float:
-    """The clocks of an element if its kinds overlap fully (n infinite), never (1) or in between."""
+    """Return the clocks of an element: kinds overlap fully (n infinite), never (1) or partly."""
     parts = [value for kind, value in clocks.items() if kind != "issue"]
     if n == math.inf:
         return max(clocks.values())
@@ -87,7 +98,7 @@ def together(clocks: dict[str, float], n: float) -> float:
 
 
 def calibrated(clocks: dict[str, float], head_dim: int, sm: int) -> float:
-    """The n at which the forward pass of flash softmax runs at its published speed."""
+    """Return the n at which the forward pass of flash softmax has its published speed."""
     published = ASSUMED["published"][str(sm)]
     peak = published["peak"] / published["teraflops"]
     wanted = peak * 4 * head_dim / RATES[sm]["tensor"]  # clocks; two products of 2 D flop

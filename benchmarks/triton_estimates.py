@@ -1,4 +1,4 @@
-"""`python benchmark.py kernels`: what the compiled Triton kernels need, and how fast they may be.
+"""Estimates how fast the compiled Triton kernels may be: `python benchmark.py kernels`.
 
 Nothing runs. Every entry of `lssar/triton_table.py` is compiled; for an A100 and an H100 the time
 relative to a plain flash softmax (`flash_softmax.py`) is estimated from the instructions.
@@ -26,7 +26,7 @@ SHOWN = ("lssar", "lssa")
 
 
 def estimates(rows: list[dict]) -> list[dict]:
-    """Time relative to flash softmax, forward and forward+backward, of each form, card and D."""
+    """Estimate time relative to flash softmax, for each form, card, head dimension and pass."""
     clocks = {
         (r["form"], r["sm"], r["head_dim"], r["kernel"]): r["clocks"]
         for r in rows
@@ -49,7 +49,7 @@ def estimates(rows: list[dict]) -> list[dict]:
 
 
 def markdown_table(found: list[dict]) -> str:
-    """Slowest pipe / calibrated / serial, as docs/kernels.md has them."""
+    """Write slowest pipe / calibrated / serial, as docs/kernels.md has them."""
     columns = [(device, d) for device in DEVICES.values() for d in (64, 128)]
     lines = ["| | " + " | ".join(f"{device}, D = {d}" for device, d in columns) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")

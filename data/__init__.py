@@ -1,1 +1,1 @@
-"""Text -> token shards -> batches."""
+"""Turns text into token shards, and shards into batches."""

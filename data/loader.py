@@ -1,4 +1,4 @@
-"""Batches from a token set: a pure function of (seed, step, global batch, length).
+"""Makes batches of a token set: a pure function of (seed, step, global batch, length).
 
 A split of T tokens has W = (T - 1) // length windows of `length` inputs and the `length` tokens
 that follow them; windows do not overlap and may cross shard borders. The sequences of the whole
@@ -55,7 +55,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Windows:
-    """A token stream as windows of `length` inputs and the tokens that follow them."""
+    """Reads a token stream as windows of `length` inputs and the tokens that follow them."""
 
     def __init__(self, tokens: TokenSet, length: int):
         self.tokens = tokens
@@ -73,7 +73,7 @@ class Windows:
         return batch
 
     def split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of what `read` returned."""
+        """Return the inputs and the targets of a batch that `read` returned."""
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 

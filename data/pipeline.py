@@ -1,7 +1,7 @@
-"""Source -> chunks of text -> worker processes -> tokens, in order and in bounded memory.
+"""Turns text into tokens: in chunks, by worker processes, in order and in bounded memory.
 
 A chunk carries the source's state after it, so that the writer can always name a place to
-continue from. What a chunk encodes to depends on nothing but its text.
+continue from. The tokens of a chunk depend on nothing but its text.
 """
 
 import functools
@@ -23,7 +23,7 @@ SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
 class Piece(NamedTuple):
-    """A document or a part of one."""
+    """Holds a document or a part of one."""
 
     text: str
     starts: bool = True  # a document
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """About a megabyte of pieces."""
+    """Holds about a megabyte of pieces."""
 
     pieces: list[Piece]
     state: object = None  # of the source after them; None: it has ended
@@ -48,7 +48,8 @@ def chunks(source, state: object) -> Iterator[Chunk]:
         size += sum(len(piece.text) for piece in group)
         if size >= CHUNK_CHARS:
             yield Chunk(pieces, source.state(), dict(skipped))
-            pieces, size = [], 0
+            pieces = []
+            size = 0
     yield Chunk(pieces, None, dict(skipped))
 
 
@@ -62,13 +63,12 @@ def cut_safely(text: str, *, limit: int) -> Iterator[str]:
 
 
 class Encoded(NamedTuple):
-    tokens: np.ndarray  # those of validation first
+    tokens: np.ndarray  # validation first
     validation: int  # how many of the tokens are validation
 
 
 def encode_pieces(tokeniser: str, pieces: list[Piece]) -> Encoded:
-    """Return one uint16 array of the pieces, those of validation first, with EOT before each
-    document."""
+    """Return one uint16 array of the pieces, validation first, with EOT before each document."""
     exact = get_tokeniser(tokeniser)
     eot = np.array([exact.eot], dtype=np.uint16)
     arrays = [eot[:0]]

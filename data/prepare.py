@@ -1,4 +1,6 @@
-"""python data/prepare.py SOURCE --out DIR: turn text into verified token shards.
+"""python data/prepare.py SOURCE --out DIR
+
+Turns text into verified token shards.
 
 Sources:
   fineweb      HuggingFaceFW/fineweb from the hub, or --from-files 'x/*.parquet'
@@ -262,10 +264,8 @@ def main(argv: list[str]) -> None:
         arguments.tokeniser = "bytes" if arguments.command in GENERATED else "gpt2"
     get_tokeniser(arguments.tokeniser)  # refused before anything is read or made
     if arguments.workers is None:
-        # What a container or a batch system allows us, where the system can say.
-        allowed = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))(0)
         # Encoding bytes costs less than handing them to another process.
-        arguments.workers = 0 if arguments.tokeniser == "bytes" else len(allowed)
+        arguments.workers = 0 if arguments.tokeniser == "bytes" else usable_cores()
     if arguments.shard_tokens > MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {arguments.shard_tokens} is more than {MAX_SHARD_TOKENS}")
     source = make_source(arguments)
@@ -281,6 +281,13 @@ def main(argv: list[str]) -> None:
     prepare(source, arguments)
     if arguments.command == "stdlib":
         compare_with_published(arguments.out)
+
+
+def usable_cores() -> int:
+    """Count the cores that a container or a batch system allows us, where the system can say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compare_with_published(out: Path) -> None:

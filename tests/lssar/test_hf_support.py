@@ -19,11 +19,14 @@ from hf_support import TYPES, WORKS, table, tried
 DOCUMENT = Path(__file__).parents[2] / "docs/hf_support.md"
 HEAD = """# Models of transformers that take attention "lssar"
 
+```bash
+LSSAR_WRITE_TABLE=1 bash scripts/test.sh --ecosystem tests/lssar/test_hf_support.py
+```
+
 Every causal language model of transformers, built at a tiny size with its default settings and
 tried; `tests/hf_support.py` says what counts as working. Types with an encoder are tried as a
-decoder alone: attention to an encoder is not causal, and is refused. This page is made by
-
-    LSSAR_WRITE_TABLE=1 bash scripts/test.sh --ecosystem tests/lssar/test_hf_support.py
+decoder alone: attention to an encoder is not causal, and is refused. The command above
+writes this page.
 
 """
 SAMPLE = {  # what a type is an example of
