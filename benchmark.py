@@ -1,4 +1,6 @@
-"""python benchmark.py NAME [options]: measure one thing and print it.
+"""python benchmark.py NAME [options]
+
+Measures one thing and prints it.
 
 Nothing is written without --out FILE.json; the figure, where there is one, goes beside that file.
 `python benchmark.py NAME --help` lists the options of a benchmark.

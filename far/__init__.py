@@ -1,1 +1,1 @@
-"""Far context: does a model use what lies beyond its training length? See docs/far_context.md."""
+"""Tests whether a model uses context beyond its training length: docs/far_context.md."""

@@ -1,4 +1,4 @@
-"""Exact fused attention on the CPU, every mechanism, forward and backward.
+"""Computes exact fused attention on the CPU, every mechanism, forward and backward.
 
 The kernel is `lssar_cpu.cpp`, built by `cpu_build.py` at the first call (seconds) and called
 through ctypes. Importing this module builds nothing; `unavailable()` says why the kernel cannot be
@@ -203,7 +203,7 @@ _forward_operator, _backward_operator = fused.operators(
 
 
 class _Direct(torch.autograd.Function):
-    """The two operators without the dispatcher, whose Python side costs more than a small call."""
+    """Calls both operators without the dispatcher, which costs more than a small call does."""
 
     @staticmethod
     def forward(ctx, q, k, v, first, settings):

@@ -49,7 +49,7 @@ UNFINISHED = "build-"  # folders of a build that is going on, or was killed
 
 
 class Unavailable(RuntimeError):
-    """The kernel cannot be built or loaded here; the message is one line that says why."""
+    """Says in one line why the kernel cannot be built or loaded here."""
 
 
 def build(*extra: str) -> Path:

@@ -1,11 +1,11 @@
-"""What a caller's mistake looks like: one clear line."""
+"""Defines the error of a caller's mistake: one clear line."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake in the user's input. The message says what, which value, and what to do."""
+    """Tells a mistake in the user's input: what, which value, and what to do."""
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

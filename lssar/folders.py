@@ -1,4 +1,4 @@
-"""Where built kernels and downloads are kept, and whether a folder can be trusted with code."""
+"""Finds folders for built kernels and downloads, and tells which can be trusted with code."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The part that the fused kernels of the CPU and the GPU share: how they are given a mechanism."""
+"""Gives a mechanism to the fused kernels of the CPU and the GPU: the part that they share."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Attention of a few rows whose keys come in parts: a long cache, or one spread over ranks.
+"""Computes attention of a few rows whose keys come in parts: a long cache, or several ranks.
 
     sums = row_sums(q, k, m, place, total)               # of this part of the keys
     values, sizes = row_values(q, k, v, m, sums, place, total)
@@ -29,7 +29,7 @@ INTERPRETED_PARTS = 3
 
 
 class Place(NamedTuple):
-    """Where these keys stand: the first of them, among how many."""
+    """Says where these keys stand: the place of the first, and the number of all keys."""
 
     first: int
     total: int
@@ -134,7 +134,7 @@ def _sizes(q: Tensor, k: Tensor, place: Place) -> list[int]:
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[dict, int, int]:
-    """The tiles, into how many parts the keys are split, and keys of a part."""
+    """Return the tiles, the number of parts that keys are split into, and the keys of a part."""
     d, d_v = q.shape[3], q.shape[3] if v is None else v.shape[3]
     block = triton_form.padded(d)
     keys, warps, stages = triton_table.DECODE[max(64, block, triton_form.padded(d_v))]

@@ -1,4 +1,4 @@
-"""Models of transformers that use our mechanisms, for lm-evaluation-harness.
+"""Adds models of transformers that use our mechanisms to lm-evaluation-harness.
 
     lssar-lm-eval --model lssar --model_args pretrained=FOLDER --tasks TASKS
 
@@ -21,7 +21,7 @@ from lssar.errors import UserError
 
 
 class LssarLM(HFLM):
-    """The harness' model `hf`, where `pretrained` may use one of our mechanisms."""
+    """Makes the harness' model `hf`, where `pretrained` may use one of our mechanisms."""
 
     def __init__(self, pretrained: str | None = None, **options):
         if pretrained is None:

@@ -1,4 +1,4 @@
-"""Any mechanism in linear memory: the reference applied to a few rows at a time.
+"""Computes any mechanism in linear memory: the reference applied to a few rows at a time.
 
 A row of the attention matrix needs its own query and the keys up to it, nothing else. So the rows
 are computed in blocks against the keys they see, and the backward pass computes each block again

@@ -1,4 +1,4 @@
-"""Visible spans: row i sees the keys first_i .. i, and its row count is N_i = i - first_i + 1.
+"""Makes visible spans: row i sees the keys first_i .. i, its count is N_i = i - first_i + 1.
 
     first = documents(tokens, end_of_text)        # packed documents, each of them seen alone
     out = attend(q, k, v, "lssar", first=first)
@@ -61,7 +61,7 @@ def _is_left_padded(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that the rows of a call see: from `first` on, at most `window`, and the sinks."""
+    """Says which keys the rows of a call see: from `first` on, at most `window`, and the sinks."""
 
     first: Tensor | None = None  # (B, Lq) or (1, Lq)
     window: int | None = None
@@ -150,7 +150,7 @@ def shifted_keys(k: Tensor, first: Tensor | None = None) -> Tensor:
 
 
 class Arrangement(NamedTuple):
-    """An order of keys and queries in which what each query sees is a span."""
+    """Holds an order of keys and queries in which each query sees a span."""
 
     end: int  # of the keys; from here on they do not exist yet
     first: Tensor | None = None  # (B, Lq), of the queries in this order; None: all see all

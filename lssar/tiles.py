@@ -1,4 +1,4 @@
-"""What the Triton kernels share: tiles, scores, activations, powers, norms.
+"""Holds what the Triton kernels share: tiles, scores, activations, powers, norms.
 
 exp, sigmoid and softplus are in units of ln 2: a score arrives multiplied by log2(e) and softplus
 leaves divided by ln 2. Rows that are normalised do not change when they are scaled.
@@ -30,7 +30,7 @@ REST_SCALE = tl.constexpr(2048.0)
 
 @triton.jit
 def dot(x, y, total=None):
-    """total + x y on tensor cores: x is rounded to the type of y, sums are fp32."""
+    """Return total + x y from tensor cores: x is rounded to the type of y, sums are fp32."""
     return tl.dot(narrow(x, y.dtype), y, total, input_precision=PRECISION)
 
 
@@ -149,7 +149,7 @@ def activate(t, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def slope_bound(top, FORM: tl.constexpr):
-    """No slope of a row is much larger, `top` being at least its largest |phi|."""
+    """Return a bound that no slope of a row exceeds by much; `top` bounds its |phi|."""
     bound = tl.zeros_like(top) + 1.0
     if FORM.phi == "relu2":
         bound = 2.0 * tl.sqrt(top)
@@ -165,7 +165,7 @@ def sign(x):
 
 @triton.jit
 def power(z, exponent, INTEGER: tl.constexpr):
-    """z^INTEGER, or z^exponent where INTEGER is negative; always 0 at z = 0, even to the 0."""
+    """Return z^INTEGER, or z^exponent where INTEGER is negative; 0 at z = 0, even to the 0."""
     if INTEGER < 0:
         r = tl.where(z > 0, tl.exp2(exponent * tl.log2(tl.maximum(z, 1e-30))), 0.0)
     elif INTEGER == 0:
@@ -185,20 +185,20 @@ def power(z, exponent, INTEGER: tl.constexpr):
 
 @triton.jit
 def root(x, exponent):
-    """x^(1/exponent) of one number per row, for x > 0; else zero."""
+    """Return x^(1/exponent) of one number per row, for x > 0; else zero."""
     return tl.where(x > 0, tl.exp2(tl.log2(tl.maximum(x, 1e-37)) / exponent), 0.0)
 
 
 @triton.jit
 def adaptive(count, p, alpha, train_length):
-    """The exponent p_i of a row that sees `count` keys."""
+    """Return the exponent p_i of a row that sees `count` keys."""
     longer = p * (1.0 + alpha * (tl.sqrt(count / train_length) - 1.0))
     return tl.where(count > train_length, longer, p)
 
 
 @triton.jit
 def add(total, carry, x):
-    """One step of Kahan's sum: rows are long, and near-uniform ones live off the last bits."""
+    """Take a step of Kahan's sum: rows are long, and near-uniform ones live off the last bits."""
     x = x - carry
     new = total + x
     return new, (new - total) - x
@@ -206,7 +206,7 @@ def add(total, carry, x):
 
 @triton.jit
 def weights(f, factor, offset, exponent, seen, FORM: tl.constexpr, dtype: tl.constexpr):
-    """z = factor f - offset of the activations, and r = z^(p-1) of sharpened rows (else z).
+    """Return z = factor f - offset of the activations, and r = z^(p-1) if sharpened, else z.
 
     With fp32 input z is factor (f - offset). What is not `seen` is zero; None: everything is.
     """
@@ -231,21 +231,21 @@ def weights(f, factor, offset, exponent, seen, FORM: tl.constexpr, dtype: tl.con
 
 @triton.jit
 def first_keys(FIRST, start, q_length, BLOCK: tl.constexpr):
-    """The first key that each row from `start` on sees."""
+    """Return the first key that each row from `start` on sees."""
     rows = start + tl.arange(0, BLOCK)
     return tl.load(FIRST + rows, mask=rows < q_length, other=NEVER)
 
 
 @triton.jit
 def count_of(first, position):
-    """N_i of the rows, 1 where a row sees nothing; `first` None: all keys up to its own."""
+    """Return N_i of the rows, 1 where one sees nothing; `first` None: all keys up to its own."""
     count = position + 1 if first is None else tl.maximum(position + 1 - first, 1)
     return count.to(tl.float32)
 
 
 @triton.jit
 def is_seen(key, first, position):
-    """Which keys which rows see; `first` None: all up to their own."""
+    """Return which keys each row sees; `first` None: all up to their own."""
     seen = key <= position
     if first is not None:
         seen = seen & (key >= first)
@@ -254,7 +254,7 @@ def is_seen(key, first, position):
 
 @triton.jit
 def key_range(first, position, inside, k_length):
-    """lo, full_lo, full_hi, hi: rows see keys of lo .. hi only, and all of full_lo .. full_hi."""
+    """Return lo, full_lo, full_hi, hi: rows see keys of lo .. hi, and all of full_lo .. full_hi."""
     last = tl.max(tl.where(inside, position, 0), 0)
     hi = tl.minimum(k_length, last + 1)
     full_hi = tl.min(position, 0) + 1
@@ -270,8 +270,10 @@ def key_range(first, position, inside, k_length):
 
 @triton.jit
 def split(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
-    """Tiles of lo .. hi: `whole` of them at `full`, which need no mask, and `border` others, of
-    which `before` come before those."""
+    """Split lo .. hi into `whole` tiles from `full` on, which need no mask, and `border` tiles.
+
+    `before` of the border's tiles come before the whole ones.
+    """
     lo = lo // BLOCK * BLOCK
     full = tl.cdiv(full_lo, BLOCK) * BLOCK
     whole = tl.maximum(full_hi // BLOCK - full // BLOCK, 0)
@@ -282,7 +284,7 @@ def split(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
 
 @triton.jit
 def place(i, lo, full, whole, before, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the i-th tile of the border, or of the whole ones, begins."""
+    """Return where the i-th tile of the border, or of the whole ones, begins."""
     jump = tl.where(i >= before, whole, 0)
     return lo + (i + jump) * BLOCK if MASKED else full + i * BLOCK
 
@@ -292,14 +294,14 @@ def place(i, lo, full, whole, before, MASKED: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def head_of(X, stride, pair, heads):
-    """Where one head of X begins; in 64 bits, as a tensor may have more than 2^31 elements."""
+    """Return where one head of X begins; in 64 bits, as X may have more than 2^31 elements."""
     batch, head = pair // heads, pair % heads
     return X + batch.to(tl.int64) * stride[0] + head.to(tl.int64) * stride[1]
 
 
 @triton.jit
 def tile(X, start, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers [BLOCK, BLOCK_D] to the rows of one head from `start`."""
+    """Return pointers [BLOCK, BLOCK_D] to the rows of one head from `start`."""
     base = X + tl.cast(start, tl.int64) * stride[2]
     return base + (tl.arange(0, BLOCK)[:, None] * stride[2] + tl.arange(0, BLOCK_D)[None, :])
 
@@ -308,7 +310,7 @@ def tile(X, start, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 def load_rows(
     X, start, stride, inside, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """That tile, zeros in the rows that are not `inside`; None: they all are."""
+    """Load a tile, with zeros in the rows that are not `inside`; None: all are."""
     pointers = tile(X, start, stride, BLOCK, BLOCK_D)
     if inside is not None:
         mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
@@ -324,9 +326,10 @@ def load_rows(
 def load_again(
     X, start, stride, inside, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """`load_rows` of what was loaded before: kept in registers it would crowd out a whole loop.
+    """Load a tile a second time: kept in registers it would crowd out a whole loop.
 
-    The cache modifier keeps the compiler from taking it for the same load."""
+    The cache modifier keeps the compiler from taking it for the same load.
+    """
     mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
     pointers = tile(X, start, stride, BLOCK, BLOCK_D)
     return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
@@ -334,7 +337,7 @@ def load_again(
 
 @triton.jit
 def load_vector(X, start, inside, BLOCK: tl.constexpr):
-    """X[start : start + BLOCK], zeros where not `inside`; None: everywhere."""
+    """Load X[start : start + BLOCK], with zeros where not `inside`; None: everywhere."""
     places = X + start + tl.arange(0, BLOCK)
     return tl.load(places) if inside is None else tl.load(places, mask=inside, other=0.0)
 
@@ -351,14 +354,14 @@ def store_rows(
 
 @triton.jit
 def length(x):
-    """|x_i| of every row."""
+    """Return |x_i| of every row."""
     x = x.to(tl.float32)
     return tl.sqrt(tl.sum(x * x, 1))
 
 
 @triton.jit
 def through_norm(x, grad):
-    """The gradient to x of x / max(|x|, eps) . y, from `grad`: the one with the norm held fixed."""
+    """Return the gradient to x of x / max(|x|, eps) . y; `grad` is that with the norm fixed."""
     norm = length(x)
     x = x.to(tl.float32)
     unit = x / tl.maximum(norm, NORM_EPS)[:, None]

@@ -1,4 +1,4 @@
-"""Whether tensors hold values now, or a graph, a derivative or a batch is made of a call."""
+"""Tells whether tensors hold values now, or a graph, a derivative or a batch is made."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The backward of fused attention in Triton: dq, then dk and dv. Names as in `triton_forward`.
+"""Computes the backward of fused attention in Triton: dq, then dk and dv.
+
+Names are those of `triton_forward`.
 
 With w_j = z_j^p, z_j = relu(a f_j - b), r_j = z_j^(p-1), c = p a, and dw_j = dOut . v_j of a row,
 
@@ -35,7 +37,7 @@ ROOM = tl.constexpr(64.0)
 
 @triton.jit
 def weight_gradient(dw, delta, z, r, FORM: tl.constexpr):
-    """t of a tile: the gradient of the weights through their normalisation, over c."""
+    """Return t of a tile: the gradient of the weights through their normalisation, over c."""
     if FORM.sharp:
         t = r * (dw - delta)
     elif FORM.signed and FORM.l1:
@@ -55,7 +57,7 @@ def dq_kernel(
     FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of rows; leaves D, scale c and scale E of them in DELTA for `dkv_kernel`."""
+    """Compute dq of a block of rows; leave D, scale c and scale E in DELTA for `dkv_kernel`."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     pair = tl.program_id(1)
     shared = pair // repeats
@@ -200,10 +202,11 @@ def dkv_kernel(
     FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys, over the rows that see it, of every head of q that shares it.
+    """Compute dk and dv of a block of keys, over the rows that see it in every head that shares it.
 
     Tiles are [keys, rows]. ENDS holds two numbers of each key: the last row that may see it, and
-    from which row on not all of the rows see it."""
+    the row from which on not all rows see it.
+    """
     first_key = tl.program_id(0) * BLOCK_N
     shared = tl.program_id(1)
     groups = heads // repeats

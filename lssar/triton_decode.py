@@ -1,5 +1,7 @@
-"""Attention of a few rows over many keys in Triton: the keys are split, so that one sequence fills
-a GPU. No gradients. Names as in `triton_forward.py`, whose passes these are.
+"""Computes attention of a few rows over many keys in Triton, without gradients.
+
+The keys are split, so that one sequence fills a GPU. Names and passes are those of
+`triton_forward.py`.
 
 The sum of f, its largest, and all sums over values are sums of what parts of the keys give:
 
@@ -26,7 +28,7 @@ GROWS = ("k_length", "place", "total_keys", "chunk", "rows", "parts", "first_str
 
 @triton.jit
 def group_rows(X, stride, shared, heads, repeats, q_length, BLOCK_M: tl.constexpr):
-    """Where each row of a group begins, [BLOCK_M]."""
+    """Return where each row of a group begins, [BLOCK_M]."""
     r = tl.arange(0, BLOCK_M)
     groups = heads // repeats
     head = (shared % groups) * repeats + r // q_length
@@ -39,7 +41,7 @@ def load_key_tile(
     K, begin, end, k_stride, first, position, place,
     FORM: tl.constexpr, d: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """k, 1/|k| on the cosine (else |k|), which keys exist and which rows see them."""
+    """Return k, 1/|k| on the cosine (else |k|), which keys exist and which rows see them."""
     keys = begin + tl.arange(0, BLOCK_N)
     visible = tl.max(position, 0) - place
     some = (keys < end) & (keys <= visible)
@@ -108,7 +110,10 @@ def values_kernel(
     FORM: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`parts` is the number of parts in SUMS, which may come from other ranks too."""
+    """Sum the weights and the weighted values of one part of the keys.
+
+    `parts` is the number of parts in SUMS, which may come from other ranks too.
+    """
     part, shared = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = Q.dtype.element_ty
     r = tl.arange(0, BLOCK_M)
@@ -194,7 +199,7 @@ def combine_kernel(
     VALUES, SIZES, OUT, out_stride, heads, q_length, rows, parts,
     FORM: tl.constexpr, d_v: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The output of one row, from all parts of its keys."""
+    """Write the output of one row, from all parts of its keys."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_V], tl.float32)

@@ -1,4 +1,4 @@
-"""What the Triton kernels are compiled for, and how they are launched.
+"""Says what the Triton kernels are compiled for, and launches them.
 
 Nothing here imports Triton before the first launch.
 """
@@ -28,7 +28,7 @@ MAX_INTEGER_P = 64  # integers up to here are multiplied out, one compiled kerne
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for, besides its tiles."""
+    """Says what a kernel is compiled for, besides its tiles."""
 
     phi: str
     power: int | None = None  # None: not sharpened; 0: a real p, or one for each row
@@ -46,7 +46,7 @@ class Form:
 
     @property
     def centred(self) -> bool:
-        """The row's mean is subtracted, and the backward has a term for it."""
+        """Tell whether the row's mean is subtracted; the backward has a term for it then."""
         return self.sharp or self.recentre
 
     @property
@@ -59,12 +59,12 @@ class Form:
 
     @property
     def shifted(self) -> bool:
-        """The backward adds something to a row's scores."""
+        """Tell whether the backward adds something to a row's scores."""
         return self.biased or (self.phi == "exp" and self.l1)
 
     @property
     def loose(self) -> bool:
-        """One key may have all of a row's weight, and the others none."""
+        """Tell whether one key may have all of a row's weight, and the others none."""
         return self.l1 and not (self.centred or self.online or self.cosine)
 
 
@@ -91,7 +91,7 @@ def form_of(s: Settings, keys: int, spans: bool, dtype: torch.dtype) -> Form:
 
 
 def scale_and_bias(form: Form, s: Settings, d: int) -> tuple[float, float]:
-    """What turns q.k into a score in the units of the kernels."""
+    """Return the factor and the bias that turn q.k into a score in the units of the kernels."""
     base_2 = 1.0 if form.phi in ("exp", "sigmoid", "softplus") else math.log(2)
     scale = math.log(d) * base_2 if form.cosine else base_2 / math.sqrt(d) / math.log(2)
     bias = -base_2 if form.log_n else s.bias * base_2 / math.log(2)
@@ -99,8 +99,11 @@ def scale_and_bias(form: Form, s: Settings, d: int) -> tuple[float, float]:
 
 
 def sum_unit(form: Form, q: Tensor, keys: int) -> float:
-    """What weights are multiplied by while they are summed: sums are below one then, and with
-    values near the largest float32 stay finite. In fp16 small weights would be subnormal."""
+    """Return the factor of weights while they are summed.
+
+    Sums are below one then, and stay finite with values near the largest float32. In fp16 small
+    weights would be subnormal.
+    """
     if q.dtype == torch.float16:
         return 2.0**14
     largest = 1 + math.log(q.shape[3]) * math.log2(keys)
@@ -108,7 +111,7 @@ def sum_unit(form: Form, q: Tensor, keys: int) -> float:
 
 
 def padded(d: int) -> int:
-    """The head dim of the tiles: the next power of two, and tl.dot's smallest is 16."""
+    """Return the head dim of the tiles: the next power of two, at least tl.dot's smallest, 16."""
     return max(16, 1 << (d - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""Exact fused attention in Triton, every mechanism: the forward kernel of `lssar/triton_op.py`.
+"""Computes exact fused attention in Triton, every mechanism: the forward of `triton_op.py`.
 
 Row i sees the keys first_i .. i, N_i of them. With f = phi(scale q.k + shift) on those keys,
 
@@ -56,7 +56,7 @@ SIXTEEN = tl.constexpr(16)  # the narrowest tile of tl.dot
 
 @triton.jit
 def scale_of_rows(length, count, scale, FORM: tl.constexpr):
-    """What multiplies the products of a row."""
+    """Return the factor of the products of a row."""
     row_scale = tl.zeros_like(count) + scale
     if FORM.cosine:
         row_scale = scale * tl.log2(count) / length
@@ -87,7 +87,7 @@ def add_to_mean(s, seen, total, carry, top, FORM: tl.constexpr, dtype: tl.conste
 
 @triton.jit
 def mean_and_size(total, top, count, largest, seeing, FORM: tl.constexpr):
-    """mu and M of the rows, zero where mu leaves nothing; `largest` bounds their scores."""
+    """Return mu and M of the rows, zero where mu leaves nothing; `largest` bounds their scores."""
     mean = tl.where((count > 3) & seeing, total / count, 0.0)
     if FORM.recentre:  # of zeros alone, -1/N is left
         mean = tl.where((count > 3) & (top == 0), 1.0, mean)
@@ -152,7 +152,7 @@ def forward_kernel(
     FORM: tl.constexpr, SAVE: tl.constexpr, d: tl.constexpr, d_v: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head of q; `repeats` of these share a head of k and v."""
+    """Compute a block of rows of one head of q; `repeats` of these share a head of k and v."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest start first
     pair = tl.program_id(1)
     shared = pair // repeats
@@ -224,9 +224,8 @@ def forward_kernel(
         # The gradient of a weight that is one is zero, and rounding must not say otherwise: times a
         # long key, or over a small l, it would be large.
         coef = zeros + (LN_2 if FORM.phi == "exp" or FORM.phi == "sigmoid" else 1.0)
-        if (
-            FORM.sharp
-        ):  # the mean is zero in the first three rows and in flat ones; these have p = 1
+        if FORM.sharp:
+            # The mean is zero in the first three rows and in flat ones; these have p = 1.
             coef *= tl.where((mean > 0) | (count <= 3), exponent, 1.0)
         if FORM.l1:
             coef = tl.where(count <= 1, 0.0, coef)

@@ -1,4 +1,4 @@
-"""Triton's interpreter with tl.dot and bf16 as a GPU computes them: `install()` replaces its own.
+"""Gives Triton's interpreter tl.dot and bf16 as a GPU computes them, by `install()`.
 
 The interpreter hands tiles to BLAS, which sums a b and b' a' in different orders; it multiplies
 bf16 as the 16-bit integers that hold it, and cuts digits off where a GPU rounds. Tensor cores

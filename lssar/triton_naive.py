@@ -1,5 +1,6 @@
-"""What the Triton kernels compute for LSSAR over full rows, written out in PyTorch: every name and
-formula is that of `triton_forward.py` and `triton_backward.py`, without tiles.
+"""Writes out in PyTorch what the Triton kernels compute for LSSAR over full rows.
+
+Every name and formula is that of `triton_forward.py` and `triton_backward.py`, without tiles.
 """
 
 import math
@@ -43,6 +44,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, p: float) -> tuple[
 
 
 def _through_norm(x: Tensor, grad: Tensor) -> Tensor:
-    """Take off what the gradient has along x, whose length does not matter."""
+    """Take off the gradient's part along x, whose length does not matter."""
     unit = F.normalize(x, dim=-1)
     return grad - unit * (unit * grad).sum(-1, keepdim=True)

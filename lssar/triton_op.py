@@ -1,4 +1,4 @@
-"""Exact fused attention on a GPU: every mechanism, differentiable, in linear memory.
+"""Computes exact fused attention on a GPU: every mechanism, differentiable, in linear memory.
 
 Forward and backward are one torch.library operator each, so torch.compile, checkpointing and DDP
 see single nodes. The kernels are in `triton_forward.py` and `triton_backward.py`; nothing here
@@ -38,7 +38,7 @@ INTERPRETED = {"BLOCK_M": 64, "BLOCK_N": 64}
 
 
 def unavailable() -> str | None:
-    """Why the kernel cannot run here, or None when it can."""
+    """Return why the kernel cannot run here; None: it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     if problem := _broken():
@@ -85,8 +85,10 @@ def compute(q, k, v, m: Mechanism, head_scale: Tensor | None, span: Span) -> Ten
 
 
 def _needs_float32(m: Mechanism, dtype: torch.dtype) -> bool:
-    """Whether 16 bits are too few: for what is multiplied or subtracted outside of the kernel, and
-    in fp16 for weights without a bound."""
+    """Tell whether 16 bits are too few.
+
+    They are for factors and means outside of the kernel, and in fp16 for weights without a bound.
+    """
     outside = m.scale not in fused.OWN_SCALES or m.norm in ("L", "gamma sqrt(N/2)")
     outside = outside or m.post == "recentre" or (m.phi == "softplus" and m.norm == "none")
     return outside or (dtype == torch.float16 and m.norm != "l1")
@@ -129,7 +131,7 @@ def _mean_value(v: Tensor, span: Span, q: Tensor) -> Tensor:
 
 
 def _compute_forward(q, k, v, first, *settings_and_save):
-    """The output, and for the backward: what it lost by rounding, row and key statistics."""
+    """Return the output, and for the backward its rounding error, row and key statistics."""
     *settings, save = settings_and_save
     s = Settings(*settings)
     out, rest, stats, keys = _forward_outputs(q, k, v, first, *settings_and_save)
@@ -173,7 +175,7 @@ def _forward_outputs(q, k, v, first, *settings_and_save):
 
 
 def _compute_backward(grad, q, k, v, first, out, rest, stats, keys, *settings):
-    """Gradients of q, k, v from the one of the output."""
+    """Return the gradients of q, k and v from the one of the output."""
     s = Settings(*settings)
     dq, dk, dv = fused.room_for_gradients(grad, q, k, v)
     if not out.numel():
@@ -198,7 +200,7 @@ def _compute_backward(grad, q, k, v, first, out, rest, stats, keys, *settings):
 
 
 def _sizes(v: Tensor, keys: Tensor, ends: Tensor | None, queries: int, form: Form) -> Tensor:
-    """The largest |v| and the smallest 1/|k| of each head, (B, G, 2), of the keys that are seen."""
+    """Return the largest |v| and the smallest 1/|k| of the seen keys of each head, (B, G, 2)."""
     largest = torch.linalg.vector_norm(v, torch.inf, dim=3, dtype=torch.float32)
     smallest = keys if form.cosine else torch.ones_like(largest)
     if ends is not None:
@@ -226,11 +228,12 @@ _forward, _ = fused.operators(
 
 
 def _spans(first: Tensor | None, window: int, q: Tensor, k: Tensor):
-    """The first key that each row sees, and the ends of what sees each key, with their strides
-    over the batch; None where every row sees all keys up to its own.
+    """Return the first key that each row sees, and the ends of the rows that see each key.
 
-    The ends (B, 2, Lk) are the last row that may see a key, and the first one, of those that see
-    anything, from which on not all of the rows see it."""
+    Each comes with its stride over the batch. None: every row sees all keys up to its own. The ends
+    (B, 2, Lk) are the last row that may see a key, and the row from which on not all rows that see
+    anything see it.
+    """
     first = Span(first, window or None).firsts(q, k)
     if first is None:
         return None, 0, None, 0
@@ -261,7 +264,7 @@ def _launch(name, form, q, k, v, blocked, tensors, strides, numbers, s: Settings
 
 
 def _kernel(name: str, form: Form, block_d: int, q: Tensor):
-    """The kernel and its tiles: of `triton_table.py` on a GPU, fixed in the interpreter."""
+    """Return the kernel and its tiles: of `triton_table.py` on a GPU, fixed in the interpreter."""
     kernel = kernel_function(name)
     if interpreting():
         return kernel, INTERPRETED

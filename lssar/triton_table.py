@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton kernels, chosen beforehand and not by timing.
+"""Lists tile shapes of the Triton kernels, chosen beforehand and not by timing.
 
 Timing would choose differently from run to run and from rank to rank, and the order of a sum with
 it: a resumed run would not give the same bits. `python benchmark.py kernels` compiles every entry

@@ -1,1 +1,1 @@
-"""The paper's experiments: runs and tables as data, the jobs that fill them, figures, the page."""
+"""Holds the paper's experiments: runs and tables as data, their jobs, figures and page."""

@@ -119,7 +119,7 @@ def open_records(
 
 
 class RecordLoader(TrainLoader):
-    """Yields this rank's micro-batches of records."""
+    """Yields this rank's micro-batches of records, with labels weighed alike."""
 
     def divisors(self, step: int) -> list[float]:
         """Return one divisor per micro-batch, so that every label of the step counts the same."""

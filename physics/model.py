@@ -48,7 +48,7 @@ class OrbitModelConfig(ModelConfig):
 
 
 class OrbitModel(nn.Module):
-    """GPT-2's blocks between an embedding and a head for orbits."""
+    """Computes GPT-2's blocks between an embedding and a head for orbits."""
 
     config_type = OrbitModelConfig
 
@@ -126,7 +126,7 @@ class OrbitModel(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def weights_per_token(self) -> int:
-        """Count the weights that every position is multiplied by: those of linear layers."""
+        """Count the weights that every position is multiplied by, which linear layers have."""
         return sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
 

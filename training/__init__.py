@@ -1,1 +1,1 @@
-"""What train.py leans on: configs, checkpoints, processes, the log, estimates."""
+"""Holds what train.py leans on: configs, checkpoints, processes, the log, estimates."""

@@ -7,7 +7,7 @@ from lssar.errors import UserError
 
 
 class BatchPlan(NamedTuple):
-    """sequences = world_size * accumulation * micro_batch."""
+    """Holds a plan in which sequences = world_size * accumulation * micro_batch."""
 
     sequences: int
     world_size: int

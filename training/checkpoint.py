@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any instant cannot corrupt, and that are safe to share.
+"""Writes and reads checkpoints that no kill can corrupt, and that are safe to share.
 
     runs/NAME/checkpoints/step-00001000/model.safetensors   weights
                                         model.json          model config, step, tokeniser, losses
@@ -37,7 +37,7 @@ WEIGHTS, DESCRIPTION, TRAINER = "model.safetensors", "model.json", "trainer.pt"
 
 @dataclass
 class Progress:
-    """Where a run is; saved with every checkpoint."""
+    """Says how far a run is; saved with every checkpoint."""
 
     step: int = 0  # optimiser steps done
     skipped: int = 0  # non-finite steps in a row
@@ -163,7 +163,7 @@ def refuse_changed(file: Path) -> None:
 
 
 class Store:
-    """The checkpoints of one run."""
+    """Keeps the checkpoints of one run."""
 
     def __init__(self, run_directory: str | Path):
         self.directory = Path(run_directory) / "checkpoints"

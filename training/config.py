@@ -1,4 +1,4 @@
-"""Run configurations: TOML files, checked into frozen dataclasses.
+"""Reads run configurations: TOML files, checked into frozen dataclasses.
 
     config = load_config("configs/gpt2-124m-lssar.toml", ["--train.steps=1000"])
 

@@ -1,4 +1,4 @@
-"""The device, the precision and the other processes of a run, with their collectives."""
+"""Chooses the device and the precision of a run, and joins its processes."""
 
 import faulthandler
 import functools
@@ -55,7 +55,7 @@ class World:
 
 
 class StopSignal:
-    """Turn SIGTERM and SIGINT into a stop after the step; a second one stops at once."""
+    """Turns SIGTERM and SIGINT into a stop after the step; a second one stops at once."""
 
     def __enter__(self) -> "StopSignal":
         self.received = 0
@@ -78,7 +78,7 @@ class StopSignal:
 
 
 class Place(NamedTuple):
-    """Places this process among the others, as the variables of torchrun say."""
+    """Holds the place of this process among the others, as torchrun's variables say."""
 
     rank: int
     world_size: int

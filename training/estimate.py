@@ -125,8 +125,10 @@ def main_memory() -> int:
 
 
 def fit(config: Config, world_size: int, free: float, device: str, most: int = 0) -> Config | None:
-    """Choose the largest micro-batch that fits `free` bytes: a power of two, or `most` and its
-    halves; None if even the smallest is too much."""
+    """Choose the largest micro-batch that fits `free` bytes.
+
+    It is a power of two, or `most` or one of its halves. None: even the smallest is too much.
+    """
     share = batch_plan(config.with_micro_batch(1), world_size).accumulation
     largest_power = share & -share
     sequences = most if most and share % most == 0 else largest_power

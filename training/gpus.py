@@ -1,4 +1,4 @@
-"""GPUs to plan with. Nothing here needs torch."""
+"""Lists the GPUs to plan with. Nothing here needs torch."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""AdamW, with Muon for the matrices of the blocks if `train.optimiser = "muon"`.
+"""Optimises with AdamW, and the matrices of blocks with Muon if `train.optimiser = "muon"`.
 
 Muon takes a momentum M of the gradient and moves a weight along the nearest orthogonal matrix,
 U V^T where U S V^T = (1 - b) G + b M, scaled by 0.2 sqrt(max(rows, columns)): the size that AdamW's
@@ -29,7 +29,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 class Optimiser(torch.optim.AdamW):
-    """AdamW, and Muon for groups that have a momentum."""
+    """Takes steps of AdamW, and of Muon for groups that have a momentum."""
 
     def __init__(self, model: nn.Module, t: TrainSection):
         groups = parameter_groups(model, t.weight_decay)

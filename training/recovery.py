@@ -1,4 +1,4 @@
-"""Steps whose numbers are not finite: which were skipped, and when a run has diverged."""
+"""Finds steps whose numbers are not finite, and stops a run that has diverged."""
 
 import math
 
@@ -10,7 +10,7 @@ from training.config import Config
 
 
 class Diverged(RuntimeError):
-    """The numbers are no longer finite."""
+    """Says that the numbers are no longer finite."""
 
 
 def diverged(what: str, config: Config, store: Store) -> Diverged:

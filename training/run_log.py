@@ -1,4 +1,4 @@
-"""A run's directory and screen: metrics.jsonl, the progress bar, wandb, the loss curve."""
+"""Writes a run's directory and screen: metrics.jsonl, the bar, wandb, the loss curve."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ METRICS, RUN = "metrics.jsonl", "run.json"
 
 
 class RunLog(contextlib.ExitStack):
-    """The run directory and the screen. Only rank 0 writes and shows anything."""
+    """Writes the run directory and the screen. Only rank 0 writes and shows anything."""
 
     def __init__(self, config: Config, world: World):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every key of a run's configuration, by section: its type, its default, what it means."""
+"""Lists every key of a run's configuration, by section: its type, default and meaning."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,10 @@ RULES = {
     "must not have a zero byte": lambda text: "\0" not in text,
     "must name a folder; . is the current one": lambda text: text and "\0" not in text,
 }
-Count, CountOrZero = Annotated[int, "must be above 0"], Annotated[int, "must be 0 or more"]
-Positive, NotNegative = Annotated[float, "must be above 0"], Annotated[float, "must be 0 or more"]
+Count = Annotated[int, "must be above 0"]
+CountOrZero = Annotated[int, "must be 0 or more"]
+Positive = Annotated[float, "must be above 0"]
+NotNegative = Annotated[float, "must be 0 or more"]
 Beta = Annotated[float, "must be in [0, 1)"]
 PathText = Annotated[str, "must not have a zero byte"]
 FolderText = Annotated[str, "must name a folder; . is the current one"]

@@ -1,4 +1,4 @@
-"""Fit the micro-batch to the memory that there really is."""
+"""Fits the micro-batch to the memory that there really is."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Every mechanism of `lssar.MECHANISMS` inside any decoder of Hugging Face transformers.
+"""Puts every mechanism of `lssar.MECHANISMS` into any decoder of Hugging Face transformers.
 
     import lssar.hf  # registers them
     model = AutoModelForCausalLM.from_config(config, attn_implementation="lssar")

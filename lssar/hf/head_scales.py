@@ -1,4 +1,4 @@
-"""The learnable scalar of each head, of `ssmax` and `relu-shen`, as parameters of a model."""
+"""Makes the learnable scalars of `ssmax` and `relu-shen`, one per head, parameters of a model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A layer of a model of transformers, computed by one of our mechanisms."""
+"""Computes a layer of a model of transformers by one of our mechanisms."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""What each query sees, as a mask that only our attention can read.
+"""Packs the keys that each query sees into a mask that only our attention can read.
 
 transformers asks for a mask once per forward and kind of layer (full, sliding, chunked), and hands
 it to every layer. Ours has four dimensions, as one that is already prepared, and integers: in a

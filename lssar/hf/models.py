@@ -1,4 +1,4 @@
-"""Models of transformers that use one of our mechanisms, watched from when they are built.
+"""Watches models of transformers that use one of our mechanisms, from when they are built.
 
 A model whose layers do not call our function is refused when it is built, or by its first forward.
 A warning is given where weights run with another attention than they were saved with.

@@ -1,4 +1,4 @@
-"""The names by which transformers knows our mechanisms."""
+"""Registers the names by which transformers knows our mechanisms."""
 
 import functools
 

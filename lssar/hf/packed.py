@@ -1,7 +1,7 @@
-"""Packed sequences: position_ids that start again in a row of a batch.
+"""Separates packed sequences: position_ids that start again in a row of a batch.
 
-They do not see each other. transformers separates them where there is no mask and no cache, which
-has no place for several sequences in one row.
+Packed sequences do not see each other. transformers separates them where there is no mask and no
+cache: a cache has no place for several sequences in one row.
 """
 
 from typing import Any, TypeGuard

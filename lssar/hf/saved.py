@@ -1,4 +1,4 @@
-"""What a saved model, or a saved adapter, says of its attention.
+"""Records the attention of a saved model or a saved adapter, and checks it.
 
 A model's config records the mechanism, so that it is loaded with it, and names an architecture that
 no other engine has. An adapter (LoRA) does not carry the attention; it records a name, to compare.
