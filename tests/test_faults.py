@@ -41,7 +41,7 @@ from lssar.reference import attention_weights
 from model import GPT, WEIGHTS_VERSION, preset
 from physics.loader import describe
 from physics.model import OrbitModel, OrbitModelConfig
-from support.files import Claim, read_text, write_text
+from support.files import Claim, read_text, sync, write_text
 from support.processes import block_sigint_in_children, in_processes
 from training.checkpoint import CheckpointInfo, Store, find, load_latest, load_model, read_trainer
 from training.config import load_config
@@ -360,6 +360,18 @@ def test_a_disk_without_locks_is_named_and_the_work_goes_on(tmp_path, monkeypatc
     (tmp_path / ".a.json.0123456789abcdef.tmp").write_text("of a process that may still be writing")
     write_text(tmp_path / "a.json", "{}")
     assert len(list(tmp_path.glob(".a.json.*"))) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors cannot be listed")
+def test_writing_and_syncing_leaves_no_descriptor_open(tmp_path):
+    open_here = Path("/proc/self/fd")
+    before = len(list(open_here.iterdir()))
+    write_text(tmp_path / "a.json", "{}")
+    sync(tmp_path / "a.json")
+    sync(tmp_path)
+    with contextlib.suppress(UserError), files_of_at_most(100):
+        write_text(tmp_path / "b.json", "x" * 1000)
+    assert len(list(open_here.iterdir())) == before
 
 
 def test_a_text_beyond_the_limit_is_not_read(tmp_path):

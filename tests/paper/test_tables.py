@@ -23,19 +23,19 @@ STEEP = [1.57, 1.75, 2.08, 2.40, 2.74]
 CURVES = {"softmax": STEEP, "lssar-p15": FLAT, "cos-softmax": [1.55, 1.57, 1.62, 1.68, 1.75]}
 
 
-def write_headline(folder, curves, seeds=5, name="headline"):
+def write_headline(folder, curves, seeds=5, name="headline", noise=1.0):
     """Write results/nano/NAME.json with losses on 32 pieces of text."""
     rng = random.Random(7)
     results = Results(folder / f"{name}.json", "extrapolation", {"tokens": 1}, {})
-    text = [rng.gauss(0, 0.1) for _ in range(32)]  # some text is harder, for every model
+    text = [noise * rng.gauss(0, 0.1) for _ in range(32)]  # some text is harder, for every model
     for key, losses in curves.items():
         for seed in range(seeds):
             model = {"attention": {"name": key.removesuffix("-p15")}}
             run = {"run": key, "seed": seed, "trained_at": "1111111aa", "model": model}
             results.runs[f"{key}{seed}"] = run
-            shift = rng.gauss(0, 0.002)
+            shift = noise * rng.gauss(0, 0.002)
             for length, loss in zip(LENGTHS, losses, strict=True):
-                pieces = [loss + shift + t + rng.gauss(0, 0.002) for t in text]
+                pieces = [loss + shift + t + noise * rng.gauss(0, 0.002) for t in text]
                 fields = {"length": length, "revision": "2222222bb", "command": "c"}
                 fields["details"] = {"by_segment": pieces}
                 value = sum(pieces) / len(pieces)
@@ -85,6 +85,9 @@ def test_the_headline_is_judged_by_the_rule_of_the_docs(tmp_path):
     for number, (curves, verdict) in enumerate(cases):
         folder = write_headline(tmp_path / str(number), curves)
         assert claims.headline(filled(folder)["headline"])[0] == verdict, number
+    at_the_bounds = {"softmax": [25, 30, 35, 40, 45], "lssar-p15": [25, 25, 25, 26, 27]}
+    folder = write_headline(tmp_path / "bounds", at_the_bounds, noise=0)
+    assert claims.headline(filled(folder)["headline"])[0] == "confirmed"
     one_seed = write_headline(tmp_path / "one", CURVES, seeds=1)
     assert claims.headline(filled(one_seed)["headline"])[0] == "undecided"
     assert claims.headline(filled(tmp_path / "none")["headline"])[0] == "not measured"
