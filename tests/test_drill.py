@@ -5,11 +5,7 @@ import os
 import subprocess
 import sys
 
-import pytest
-from drill.__main__ import main
 from train_helpers import ROOT
-
-from lssar.errors import UserError
 
 
 def test_the_system_withstands_the_short_drill(tmp_path):
@@ -22,9 +18,3 @@ def test_the_system_withstands_the_short_drill(tmp_path):
     assert sum(attack["kills"] for attack in found["attacks"]) >= 8
     table = (tmp_path / "docs/reliability.md").read_text()
     assert all(attack["what"] in table for attack in found["attacks"])
-
-
-def test_the_table_of_the_repository_is_only_written_at_a_clean_revision(monkeypatch):
-    monkeypatch.setattr("drill.__main__.git_revision", lambda: "unknown")
-    with pytest.raises(UserError, match="is of one clean revision, this is unknown; commit first"):
-        main([])

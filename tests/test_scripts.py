@@ -27,34 +27,63 @@ def test_scripts_parse():
         subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_ci_runs_the_readmes_commands_in_a_clone_at_a_path_with_spaces_and_removes_it(
-    tmp_path, code
-):
-    origin, temporary = tmp_path / "origin", tmp_path / "temporary"
-    temporary.mkdir()
-    quickstart = "echo quickstart $#\n"
-    test = f"echo test $#; cat committed >&2; pwd; exit {code}\n"
-    for name, body in {"quickstart.sh": quickstart, "test.sh": test}.items():
-        path = origin / "scripts" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(body)
-    (origin / "committed").write_text("what was committed\n")
-    shutil.copytree(ROOT / ".ci", origin / ".ci")
-    git = ["git", "-C", origin, "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a"]):
-        subprocess.run([*git, *command], check=True)
-    (origin / "committed").write_text("what was not\n")
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    done = subprocess.run(
-        ["bash", origin / ".ci/run"], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stderr
-    assert done.stderr.strip() == "what was committed"
-    *ran, place = done.stdout.splitlines()
-    assert ran == ["quickstart 0", "test 0"]
-    assert " " in str(Path(place).relative_to(temporary))
-    assert not list(temporary.iterdir())
+class Submission:
+    """A repository with .ci/run, in which the README's two scripts only say that they ran."""
+
+    def __init__(self, folder: Path, code: int = 0):
+        self.origin, self.temporary = folder / "origin", folder / "temporary"
+        self.temporary.mkdir(parents=True)
+        shutil.copytree(ROOT / ".ci", self.origin / ".ci")
+        self.write("scripts/quickstart.sh", "echo quickstart $*\n")
+        self.write("scripts/test.sh", f"echo test $*; exit {code}\n")
+        self.git("init", "-q")
+        self.commit()
+
+    def write(self, name: str, text: str) -> None:
+        (self.origin / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.origin / name).write_text(text)
+
+    def git(self, *words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", self.origin, *identity, *words], check=True)
+
+    def commit(self) -> None:
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "a")
+
+    def run(self) -> subprocess.CompletedProcess:
+        command = ["bash", self.origin / ".ci/run"]
+        environment = os.environ | {"TMPDIR": str(self.temporary)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_ci_runs_the_readmes_commands_in_a_clone_at_a_path_with_spaces_and_removes_it(tmp_path):
+    for code in cases([0, 3]):
+        submitted = Submission(tmp_path / str(code), code)
+        submitted.write("scripts/quickstart.sh", "case $PWD in *' '*) echo spaces ;; esac\n")
+        submitted.commit()
+        submitted.write("scripts/quickstart.sh", "echo not committed\n")
+        done = submitted.run()
+        assert done.returncode == code, done.stderr
+        assert done.stdout.splitlines() == ["spaces", "test"]
+        assert not list(submitted.temporary.iterdir())
+
+
+def test_ci_runs_the_tiers_of_what_changed(tmp_path):
+    tiers = {
+        "physics/force.py": ["physics"],
+        "lssar/triton_forward.py": ["gpu-rehearsal"],
+        "lssar/hf/masks.py": ["ecosystem"],
+        "tests/drill/rot.py": ["drill"],
+        "model.py": [],
+    }
+    for number, (path, expected) in enumerate(cases(tiers.items())):
+        submitted = Submission(tmp_path / str(number))
+        submitted.write(path, "changed")
+        submitted.commit()
+        done = submitted.run()
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[2:] == [f"test --{name}" for name in expected]
 
 
 @pytest.fixture
