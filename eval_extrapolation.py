@@ -127,7 +127,7 @@ def measure(model: GPT, case: Case, targets: Targets, world: World) -> list[Reco
 
 
 def loss_record(case: Case, ranges: Ranges, sums: np.ndarray, targets: Targets) -> Record:
-    """Return the mean loss, with those of every range of positions and of every segment."""
+    """Return the mean loss, also by range of positions and by segment."""
     by_segment = sums.sum(1) / targets.segment
     loss, error = report.mean_and_error(by_segment)
     sequences = targets.tokens // case.length

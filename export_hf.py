@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent
 MODEL = "evaluating.hf_model"
 MODEL_MODULE = "modeling_lssar"
 KERNEL_MODULE = "lssar_cpu_source"
-# What transformers finds in the folder, by the name it looks for: AutoConfig, AutoModel, ...
+# Classes of the folder, by the names that transformers looks for: AutoConfig, AutoModel, ...
 CLASSES = {"Config": "LssarConfig", "Model": "LssarModel", "ModelForCausalLM": "LssarForCausalLM"}
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 CPU_SOURCE = 'SOURCE = Path(__file__).with_name("lssar_cpu.cpp")\n'

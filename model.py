@@ -4,7 +4,7 @@
 
 Pre-LN blocks, tied embeddings, biases, GPT-2's initialisation. The model works at any length: RoPE
 is computed on demand, and the row count N of the mechanisms is the number of keys that a query
-sees, with and without a KV cache. What layers can differ in is one `Layer` each
+sees, with and without a KV cache. The settings in which layers can differ are one `Layer` each
 (modelling/config.py).
 """
 

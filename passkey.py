@@ -122,7 +122,7 @@ class Answers:
     def __init__(self, path: Path):
         self.path = path
         self.known: dict[tuple, dict] = {}  # by run, variant, length and trial
-        self.whole_lines: bytes | None = None  # what to keep of a file with a torn line
+        self.whole_lines: bytes | None = None  # the part to keep of a file with a torn line
         if not path.exists():
             return
         with reading(path), open_regular(path) as file:
@@ -162,7 +162,7 @@ def answer_batch(model: GPT, prompts: list[Prompt], device) -> torch.Tensor:
 
 
 def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> list[dict]:
-    """Return the answers of one case, and ask only for what is not on disk yet.
+    """Return the answers of one case; ask only for answers that are not on disk yet.
 
     The missing batches are shared out among the processes, one to each per turn.
     """

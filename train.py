@@ -44,11 +44,13 @@ from training.recovery import Diverged, UncheckedSteps, refuse_infinite_weights
 from training.run_log import RUN, RunLog, machine, other_machine
 from training.sizing import halve_until_it_fits
 
-EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_PREEMPTED = 3, 4, 75
+EXIT_DIVERGED = 3
+EXIT_LOST_CONTACT = 4
+EXIT_PREEMPTED = 75
 
 
 def main(argv: list[str], kind: type[Config] = Config) -> int:
-    """Train what a kind of config describes: GPT-2, or the model of physics/train.py."""
+    """Train the model of a kind of config: GPT-2, or that of physics/train.py."""
     arguments, overrides = TrainingParser(__doc__).parse(argv)
     size = arguments.world_size if arguments.dry_run else distributed.world_size()
     config = load_config(arguments.config, overrides, size, kind)
@@ -217,7 +219,7 @@ def make_batches(config: Config, world: World) -> Batches:
 def warn_of_changes(
     state: dict, data: dict, batches: Batches, world: World, log: RunLog, accept_data: bool
 ) -> None:
-    """Warn if data or machine are not those of the checkpoint; refuse other data."""
+    """Warn if data or machine differ from the checkpoint's; refuse other data."""
     folder = batches.train_set.directory
     changed = check_data_unchanged(state["data"], data, folder, accept_data)
     for warning in (changed, other_machine(state["machine"], machine(world))):
@@ -239,7 +241,7 @@ def train(run: Run, stop: StopSignal) -> int:
         step = progress.step
         finished = step == t.steps
 
-        # Once, after the first step: what computes the attention.
+        # Once, after the first step: the backends that compute the attention.
         if step == started + 1:
             log.backends(used_backends(config))
 
@@ -381,7 +383,7 @@ def validate(run: Run) -> None:
     for inputs, targets in run.batches.validation():
         with run.autocast:
             mean = run.model(inputs.to(device), targets.to(device))
-        # Every token counts; of the labels of physics/, those that are not NaN.
+        # Every token counts. Labels of physics/ may be NaN, and do not count then.
         count = int(targets.isfinite().sum())
         size = 0 if lengths is None else lengths[targets.numpy()].sum()
         total += torch.tensor([mean.item() * count, count, size], dtype=torch.float64)

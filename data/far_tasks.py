@@ -105,7 +105,7 @@ PAPER = Form(
 SHORT = Form("", "The key is {key}. Remember {key}.", "Key? The key is", "ABCDEFGIJLMNOPQSUVWXYZ")
 FORMS = {"paper": PAPER, "short": SHORT}
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-LONGEST_PROMPT = 2**24  # tokens: what can be built in a moment
+LONGEST_PROMPT = 2**24  # tokens; building a longer one takes more than a moment
 ANSWER_TOKENS = 10
 
 

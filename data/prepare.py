@@ -51,7 +51,7 @@ COMMANDS = (*HUB, "text", *GENERATED, "download", "verify")
 PUBLISHED_SOURCE = "Python 3.11.7 standard library"
 PUBLISHED_TOKENS_SHA256 = "0b73c456355c04c099cbbf61066ffdd2f9245230ef8dfc89a6991190ef76bf09"
 MOST_LISTED = 20
-SECONDS_BETWEEN_RECORDS = 5.0  # what a kill can cost; each record syncs the disk
+SECONDS_BETWEEN_RECORDS = 5.0  # of work, which a kill can cost; each record syncs the disk
 
 
 def prepare(source, arguments: argparse.Namespace) -> None:
@@ -91,14 +91,14 @@ def prepare(source, arguments: argparse.Namespace) -> None:
 
 
 def _fill(writer: ShardWriter, source, workers: int) -> dict[Path, tuple[int, str]]:
-    """Write all that is missing. Return what was left out: how many lines (0: all), and why."""
+    """Write all that is missing. Return the files left out: how many lines (0: all), and why."""
     val_tokens = writer.settings["val_tokens"]
     max_tokens = writer.settings["max_tokens"]
     most = max_tokens or sys.maxsize
     state = writer.resume()
     writer.encoders.add(writer.tokeniser.encoder_name)
     last_record = time.monotonic()
-    # In a log, a line every half minute, and none of what is shorter.
+    # In a log: a line every half minute, and none for shorter work.
     pace = {"mininterval": 0.5} if sys.stderr.isatty() else {"mininterval": 30.0, "delay": 30.0}
     bar = tqdm(initial=writer.total, unit="tok", unit_scale=True, **pace)
     stream = encoded(chunks(source, state), writer.tokeniser.name, workers)

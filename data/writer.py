@@ -26,7 +26,7 @@ from data.tokeniser import Tokeniser
 from lssar.errors import UserError
 from support import files
 
-# What a preparation may leave behind: shards, growing or complete, and half-written records.
+# Files that a preparation may leave behind: shards, growing or complete, and half-written records.
 STRAY = re.compile(
     rf"(\.?{SHARD_NAME.pattern}(\.[0-9a-f]{{16}})?(\.tmp)?)"
     rf"|\.({re.escape(PROGRESS)}|{re.escape(MANIFEST)})\.[0-9a-f]{{16}}\.tmp",
@@ -46,7 +46,7 @@ def write_manifest(
         "documents": documents,
         "tokens": tokens_by_split(shards),
         "shards": [asdict(shard) for shard in shards],
-        "encoders": sorted(encoders) or None,  # names and versions of what wrote the tokens
+        "encoders": sorted(encoders) or None,  # names and versions
         "merges_sha256": tokeniser.merges_sha256 if encoders else None,
         "settings": settings,
     }
@@ -223,7 +223,7 @@ class ShardWriter:
         return progress["source_state"]
 
     def _remove_strays(self) -> None:
-        """Delete what was begun after the last record: it is about to be written again."""
+        """Delete files begun after the last record: they are about to be written again."""
         keep = {shard.name for shard in self.shards}
         keep |= {shard.temporary.name for shard in self.growing.values()}
         with files.writing(self.directory):
@@ -233,7 +233,7 @@ class ShardWriter:
                     path.unlink()
 
     def finish(self, skipped: list[dict]) -> None:
-        """Complete the set; its manifest lists what was skipped."""
+        """Complete the set; its manifest lists the skipped files and lines."""
         for split in list(self.growing):
             self._complete(split)
         self.shards.sort(key=lambda shard: int(SHARD_NAME.fullmatch(shard.name)["index"]))
@@ -283,7 +283,7 @@ def refuse_other_settings(directory: Path, recorded: dict | None, settings: dict
 
 
 def recorded_settings(directory: Path) -> dict | None:
-    """Return what the folder was, or is being, prepared with; None if nothing is written."""
+    """Return the settings that the folder is prepared with; None if nothing is written."""
     if (directory / MANIFEST).exists():
         return read_manifest(directory).get("settings", {})
     progress = read_progress(directory)

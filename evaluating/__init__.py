@@ -1,1 +1,1 @@
-"""Measures trained models: what the evaluation commands at the root lean on."""
+"""Measures trained models; the evaluation commands at the root lean on this room."""

@@ -20,7 +20,7 @@ from training.checkpoint import WEIGHTS, CheckpointInfo, find, load_model, read_
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds what describes a trained model; `load` reads its weights."""
+    """Holds the description of a trained model; `load` reads its weights."""
 
     path: Path
     identity: str  # hash of config and weights, whatever the path

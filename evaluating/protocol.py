@@ -57,7 +57,7 @@ def arithmetic(precision: str, device) -> Iterator[str]:
 
 
 def made_with(run: dict) -> dict:
-    """Return what the last digits of a run's numbers depend on, besides its settings."""
+    """Return the version, threads and backends that the last digits of numbers depend on."""
     found = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     attention = run.get("model", {}).get("attention", {})
     if "name" in attention:

@@ -1,4 +1,4 @@
-"""Prints and draws what was measured by length: losses, accuracies, benefits."""
+"""Prints and draws losses, accuracies and benefits by length."""
 
 import math
 from collections import Counter

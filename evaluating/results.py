@@ -23,7 +23,7 @@ HEAD = {"kind": str, "settings": dict, "about": dict, "runs": dict}  # all of a 
 
 @dataclass(frozen=True)
 class Record:
-    """Holds one measured number, and what it was measured on."""
+    """Holds one measured number, and the run, variant, task and length it belongs to."""
 
     quantity: str  # "loss", "far_context_benefit", "accuracy", ...
     run: str  # a key of the file's runs

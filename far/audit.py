@@ -121,7 +121,7 @@ def by_block(values: np.ndarray, block: np.ndarray) -> np.ndarray:
     """Return one value per block, whose mean is the mean over all targets.
 
     Blocks have unequal numbers of targets. A block's value is therefore the mean over all targets,
-    plus how far the block's sum is from what that mean would make it.
+    plus the difference between the block's sum and the sum that this mean would give.
     """
     numbers = np.unique(block, return_inverse=True)[1]
     sums = np.bincount(numbers, values)

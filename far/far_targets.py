@@ -22,7 +22,7 @@ from model import GPT
 GRAM = {"bytes": 8, "gpt2": 3}
 MOST = 4096  # targets; each costs a forward pass over the near context alone
 UNSEEN = 0  # the distance where the k-gram has not occurred before
-# The rows of what `score_targets` returns.
+# Rows of the array that `score_targets` returns.
 LOSSES = 0
 RIGHT = 1
 

@@ -1,4 +1,4 @@
-"""What the arguments of a call mean, and what is refused of them."""
+"""Checks the arguments of a call, and completes them."""
 
 import warnings
 from dataclasses import replace
@@ -81,7 +81,7 @@ def head_scale_of(m: Mechanism, head_scale: Tensor | None, q: Tensor) -> Tensor 
 
 
 def renamed_head_scale(head_scale: Tensor | None, params: Tensor) -> Tensor:
-    """Return what was given by the old name, with a warning."""
+    """Return the scalars that were given by their old name, with a warning."""
     if head_scale is not None:
         raise UserError("params is the old name of head_scale; give head_scale alone")
     warnings.warn("params is now called head_scale", DeprecationWarning, stacklevel=3)

@@ -101,7 +101,7 @@ def _loads(library: Path) -> bool:
 
 
 def _compiler(chosen: str) -> list[str]:
-    """Return the compiler's command: what $CXX says, or the first that is found."""
+    """Return the compiler's command: $CXX, or the first that is found."""
     try:
         command = shlex.split(chosen)
     except ValueError as error:
@@ -133,7 +133,7 @@ def _library_name(chosen: str, extra: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> str:
-    """Return what -march=native depends on: machines may share a cache folder."""
+    """Describe the processor, on which -march=native depends: machines may share a cache."""
     found = {x for x in _cpu_info() if x.startswith(("model name", "flags", "Features"))}
     return "\n".join([platform.machine(), platform.processor(), *sorted(found)])
 

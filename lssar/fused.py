@@ -42,7 +42,7 @@ COSINE_FLAGS = {
 
 
 class Settings(NamedTuple):
-    """Holds the arguments of the operators besides their tensors, in order."""
+    """Holds the arguments of the operators that are not tensors, in order."""
 
     window: int  # 0: none
     phi: int

@@ -1,4 +1,4 @@
-"""What a backend can take: a call and a mechanism, or the reason why not."""
+"""Tells whether a backend can take a call of a mechanism, and why not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Call(NamedTuple):
-    """What the choice of a backend depends on, besides the mechanism."""
+    """Holds the properties of a call on which the choice of a backend depends."""
 
     device: str  # "cpu", "cuda", "mps"
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, span: Span, decay: Tensor | None) -> Call:
-    """Return what the choice of a backend depends on."""
+    """Return the properties of a call on which the choice of a backend depends."""
     device = q.device.type
     dtype = q.dtype
     batch, heads, queries, head_dim = q.shape

@@ -1,8 +1,8 @@
-"""Every attention mechanism of the paper, as values.
+"""Defines every attention mechanism of the paper as a value.
 
-A mechanism is a frozen record of a few parts; which do not go together is refused when it is
-made. One row of the attention matrix, for a
-query that sees N keys (itself included, N counted from 1), is computed as
+A mechanism is a frozen record of a few parts. Parts that do not go together are refused when it is
+made. One row of the attention matrix, for a query that sees N keys (itself included, N counted from
+1), is computed as
 
     x = scale * similarity + bias        q.k / sqrt(d), or log d log N cos(q, k), ...
                                          and the log decay from the key to the query, if given
@@ -46,7 +46,7 @@ FLAT = 2.0
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One attention mechanism. `get_mechanism(name, **overrides)` makes a variant of an entry.
+    """Describes one mechanism. `get_mechanism(name, **overrides)` makes a variant of an entry.
 
     mine = Mechanism("mine", "Mine", scale="sqrt(d)", phi="softplus", p=4)
     out = attend(q, k, v, mine)
@@ -111,7 +111,7 @@ class Mechanism:
 
     @property
     def title(self) -> str:
-        """The label, with p where there is one."""
+        """Return the label, with p where there is one."""
         return f"{self.label} p={self.p:g}" if self.sharpened else self.label
 
     @property

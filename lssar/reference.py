@@ -1,4 +1,4 @@
-"""The attention matrix, written out: what every backend must equal.
+"""Writes out the attention matrix, which every backend must equal.
 
 weights = attention_weights(q, k, "lssar")  # (B, H, Lq, Lk)
 """

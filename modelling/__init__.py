@@ -1,1 +1,1 @@
-"""Holds what model.py and attention.py lean on: the config, positions, the KV cache, the loss."""
+"""Holds the config, positions, KV cache and loss that model.py and attention.py lean on."""

@@ -40,7 +40,7 @@ class KVCache:
         return [buffer[:, :, :end] for buffer in self._layers[layer]]
 
     def _extend_window(self, layer: int, new: tuple[Tensor, ...], window: int) -> list[Tensor]:
-        """Append to a layer with a window, and forget what no later token sees."""
+        """Append to a layer with a window, and forget keys that no later token sees."""
         kept = self._layers.get(layer, [x[:, :, :0] for x in new])
         seen = [torch.cat(pair, dim=2) for pair in zip(kept, new, strict=True)]
         start = max(0, seen[0].shape[2] - (window - 1))  # the next token sees itself and these

@@ -104,7 +104,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "ModelConfig":
-        """Read what `to_dict` wrote, and check it."""
+        """Read values that `to_dict` wrote, and check them."""
         try:
             found = values | {"attention": get_mechanism(**values["attention"])}
             if "pattern" in values:

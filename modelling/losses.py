@@ -20,7 +20,7 @@ CHUNK_LOGITS = {"cpu": 2**24, "default": 2**28}
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, classes: int) -> Tensor:
     """Return the mean of -log softmax(hidden @ weight[:classes].T)[target] over targets.
 
-    hidden (..., C), weight (rows >= classes, C), targets (...); those that are IGNORE do not count.
+    hidden (..., C), weight (rows >= classes, C), targets (...), of which IGNORE does not count.
     Softmax and sums are in float32; the products follow autocast.
     """
     # Inside a Function gradients look needed even under no_grad.

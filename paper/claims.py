@@ -225,7 +225,7 @@ def measured_numbers(one: dict, table: FilledTable) -> str:
 
 
 def paper_numbers_of(one: dict, table: FilledTable) -> str:
-    """Write what the paper prints of both rows at these lengths, where it does."""
+    """Write the paper's numbers of both rows at these lengths, where it has them."""
     shown = []
     for column in table.table.columns:
         rows = [table.table.row(one[key]) for key in ("row", "other")]

@@ -1,7 +1,7 @@
-"""Makes results/SCALE/TABLE.json of what the jobs have measured.
+"""Makes results/SCALE/TABLE.json of the numbers that the jobs have measured.
 
 Evaluations write to runs/SCALE/evaluations, one file for each run, with every detail. A table has
-one file of all its runs, with what tables, figures and comparisons need.
+one file of all its runs, with the details that tables, figures and comparisons need.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def evaluation_files(table: Table, runs: list[tuple[Run, int]], space: Workspace
 
 
 def trained_runs(runs: list[tuple[Run, int]], space: Workspace) -> dict[str, dict]:
-    """Return by identity what a table's file says of the models that are here."""
+    """Describe the models that are here for a table's file, by their identity."""
     found = {}
     for run, seed in runs:
         directory = space.run_directory(run.key, seed)
@@ -104,7 +104,7 @@ def merge(
 
 
 def compact(record: Record) -> Record:
-    """Return the record without what no table, figure or comparison needs."""
+    """Return the record without details that no table, figure or comparison needs."""
     details = {key: value for key, value in record.details.items() if key in KEPT}
     values = details.get("by_segment")
     if values and None not in values:

@@ -79,7 +79,7 @@ class Workspace:
         return self.scale.seeds_of(key) if self.seeds is None else self.seeds
 
     def arguments(self, run: Run, seed: int) -> list[str]:
-        """Return the arguments of train.py: the config file and what differs from it."""
+        """Return the arguments of train.py: the config file and the changed keys."""
         path = self.run_directory(run.key, seed)
         changes = {"log.directory": path.parent, "log.name": path.name, "train.seed": seed}
         if run.init_from:
@@ -202,7 +202,7 @@ def is_evaluated(out: Path, directory: str, wanted: set[tuple[str, int]]) -> boo
 
 
 def measuring_job(table: Table, runs: list[tuple[Run, int]], space: Workspace) -> Job:
-    """Return the one job that measures a table: all of its runs, or what needs no run."""
+    """Return the one job that measures a table: all of its runs, or numbers without a run."""
     out = space.evaluations / f"{table.name}.json"
     directories = [str(space.run_directory(run.key, seed)) for run, seed in runs]
     needs = tuple(f"train {Path(directory).name}" for directory in directories)
@@ -322,7 +322,10 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
         configs += [(config, False) for config in physics_configs(scale)]
     left = sum(not done for _, done in configs)
     lines.append(f"runs        {len(configs)}, of which {left} are still to be trained")
-    tokens = flops = disk = memory = 0.0
+    tokens = 0
+    flops = 0.0
+    disk = 0.0
+    memory = 0.0
     for config, done in configs:
         if done:
             lines.append(f"  {config.log.name}: done")
@@ -355,7 +358,7 @@ def describe(names: list[str], jobs: list[Job], space: Workspace) -> str:
 
 
 def physics_configs(scale: Scale) -> list[Config]:
-    """Return what scripts/table_physics.sh trains with one seed: pre-training, then forces."""
+    """Return the configs of scripts/table_physics.sh with one seed: pre-training, then forces."""
     stem = "configs/physics-nano" if scale.name == "nano" else "configs/physics-109m"
     smaller = ["--model.preset=45m"] if scale.name == "single" else []
     fewer = ["--train.steps=3906"] if scale.name == "single" else []

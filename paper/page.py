@@ -66,14 +66,14 @@ class Page:
         self.scales = [self._scale(name) for name in SCALES if (results / name).is_dir()]
 
     def _scale(self, name: str) -> dict:
-        """Return what the page shows of one scale."""
+        """Return the verdicts and the tables of one scale."""
         filled, problems = fill_all(name, self.results / name)
         self.problems |= problems
         tables = [self._view(table, name) for table in filled.values()]
         return {"name": name, "judged": judge_all(filled, name), "tables": tables}
 
     def _view(self, filled: FilledTable, scale: str) -> dict:
-        """Return what the page shows of one table, and write its figure."""
+        """Return one table with its source and its figure, and write the figure."""
         name = filled.table.name
         source = self.results / scale / f"{filled.table.records or name}.json"
         view = {"id": f"{scale}-{name}", "filled": filled, "svg": None, "source": source}
@@ -114,7 +114,7 @@ def source_hash(source: str) -> str:
 
 
 def printable(value):
-    """Replace what UTF-8 cannot hold or a page cannot show."""
+    """Replace characters that UTF-8 cannot hold or a page cannot show."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return "" if value is None else value
     shown = value.encode("utf-8", "replace").decode("utf-8")

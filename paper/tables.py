@@ -19,14 +19,14 @@ from support.text import short_number
 from support.text import table as text_table
 
 LARGEST = 1e12  # anything beyond is no result, and would flatten all others in a figure
-# What a value that is None means; elsewhere it overflowed.
+# The meaning of a value that is None; elsewhere it overflowed.
 NO_VALUE = {"constant": "none", "cosine_needed": "impossible"}
 SIGNED = ("far_context_benefit", "benefit_by_distance", "far_benefit")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Holds one number of a table: what was measured with each seed, and what the paper prints."""
+    """Holds one number of a table: its values by seed, and the paper's value."""
 
     values: dict[int | None, float | None] = field(default_factory=dict)  # by seed
     segments: dict[int | None, list[float]] = field(default_factory=dict)  # by seed: of each piece

@@ -1,4 +1,4 @@
-"""Reads configs of runs on orbits: those of train.py, and [orbits] for embedding and head."""
+"""Reads configs of runs on orbits: train.py's sections, and [orbits] for embedding and head."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class OrbitConfig(Config):
         return config
 
     def make_batches(self, plan: BatchPlan, rank: int = 0, device="cpu") -> Batches:
-        """Open the orbits, and refuse those that do not fit this run."""
+        """Open the orbits, and refuse orbits that do not fit this run."""
         return OrbitBatches(self, plan, rank, device)
 
     def fresh_parameters(self) -> tuple[str, ...]:

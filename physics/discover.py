@@ -43,7 +43,7 @@ from support.text import table
 
 # Of one regression: PySR takes iterations, Operon population and evaluations.
 EFFORT = {"iterations": 100, "population": 1000, "evaluations": 500_000}
-# What is measured beside the models.
+# Names of forces that are measured beside the models.
 ORACLE = "oracle"
 TRUTH = "truth"
 BLIND = "blind"
@@ -123,7 +123,7 @@ class Model:
     name: str  # mechanism, settings and seed
     label: str  # in figures
     mechanism: str
-    described: dict  # what a results file says of the pre-trained checkpoint
+    described: dict  # the pre-trained checkpoint, as a results file describes it
     identities: dict[str, str]  # task -> identity of the model that made these forces
     magnitudes: np.ndarray  # (states,)
     vectors: np.ndarray | None = None  # (planets, times, 2)

@@ -40,7 +40,7 @@ class OrbitModelConfig(ModelConfig):
         kinds = {layer.positions for layer in self.all_layers}
         if kinds != {"none"}:
             raise UserError(
-                f"model: positions = {', '.join(sorted(kinds))!r}; those of orbits are learned, "
+                f"model: positions = {', '.join(sorted(kinds))!r}; orbits have learned ones, "
                 "write 'none'"
             )
         if self.documents:

@@ -22,7 +22,7 @@ from support.files import first_line
 LARGEST = 2**31 - 1  # no count, length or size needs more
 MOST_PROCESSES = 1024
 SECONDS_FOR_RANK_0 = 5  # to report an error that every rank has
-# What torch and numpy say, in various exceptions, when a tensor does not fit.
+# Words of torch and numpy, in various exceptions, when a tensor does not fit.
 NO_MEMORY = ("not enough memory", "allocate memory", "out of memory", "size calculation overflowed")
 
 

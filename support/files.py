@@ -133,7 +133,7 @@ def _new_temporary(path: Path) -> tuple[Path, int]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left of writing `path`."""
+    """Remove temporary files of `path` that killed processes left."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
     for entry in os.scandir(path.parent):
         if not pattern.fullmatch(entry.name):

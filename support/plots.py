@@ -90,7 +90,7 @@ def label_ends(axes, lines: list[tuple[str, float, str]], size: float = 6.5) -> 
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
     limit = top
-    for i in reversed(range(len(heights))):  # push down again what is above the top
+    for i in reversed(range(len(heights))):  # push labels above the top down again
         heights[i] = min(heights[i], limit)
         limit = heights[i] - gap
     for height, (place, label, y, colour) in zip(heights, found, strict=True):

@@ -236,7 +236,7 @@ class Store:
         files.write_text(self.directory / "latest", checkpoint.name + "\n")
 
     def repair(self, checkpoint: Path, progress: Progress, keep: int) -> None:
-        """Finish what a kill interrupted after this checkpoint: `best`, the rotation."""
+        """Finish the steps after this checkpoint that a kill interrupted: `best`, the rotation."""
         if checkpoint != max(self.candidates()):
             return  # newer ones were not finished, or are damaged
         with files.writing(self.directory):
@@ -323,7 +323,7 @@ def load_weights(model: nn.Module, path: str, fresh: tuple[str, ...] = ()) -> No
 
 
 def are_moments_of(moments: dict, optimiser: torch.optim.Optimizer) -> bool:
-    """Tell whether a saved state has what the optimiser keeps for each of its parameters."""
+    """Tell whether a saved state has the optimiser's moments of each of its parameters."""
     expected = {}
     for group in optimiser.param_groups:
         names = ("exp_avg",) if "momentum" in group else ("exp_avg", "exp_avg_sq")

@@ -94,7 +94,7 @@ class Config:
         return self.model_type(self.model_config())
 
     def make_batches(self, plan: BatchPlan, rank: int = 0, device="cpu") -> Batches:
-        """Open the data; refuse those that do not fit this run."""
+        """Open the data; refuse data that do not fit this run."""
         return Batches(self, plan, rank, device)
 
     def fresh_parameters(self) -> tuple[str, ...]:
@@ -219,14 +219,14 @@ def _find(path: Path) -> Path:
 
 
 # Errors of tomllib, of the text's encoding and of numbers with thousands of digits are ValueErrors;
-# those of circular links and of deep nesting are RuntimeErrors.
+# circular links and deep nesting raise RuntimeErrors.
 _NOT_TOML = (ValueError, RuntimeError)
 
 Found = dict[str, tuple[object, str]]  # `section.key`: a value, and the file it is from
 
 
 def _read(path: Path, kind: type[Config], seen: tuple[Path, ...] = ()) -> Found:
-    """Read a file's values, on top of those of its bases."""
+    """Read a file's values, on top of its bases' values."""
     try:
         resolved = path.resolve()
         values = tomllib.loads(read_text(path, limit=2**16))  # ours have a thousand characters

@@ -100,7 +100,7 @@ def disk_line(checkpoints: float, data: float = 0) -> str:
 
 
 CARDS = (24, 40, 80)  # GB of common GPUs
-REMEDIES = {  # where one sequence is too much, by what takes most of the memory
+REMEDIES = {  # where one sequence is too much, by the largest use of memory
     "state": "lower model.width or model.layers",
     "activations": "lower train.length, model.width or model.layers",
     "attention maps": "leave attention.backend at auto, or lower train.length",
@@ -178,7 +178,7 @@ def on_cards(config: Config, world_size: int) -> str:
 
 
 def refuse_too_large(config: Config, device: torch.device) -> None:
-    """Refuse in one line what would run out of memory while the weights are initialised."""
+    """Refuse in one line a model whose weights would not fit while they are initialised."""
     m = config.model_config()
     parameters = m.vocab_rows * m.width + 12 * m.layers * m.width**2  # without norms and biases
     # Weights are initialised in main memory; on a CPU gradients and moments are there too.
@@ -193,7 +193,7 @@ def refuse_too_large(config: Config, device: torch.device) -> None:
 
 
 def attention_calls(config: Config, device: str) -> Iterator[tuple[Mechanism, Call]]:
-    """Yield what training asks of the attention in each layer, in its longest sequences."""
+    """Yield the mechanism and the call of each layer, in the longest sequences of training."""
     m = config.model_config()
     t = config.train
     length = max(t.length, t.long_length)
@@ -263,7 +263,7 @@ def planned_gpu(name: str | None) -> Gpu:
 
 
 def summary(config: Config, processes: int, device: str, planned=False) -> list[str]:
-    """Return what a run prints before its first step; `planned`: the device need not be here."""
+    """Return the lines that a run prints first; `planned`: the device need not be here."""
     plan = batch_plan(config, processes)
     # A planned GPU need not be this machine's, a CPU is.
     backends = planned_backends(config, device, everywhere=planned and device == "cuda")

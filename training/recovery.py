@@ -33,7 +33,7 @@ class UncheckedSteps:
         self._numbers.append(numbers)
 
     def check_finished_steps(self, progress: Progress, config, store, loader, say) -> None:
-        """Wait for the steps so far; say which of them were skipped, and stop a diverged run."""
+        """Wait for the steps so far; name the skipped ones, and stop a diverged run."""
         if not self._numbers:
             return
         first = progress.step - len(self._numbers)

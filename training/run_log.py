@@ -37,7 +37,7 @@ class RunLog(contextlib.ExitStack):
             self.enter_context(files.locked(self.path, remedy))
 
     def start(self, step: int, summary: list[str]) -> None:
-        """Write the config and what the run depends on; show the summary and the first step."""
+        """Write the config, the revision and the machine; show the summary and the first step."""
         if not self.world.is_main:
             return
         self._about = {"revision": revision(), "command": sys.argv, **machine(self.world)}
@@ -65,7 +65,7 @@ class RunLog(contextlib.ExitStack):
             sys.stderr.flush()
 
     def backends(self, used: list[str]) -> None:
-        """Say what computes the attention, and keep it in run.json."""
+        """Say which backends compute the attention, and keep them in run.json."""
         self.say(f"attention  computed by backend {', '.join(used)}")
         if self.world.is_main:
             self._about["attention"] = used
@@ -135,7 +135,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def machine(world: World) -> dict:
-    """Return what the last bits of a run depend on besides its configuration."""
+    """Return the properties of the machine that the last bits of a run depend on."""
     on_gpu = world.device.type == "cuda"
     return {
         "torch": str(torch.__version__),  # weights_only refuses its own type

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-# What a type may ask of a value besides.
+# Rules that a type may add.
 RULES = {
     "must be above 0": lambda x: x > 0,
     "must be 0 or more": lambda x: x >= 0,
@@ -50,7 +50,7 @@ class AttentionSection:
 
 
 @dataclass(frozen=True)
-class LocalSection:  # what local layers have in place of [attention] and model.positions
+class LocalSection:  # of local layers, in place of [attention] and model.positions
     name: str | None = None  # None: as the global layers, here and below
     p: float | None = None
     positions: str | None = None
@@ -59,7 +59,7 @@ class LocalSection:  # what local layers have in place of [attention] and model.
 @dataclass(frozen=True)
 class DataSection:
     directory: FolderText = "corpora/fineweb10B"
-    prepare: str = "data/prepare.py fineweb"  # what makes it, but for --out
+    prepare: str = "data/prepare.py fineweb"  # the command that makes it, without --out
     shuffle: bool = True  # windows in a seeded order, each once per epoch
     document_mask: bool = False  # a token sees its own document only
 

@@ -16,7 +16,7 @@ def halve_until_it_fits(
     rehearse: Callable[[Config], None],
     say: Callable[[str], None],
 ) -> Config:
-    """Halve the micro-batch until every rank has room for a step; what a step computes stays.
+    """Halve the micro-batch until every rank has room for a step; a step computes the same.
 
     `rehearse(config)` runs the micro-batches of a step without collectives: a rank that runs out of
     memory must not leave the others waiting.
