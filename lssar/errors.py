@@ -5,7 +5,15 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Tells a mistake in the user's input: what, which value, and what to do."""
+    """Tells a mistake in the user's input.
+
+        try:
+            attend(q, k[:, :, :1], v)
+        except UserError as error:
+            print(error)
+
+    The message says what, which value, and what to do.
+    """
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

@@ -18,32 +18,49 @@ from lssar.errors import UserError
 from lssar.mechanisms import Mechanism
 from lssar.tracing import can_look_at
 
+__all__ = ["bounded", "document_starts", "documents", "padding", "window"]
+
 
 def window(size: int, queries: int, keys: int | None = None, device=None) -> Tensor:
-    """Return the first of the last `size` keys of each of the last `queries` places: (queries,)."""
+    """Return the first of the last `size` keys of each of the last `queries` places: (queries,).
+
+    first = window(256, queries=1024)
+    """
     keys = queries if keys is None else keys
     return (torch.arange(keys - queries, keys, device=device) - size + 1).clamp(min=0)
 
 
 def documents(tokens: Tensor, end_of_text: int) -> Tensor:
-    """Return the start of each token's own document, (B, L); an end-of-text token begins one."""
+    """Return the start of each token's own document, (B, L); an end-of-text token begins one.
+
+    first = documents(tokens, end_of_text)
+    """
     return document_starts(tokens == end_of_text)
 
 
 def document_starts(starts: Tensor) -> Tensor:
-    """Return the start of each token's own document, (B, L); `starts` is True where one begins."""
+    """Return the start of each token's own document, (B, L); `starts` is True where one begins.
+
+    first = document_starts(tokens == end_of_text)
+    """
     places = torch.arange(starts.shape[-1], device=starts.device)
     return (places * starts).cummax(-1).values
 
 
 def bounded(bounds: Tensor, length: int) -> Tensor:
-    """Return the start of each place's own sequence, (length,), from the bounds 0, ..., length."""
+    """Return the start of each place's own sequence, (length,), from the bounds 0, ..., length.
+
+    first = bounded(torch.tensor([0, 300, 1024]), length=1024)  # two sequences in a row
+    """
     places = torch.arange(length, device=bounds.device)
     return bounds.long()[torch.searchsorted(bounds, places, right=True) - 1]
 
 
 def padding(mask: Tensor, queries: int) -> Tensor:
-    """Return the first token of left-padded sequences, (B, queries); the mask is True at tokens."""
+    """Return the first token of left-padded sequences, (B, queries); the mask is True at tokens.
+
+    first = padding(mask, queries=1024)
+    """
     left_padded = _is_left_padded(mask)
     if not can_look_at(mask):
         torch._assert_async(left_padded, NOT_LEFT_PADDED)

@@ -3,6 +3,7 @@
 Every case starts from the same seeds, and the message of a failure ends with its case.
 """
 
+import inspect
 import itertools
 import random
 
@@ -27,3 +28,10 @@ def cases(*choices):
             seed_everything()
         yield running[depth]
     del running[depth:]
+
+
+def example_of(documented) -> str:
+    """Return the example in a docstring: its indented lines, or all below the first paragraph."""
+    text = inspect.getdoc(documented) or ""
+    indented = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    return "\n".join(indented) or text.partition("\n\n")[2]

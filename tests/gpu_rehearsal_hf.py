@@ -125,7 +125,7 @@ def test_packed_sequences_are_told_apart_or_refused_by_the_device():
     q, k, v = (torch.randn(shape, device=CUDA) for _ in range(3))
     layer = model.model.layers[0].self_attn
     with reads_forbidden():
-        out, _ = lssar.hf.attention_forward(
+        out, _ = lssar.hf.layer.attention_forward(
             lssar.MECHANISMS["lssar"], layer, q, k, v, None, cu_seq_lens_q=bounds
         )
     first = lssar.spans.bounded(bounds, 14)

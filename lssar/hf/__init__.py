@@ -18,19 +18,10 @@ base model, or merge it. An adapter that is used with another attention gives a 
 """
 
 from lssar.hf.head_scales import add_head_scales
-from lssar.hf.layer import attention_forward
-from lssar.hf.masks import visibility
 from lssar.hf.models import check, install
 from lssar.hf.names import name_of, register, register_all
 
-__all__ = [
-    "add_head_scales",
-    "attention_forward",
-    "check",
-    "name_of",
-    "register",
-    "visibility",
-]
+__all__ = ["add_head_scales", "check", "name_of", "register"]
 
 register_all()
 install()

@@ -15,6 +15,9 @@ from lssar.mechanisms import MECHANISMS
 def add_head_scales(model: PreTrainedModel) -> PreTrainedModel:
     """Make the scalar of each head of `ssmax` and `relu-shen` a parameter of every layer.
 
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="ssmax")
+        model = lssar.hf.add_head_scales(model)
+
     Without it these mechanisms use the paper's initial value, which is then not trained. A model
     that was saved with them is loaded with them.
     """

@@ -15,7 +15,11 @@ GENERIC = ("softmax", "sigmoid", "exp", "identity")
 
 
 def register(name: str, mechanism: Mechanism) -> None:
-    """Make `attn_implementation=name` mean this mechanism."""
+    """Make `attn_implementation=name` mean this mechanism, in models built or loaded from now on.
+
+    lssar.hf.register("lssar-p3", lssar.get_mechanism("lssar", p=3))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="lssar-p3")
+    """
     known = REGISTERED.get(name)
     if known is None and (name == "eager" or name in AttentionInterface()):
         raise UserError(f"attention {name!r} is one of transformers' own; choose another name")
@@ -25,7 +29,10 @@ def register(name: str, mechanism: Mechanism) -> None:
 
 
 def name_of(mechanism: str) -> str:
-    """Return the name by which `import lssar.hf` registers this entry of MECHANISMS."""
+    """Return the name by which `import lssar.hf` registers this entry of MECHANISMS.
+
+    name = lssar.hf.name_of("softmax")  # "lssar-softmax"
+    """
     return f"lssar-{mechanism}" if mechanism in GENERIC else mechanism
 
 

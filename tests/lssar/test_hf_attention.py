@@ -12,7 +12,9 @@ from tiny_models import build, pack, padded, tokens
 from transformers import AttentionInterface
 
 from lssar.errors import UserError
-from lssar.hf import add_head_scales, attention_forward, name_of, register, visibility
+from lssar.hf import add_head_scales, name_of, register
+from lssar.hf.layer import attention_forward
+from lssar.hf.masks import visibility
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 

@@ -10,7 +10,7 @@ from transformers import StaticCache
 
 from lssar.backends import attend
 from lssar.errors import UserError
-from lssar.hf import attention_forward
+from lssar.hf.layer import attention_forward
 from lssar.mechanisms import MECHANISMS, get_mechanism
 from lssar.reference import attention_weights
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 import lssar.hf  # noqa: F401 - registers the mechanisms
 from lssar.errors import UserError
-from lssar.hf import attention_forward
+from lssar.hf.layer import attention_forward
 from lssar.mechanisms import MECHANISMS
 from lssar.reference import attention_weights
 

@@ -12,9 +12,11 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
+from cases import cases, example_of
 from tiny_models import build, config_of, pack, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
+import lssar.hf
 from lssar.errors import UserError
 from lssar.hf import add_head_scales, check, register
 from lssar.mechanisms import MECHANISMS, get_mechanism
@@ -260,6 +262,16 @@ except lssar.errors.UserError as error:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "(bloom) has no layer that calls attention 'lssar'" in done.stdout
+
+
+def test_the_docstring_of_each_public_name_has_an_example_that_runs(tmp_path):
+    build("llama", "lssar").save_pretrained(tmp_path)
+    known = {"lssar": lssar, "folder": tmp_path, "config": config_of("llama")}
+    known |= {"AutoModelForCausalLM": AutoModelForCausalLM, "LlamaForCausalLM": LlamaForCausalLM}
+    for name in cases(lssar.hf.__all__):
+        code = example_of(getattr(lssar.hf, name))
+        assert f"lssar.hf.{name}(" in code
+        exec(code, dict(known))
 
 
 def test_a_name_of_transformers_stays_theirs():

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases, example_of
 
 import lssar
-from lssar import backends
+from lssar import backends, spans
 from lssar.backends import attend, attend_padded, used_backend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS
@@ -205,10 +206,43 @@ def test_the_api_page_has_the_names_and_its_calls_work():
         "v": v,
         "tokens": torch.randint(0, 9, (1, 1024)),
         "end": 0,
+        "bounds": torch.tensor([0, 300, 1024]),
+        "mask": torch.ones(1, 1024, dtype=torch.bool),
         "scale": torch.rand(8),
         "slopes": torch.rand(8),
+        "attend_padded": attend_padded,
     }
-    calls = page.partition("## Calls")[2].partition("```python\n")[2].partition("```")[0]
-    assert calls.count("attend(") == 7
+    blocks = page.partition("## Calls")[2].partition("## Backends")[0].split("```python\n")[1:]
+    calls = "".join(block.partition("```")[0] for block in blocks)
     exec(calls, known)
     assert known["weights"].shape == (1, 8, 1024, 1024)
+    for name in NAMES:
+        assert re.search(rf"\b{name}[(.\[]", calls), name
+    for name in spans.__all__:
+        assert f"spans.{name}(" in calls, name
+
+
+def test_the_docstring_of_each_public_name_has_an_example_that_runs():
+    q, k, v = qkv(length=1024)
+    tokens = torch.randint(0, 9, (1, 1024))
+    known = {
+        "torch": torch,
+        "lssar": lssar,
+        "UserError": UserError,
+        "attend_padded": attend_padded,
+        "q": q,
+        "k": k,
+        "v": v,
+        "tokens": tokens,
+        "end_of_text": 0,
+        "PADDING": 9,
+        "mask": tokens != 9,
+        "model": GPT(preset("nano", "lssar")),
+    }
+    known |= {name: getattr(lssar, name) for name in NAMES}
+    known |= {name: getattr(spans, name) for name in spans.__all__}
+    public = NAMES - {"MECHANISMS", "spans"} | set(spans.__all__) | {"UserError", "attend_padded"}
+    for name in cases(sorted(public)):
+        code = example_of(known[name])
+        assert name in code
+        exec(code, dict(known))
