@@ -298,12 +298,6 @@ def test_no_permission_is_one_line(where):
             folder.chmod(0o755)
 
 
-def test_a_user_s_mistake_exits_with_2_and_no_traceback(tmp_path):
-    done = run_prepare("text", tmp_path / "nowhere.txt", "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path}/nowhere.txt does not exist\n"
-
-
 def test_a_killed_worker_is_reported_not_waited_for():
     text = [Piece("some words " * 1000)]
     stream = encoded((Chunk(text) for _ in range(10_000)), "gpt2", workers=2)

@@ -542,14 +542,10 @@ def test_the_same_model_twice_is_refused(workspace):
         main(command(workspace, ["softmax", "softmax"], "never.json"))
 
 
-def test_what_is_no_checkpoint_ends_with_one_line_and_code_2(workspace):
-    arguments = command(workspace, ["data"], "never.json")
-    ended = subprocess.run(
-        [sys.executable, ROOT / "eval_extrapolation.py", *arguments], capture_output=True, text=True
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert "is not a checkpoint" in ended.stderr
+def test_what_is_no_checkpoint_is_one_clear_line(workspace):
+    with pytest.raises(UserError, match="is not a checkpoint") as refused:
+        main(command(workspace, ["data"], "never.json"))
+    assert "\n" not in str(refused.value)
 
 
 PEAK = """

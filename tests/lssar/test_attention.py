@@ -509,6 +509,8 @@ def test_wrong_shapes_are_refused_with_the_shapes():
         ((1, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)),  # other batch
         ((1, 2, 4, 8), (1, 2, 4, 6), (1, 2, 4, 6)),  # other width
         ((2, 4, 8), (2, 4, 8), (2, 4, 8)),  # no batch
+        ((2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)),  # no batch of the queries
+        ((1, 2, 4, 8), (2, 4, 8), (2, 4, 8)),  # no batch of the keys
         ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 8)),  # a value missing
         ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)),  # values without a width
     ]

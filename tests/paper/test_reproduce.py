@@ -296,3 +296,5 @@ def test_the_plan_adds_up(monkeypatch, tmp_path):
     hours = float(re.search(r"time +([\d.]+) a100-hours", plan)[1])
     assert hours == pytest.approx(gpu_hours(flops), rel=0.01)
     assert plan.count("parameters") == 4 and "GiB per GPU" in plan
+    orbits = describe(["physics"], [], space)  # pre-training and two tasks, of two mechanisms
+    assert "runs        6, of which 6 are still to be trained" in orbits

@@ -15,7 +15,6 @@ from train_helpers import (
     assert_close_run,
     command,
     environment,
-    run_process,
     train_here,
 )
 
@@ -119,16 +118,10 @@ def test_every_config_has_a_dry_run(capsys):
             assert word in shown
 
 
-def test_a_users_mistake_is_one_line_and_exit_code_2(corpus, tmp_path):
-    result = run_process(*arguments(corpus, tmp_path, "--train.lr=fast"))
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: command line: train.lr = 'fast'")
-    assert result.stderr.count("\n") == 1
-
-
 def test_a_users_mistake_is_named_with_what_to_do(corpus, tmp_path):
     examples = [
         (["--data.directory=/nowhere"], "text FILES --tokeniser bytes --out /nowhere"),
+        (["--train.lr=fast"], "command line: train.lr = 'fast'"),
         (["--train.micro_batch=3"], "micro_batch"),
         (["--attention.name=lsar"], "did you mean 'lssar'"),
         (["--train.init_from=/nowhere"], "/nowhere"),
