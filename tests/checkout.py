@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import io
 import subprocess
-import tarfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,10 +21,10 @@ def tracked(*patterns: str) -> list[Path]:
 
 def write_committed(folder: Path, path: str) -> None:
     """Write what was last committed under `path`, whatever the checkout holds now."""
-    git = ["git", "-c", f"safe.directory={ROOT}", "archive", "HEAD", path]
+    git = ["git", "-c", f"safe.directory={ROOT}", "archive", "--format=zip", "HEAD", path]
     archive = subprocess.run(git, cwd=ROOT, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        files.extractall(folder)
 
 
 def main_of(script: str):

@@ -17,7 +17,7 @@ from evaluating.variants import Variant
 from lssar.errors import UserError
 from support import command
 from support.files import finite
-from support.text import table
+from support.text import short_number, table
 
 LOSS = Record("loss", "a", 1.5, length=8)
 
@@ -198,6 +198,11 @@ def test_tables_align():
         "a       1.5       2",
         "longer       -10.25",
     ]
+
+
+def test_lengths_are_written_as_papers_do():
+    written = {64: "64", 1000: "1000", 1024: "1K", 1100: "1100", 1536: "1.5K", 16384: "16K"}
+    assert {length: short_number(length) for length in written} == written
 
 
 def test_a_variant_that_a_model_cannot_have_is_left_out_with_the_reason(tmp_path, capsys):

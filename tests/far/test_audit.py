@@ -386,13 +386,17 @@ def test_one_seed_that_has_not_learned_holds_the_verdict_back(tmp_path):
     assert line.endswith("not learned at 1x (85.0% right, the bar is 90%)")
 
 
-def test_passkey_prompts_are_audited_too(workspace):
+def test_passkey_prompts_are_audited_too(workspace, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(audit.plots, "publish", lambda figure, path: drawn.append(figure))
     out = workspace / "passkey.json"
     size = ("--near", "300", "--times", "4", "--segments", "4", "--device", "cpu")
     audit.main([str(workspace / "lssar"), "--task", "passkey", *size, "--out", str(out)])
     (record,) = read_results(out).select(quantity="far_benefit")
     asked = [ask("passkey", BYTES, 1200, number, seed=0).answers for number in range(4)]
     assert record.tokens == sum(d > 600 for answers in asked for _, d in answers) > 0
+    (axes,) = drawn[0].axes
+    assert axes.get_ylim() == (0, 1)  # shares of right answers, whatever was measured
 
 
 def test_mistakes_are_one_clear_line(workspace):

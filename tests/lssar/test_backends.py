@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
+from lssar import fused
 from lssar.backends import BACKENDS, Backend, Call, attend, choose_backend, used_backend
 from lssar.errors import UserError
 from lssar.mechanisms import MECHANISMS, PARTS, SIGNED, Mechanism, _registry, get_mechanism
 from lssar.reference import attention_weights
+from lssar.spans import Span
 
 
 @st.composite
@@ -188,3 +190,17 @@ def test_forward_mode_derivatives_are_those_of_eager():
         torch.testing.assert_close(derivative(q), got, msg=f"{name}, jvp while compiling")
     with forward_ad.dual_level(), pytest.raises(UserError, match="forward-mode AD"):
         attend(forward_ad.make_dual(q, tangent), k, v, "lssar", backend="cpu")
+
+
+def test_a_kernel_that_makes_no_cosines_gets_them_as_products():
+    """That of Triton: of q and k as it gets them, softmax of q k / sqrt(d) is the mechanism."""
+    q, k = torch.randn(2, 1, 2, 9, 8).unbind()
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    for name in cases(["cos-softmax-constant", "cos-softmax-fixed", "cos-ssmax"]):
+        m = MECHANISMS[name]
+        scale = None if m.parameter_init is None else torch.tensor([0.7, 1.3])
+        given_q, given_k, asked = fused.kernel_inputs(q, k, m, scale, Span())
+        assert not asked.flags & (fused.COSINE | fused.UNIT_KEYS)
+        scores = given_q @ given_k.mT / 8**0.5
+        got = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        torch.testing.assert_close(got, attention_weights(q, k, m, head_scale=scale))
