@@ -88,15 +88,17 @@ def summed_losses(
     length = case.length
     near = ", near context" if keep < length else ""
     with progress(targets.tokens, f"{case.label} at {length}{near}", "tok", world.is_main) as bar:
-        for number, (first, *pair) in enumerate(targets.batches()):
+        for number, (first, inputs, wanted) in enumerate(targets.batches()):
             if number % world.size == world.rank:
-                segments = len(pair[0])
-                inputs, wanted = (t.reshape(-1, length)[:, -keep:].to(world.device) for t in pair)
-                losses = model.token_losses(inputs, wanted).cpu().double()  # (sequences, keep)
+                segments = len(inputs)
+                last_inputs = inputs.reshape(-1, length)[:, -keep:].to(world.device)
+                last_wanted = wanted.reshape(-1, length)[:, -keep:].to(world.device)
+                losses = model.token_losses(last_inputs, last_wanted)  # (sequences, keep)
+                losses = losses.cpu().double()
                 for column, (start, stop) in enumerate(ranges):
                     part = losses[:, start:stop].reshape(segments, -1)
                     sums[first : first + segments, column] = part.sum(1)
-            bar.update(pair[0].numel())
+            bar.update(inputs.numel())
     return world.sum(sums).numpy()
 
 

@@ -23,13 +23,13 @@ Beside the results are the figures and NAME-answers.jsonl with every answer. The
 variants are the same as in eval_extrapolation.py.
 """
 
+import itertools
 import json
 import math
 import re
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +87,7 @@ def score(answers: list[dict]) -> dict:
 def by_part(places: list[tuple[float, bool]], edges: list[float]) -> list[dict]:
     """Count right answers by depth or distance; a part is above its lower edge, up to its upper."""
     parts = []
-    for low, high in pairwise(edges):
+    for low, high in itertools.pairwise(edges):
         here = [right for place, right in places if low < min(place, edges[-1]) <= high]
         parts.append({"from": low, "to": high, "trials": len(here), "correct": sum(here)})
     return parts
@@ -178,11 +178,9 @@ def ask(model: GPT, case: Case, arguments, answers: Answers, world: World) -> li
         bar.update(trials - sum(map(len, missing)))
         for turn in range(0, len(missing), world.size):
             shared = missing[turn : turn + world.size]
-            prompts = {
-                trial: make_prompt(tokeniser, length, trial, arguments.seed, form)
-                for batch in shared
-                for trial in batch
-            }
+            prompts = {}
+            for trial in itertools.chain(*shared):
+                prompts[trial] = make_prompt(tokeniser, length, trial, arguments.seed, form)
             tokens = torch.zeros(trials, ANSWER_TOKENS, dtype=torch.int64)
             for mine in shared[world.rank : world.rank + 1]:
                 own = [prompts[trial] for trial in mine]
@@ -214,7 +212,7 @@ def main(argv: list[str]) -> None:
         # Every prompt once before the first model runs: one that is too short is an error.
         form = FORMS[arguments.form]
         trials = range(arguments.trials)
-        for checkpoint, length, trial in product(checkpoints, arguments.lengths, trials):
+        for checkpoint, length, trial in itertools.product(checkpoints, arguments.lengths, trials):
             make_prompt(checkpoint.tokeniser(), length, trial, arguments.seed, form)
         with measuring(arguments, "passkey", settings, {}, world) as results:
             answers = open_answers(results, world)

@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm import tqdm
 
 from benchmarks import measure
-from evaluating.results import Record, Results
+from evaluating.results import Record, Results, continue_results
 from lssar.mechanisms import Mechanism
 from support import plots
 from support.text import table
@@ -37,7 +37,8 @@ class Study:
             kept = {k: v for k, v in vars(options).items() if k not in ("benchmark", "out")}
             kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
             about = about or measure.machine(options.device)
-            self.results = Results(options.out, options.benchmark, settings or kept, about)
+            settings = settings or kept
+            self.results = continue_results(options.out, options.benchmark, settings, about)
 
     def add(self, run: dict, quantity: str, value: float, **more) -> None:
         self.runs[run["run"]] = run

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from evaluating.checkpoints import Checkpoint, open_checkpoints, series_label
-from evaluating.results import Results
+from evaluating.results import Results, continue_results
 from evaluating.variants import (
     CURRENT_LENGTH,
     STRETCHES,
@@ -67,7 +67,8 @@ def made_with(run: dict) -> dict:
 
 def open_results(path: Path, kind: str, settings: dict, about: dict, say: bool = True) -> Results:
     """Begin or continue a results file; its records say what computed them."""
-    results = Results(path, kind, settings, about, made_with=made_with)
+    results = continue_results(path, kind, settings, about)
+    results.made_with = made_with
     if results.records and say:
         print(f"continuing {path}: {len(results.records)} finished numbers are kept")
     return results

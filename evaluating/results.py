@@ -9,7 +9,7 @@ measurement, and no measurement is repeated. Records of one file are comparable:
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -60,43 +60,18 @@ class Record:
 class Results:
     """Holds the records of one file, and writes it."""
 
-    def __init__(
-        self, path: Path, kind: str, settings: dict, about: dict, made_with=None, replace_all=False
-    ):
-        """Begin or continue a file; `made_with(run)` goes into the details of its records.
-
-        With `replace_all`, an existing file is not read, and the next `save` replaces it.
-        """
+    def __init__(self, path: Path, kind: str, settings: dict, about: dict):
+        """Begin without records; the first `save` replaces the file at this path."""
         self.path = Path(path)
-        if self.path.suffix != ".json":
-            raise UserError(f"--out {self.path}: give a name that ends in .json")
         self.kind = kind
         self.settings = files.finite(settings)
         self.about = files.finite(about)
         self.runs: dict[str, dict] = {}
         self.records: list[Record] = []
-        self._made_with = made_with
-        self._stamp = {"command": command_line(), "revision": revision()}  # as they are now
+        self.stamp: dict[str, str] = {}  # command and revision of records that are added
+        self.made_with: Callable[[dict], dict] | None = None  # further details, by their run
         self._claim: files.Claim | None = None
         self._opened_as = self._version()
-        files.make_folder(self.path.parent)
-        if replace_all or not self.path.exists():
-            return
-        found = read_results(self.path)
-        if found.kind != kind:
-            raise UserError(
-                f"{self.path} holds results of {found.kind!r}, not of {kind!r}; give another --out"
-            )
-        for key in self.settings | found.settings:
-            old = found.settings.get(key)
-            new = self.settings.get(key)
-            if old != new:
-                raise UserError(
-                    f"{self.path} was made with {key} = {old}, this is {new}: not comparable; "
-                    "give another --out or delete it"
-                )
-        self.runs = found.runs
-        self.records = found.records
 
     def _version(self) -> tuple | None:
         """Return the file's inode, time and size, which change when another process writes it."""
@@ -120,9 +95,9 @@ class Results:
         for record in records:
             if not record.command:  # else it was measured before
                 details = record.details
-                if self._made_with is not None:
-                    details = details | self._made_with(self.runs.get(record.run, {}))
-                record = replace(record, **self._stamp, details=details)
+                if self.made_with is not None:
+                    details = details | self.made_with(self.runs.get(record.run, {}))
+                record = replace(record, **self.stamp, details=details)
             self.records.append(Record(**files.finite(asdict(record))))
         if save:
             self.save()
@@ -130,6 +105,7 @@ class Results:
     def save(self) -> None:
         """Replace the file; from the first call on, no other process may write it."""
         if self._claim is None:  # many processes may read, only one writes
+            files.make_folder(self.path.parent)
             self._claim = files.Claim(self.path)
             if self._version() != self._opened_as:
                 raise UserError(
@@ -153,6 +129,34 @@ class Results:
         return self.path.with_name(self.path.stem + suffix)
 
 
+def continue_results(path: Path, kind: str, settings: dict, about: dict) -> Results:
+    """Begin a file, or continue one of the same kind and settings."""
+    results = Results(path, kind, settings, about)
+    path = results.path
+    if path.suffix != ".json":
+        raise UserError(f"--out {path}: give a name that ends in .json")
+    files.make_folder(path.parent)
+    results.stamp = {"command": command_line(), "revision": revision()}  # as they are now
+    if not path.exists():
+        return results
+    found = read_results(path)
+    if found.kind != kind:
+        raise UserError(
+            f"{path} holds results of {found.kind!r}, not of {kind!r}; give another --out"
+        )
+    for key in results.settings | found.settings:
+        old = found.settings.get(key)
+        new = results.settings.get(key)
+        if old != new:
+            raise UserError(
+                f"{path} was made with {key} = {old}, this is {new}: not comparable; "
+                "give another --out or delete it"
+            )
+    results.runs = found.runs
+    results.records = found.records
+    return results
+
+
 def read_results(path: str | Path) -> Results:
     """Read a results file and check its structure."""
     path = Path(path)
@@ -160,8 +164,8 @@ def read_results(path: str | Path) -> Results:
     with files.json_record(path, "; give another --out", what) as record:
         found = dict(record)
         files.refuse_wrong_types(found, HEAD)
-        results = Results.__new__(Results)
-        vars(results).update({key: found[key] for key in HEAD}, path=path)
+        results = Results(path, found["kind"], found["settings"], found["about"])
+        results.runs = found["runs"]
         results.records = [Record(**values) for values in found["records"]]
         for record in results.records:
             record.check(results.runs)

@@ -84,8 +84,9 @@ class Targets:
             "documents": len(sizes),
             "share_of_tokens": int(counts.sum()) * self.segment / self.data.total_tokens,
         }
-        number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        return np.repeat(borders[:-1], counts) + number * self.segment
+        earlier = counts.cumsum() - counts  # segments of all documents before each
+        place = np.arange(counts.sum()) - np.repeat(earlier, counts)  # in its own document
+        return np.repeat(borders[:-1], counts) + place * self.segment
 
     def coverage(self) -> str:
         """Say how much of the set lies in long documents; empty without --within-documents."""

@@ -89,8 +89,11 @@ def task_targets(
 ) -> FarTargets:
     """Choose the answers in `count` sequences that stand farther than `beyond` from their key."""
     asked = [ask(task, tokeniser, length, number, seed) for number in range(count)]
-    found = [(i, *answer) for i, one in enumerate(asked) for answer in one.answers]
-    chosen = [answer for answer in found if answer[2] > beyond]
+    chosen = []
+    for number, one in enumerate(asked):
+        for place, distance in one.answers:
+            if distance > beyond:
+                chosen.append((number, place, distance))
     segment, place, distance = _sampled(np.array(chosen).reshape(-1, 3)).T
     tokens = np.stack([one.tokens for one in asked]).astype(np.int64)
     return FarTargets(tokens, segment, place, distance)

@@ -5,6 +5,7 @@ The rules are those of docs/reproduction.md.
 Every comparison is `paper.tables.compare`: paired by seed, with an interval over seeds and text.
 """
 
+import itertools
 import textwrap
 from typing import NamedTuple
 
@@ -44,26 +45,26 @@ def judge_all(filled: dict[str, FilledTable], scale: str) -> dict[str, list[Verd
     """Return the verdicts under "rules", "paper" and "controls"; none for tables not measured."""
     judged = {}
     for kind, sentences in load_toml("claims.toml").items():
-        here = [given for given in sentences if given["table"] in filled]
-        judged[kind] = [judge(given, filled[given["table"]], scale) for given in here]
+        here = [sentence for sentence in sentences if sentence["table"] in filled]
+        judged[kind] = [judge(sentence, filled[sentence["table"]], scale) for sentence in here]
     return judged
 
 
-def judge(given: dict, table: FilledTable, scale: str) -> Verdict:
+def judge(sentence: dict, table: FilledTable, scale: str) -> Verdict:
     """Judge one sentence."""
-    named = (given["text"], given.get("where", ""), given["table"])
-    if "rule" in given:
-        return Verdict(*named, *RULES[given["rule"]](table))
-    if why := of_scale(given.get("not_testable"), SCALES[scale]):
+    named = (sentence["text"], sentence.get("where", ""), sentence["table"])
+    if "rule" in sentence:
+        return Verdict(*named, *RULES[sentence["rule"]](table))
+    if why := of_scale(sentence.get("not_testable"), SCALES[scale]):
         return Verdict(*named, NOT_TESTABLE, [why])
-    asked = of_scale(given["compare"], SCALES[scale])
-    if why := not_learned(given, asked[0]["row"], table):
+    comparisons = of_scale(sentence["compare"], SCALES[scale])
+    if why := not_learned(sentence, comparisons[0]["row"], table):
         return Verdict(*named, NOT_TESTABLE, [why])
     sides = []
     points = []
-    for one in asked:
-        for length in one["lengths"]:
-            side, point = compare_rows(one, length, table)
+    for comparison in comparisons:
+        for length in comparison["lengths"]:
+            side, point = compare_rows(comparison, length, table)
             sides.append(side)
             points.append(point)
     return Verdict(*named, combine(sides), points)
@@ -78,9 +79,9 @@ def combine(sides: list[str]) -> str:
     return AGREES if set(sides) == {AGREES} else UNDECIDED
 
 
-def not_learned(given: dict, row: str, table: FilledTable) -> str:
+def not_learned(sentence: dict, row: str, table: FilledTable) -> str:
     """Say that the model has not learned the task at 1x; empty where it has or need not."""
-    least = given.get("learned")
+    least = sentence.get("learned")
     if least is None:
         return ""
     accuracy = cell_of(table, row, "accuracy", 1).mean
@@ -99,20 +100,20 @@ def cell_of(table: FilledTable, row: str, quantity: str, length: float) -> Cell:
     return table.cell(table.table.row(row), asked)
 
 
-def compare_rows(one: dict, length: float, table: FilledTable) -> tuple[str, str]:
+def compare_rows(comparison: dict, length: float, table: FilledTable) -> tuple[str, str]:
     """Return the verdict on one comparison, and the comparison in words."""
-    quantity = one.get("quantity", "loss")
-    margin = one.get("margin", 0.0)
-    first = cell_of(table, one["row"], quantity, length)
-    second = cell_of(table, one["other"], quantity, length)
+    quantity = comparison.get("quantity", "loss")
+    margin = comparison.get("margin", 0.0)
+    first = cell_of(table, comparison["row"], quantity, length)
+    second = cell_of(table, comparison["other"], quantity, length)
     found = compare(first, second)
-    words = f"{one['row']} against {one['other']} at {length:g}x"
+    words = f"{comparison['row']} against {comparison['other']} at {length:g}x"
     if found is None:
         if any(cell.n and not cell.finite for cell in (first, second)):
             return UNDECIDED, f"{words}: a seed overflowed"
         return NOT_MEASURED, f"{words}: not measured"
     point = f"{words}: {found.text()}"
-    if one.get("is") == "alike":
+    if comparison.get("is") == "alike":
         return alike(found, margin), f"{point}, margin {margin:g}"
     gain = found
     if quantity == "loss":  # less is better
@@ -191,31 +192,35 @@ def summary(scales: dict[str, dict[str, FilledTable]]) -> str:
     for scale in scales:
         header += [scale, "verdict"]
     lines = [header, ["---"] * len(header)]
-    for given in (given for kind in load_toml("claims.toml").values() for given in kind):
-        if "short" not in given:
+    for sentence in itertools.chain(*load_toml("claims.toml").values()):
+        if "short" not in sentence:
             continue
-        one = of_scale(given["compare"], SCALES["nano"])[0]
-        table = scales["nano"][given["table"]]
-        line = [given["short"], f"{one['row']}, {one['other']}", paper_numbers_of(one, table)]
+        comparison = of_scale(sentence["compare"], SCALES["nano"])[0]
+        table = scales["nano"][sentence["table"]]
+        line = [
+            sentence["short"],
+            f"{comparison['row']}, {comparison['other']}",
+            paper_numbers_of(comparison, table),
+        ]
         for scale, filled in scales.items():
-            table = filled.get(given["table"])
-            numbers = measured_numbers(one, table) if table else ""
-            line += [numbers, judge(given, table, scale).verdict if numbers else NOT_MEASURED]
+            table = filled.get(sentence["table"])
+            numbers = measured_numbers(comparison, table) if table else ""
+            line += [numbers, judge(sentence, table, scale).verdict if numbers else NOT_MEASURED]
         lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def ends(one: dict) -> list[float]:
+def ends(comparison: dict) -> list[float]:
     """Return the first and the last length of a comparison."""
-    return sorted({one["lengths"][0], one["lengths"][-1]})
+    return sorted({comparison["lengths"][0], comparison["lengths"][-1]})
 
 
-def measured_numbers(one: dict, table: FilledTable) -> str:
+def measured_numbers(comparison: dict, table: FilledTable) -> str:
     """Write the means of both rows of a comparison at each of its lengths; empty if one lacks."""
-    quantity = one.get("quantity", "loss")
+    quantity = comparison.get("quantity", "loss")
     shown = []
-    for length in ends(one):
-        cells = [cell_of(table, one[key], quantity, length) for key in ("row", "other")]
+    for length in ends(comparison):
+        cells = [cell_of(table, comparison[key], quantity, length) for key in ("row", "other")]
         if not all(cell.n for cell in cells):
             return ""
         decimals = 3 if quantity == "loss" else 0
@@ -224,13 +229,13 @@ def measured_numbers(one: dict, table: FilledTable) -> str:
     return "; ".join(shown)
 
 
-def paper_numbers_of(one: dict, table: FilledTable) -> str:
+def paper_numbers_of(comparison: dict, table: FilledTable) -> str:
     """Write the paper's numbers of both rows at these lengths, where it has them."""
     shown = []
     for column in table.table.columns:
-        rows = [table.table.row(one[key]) for key in ("row", "other")]
+        rows = [table.table.row(comparison[key]) for key in ("row", "other")]
         printed = [table.printed(row, column) for row in rows]
-        if column.factor in ends(one) and None not in printed:
+        if column.factor in ends(comparison) and None not in printed:
             shown.append(f"{column.factor:g}x {', '.join(f'{value:.4g}' for value in printed)}")
     return "; ".join(dict.fromkeys(shown))
 

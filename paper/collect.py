@@ -84,7 +84,7 @@ def merge(
     """
     measured = [read_results(path) for path in sources]
     first = measured[0]
-    results = Results(out, kind, first.settings, first.about, replace_all=True)
+    results = Results(out, kind, first.settings, first.about)
     if seeds is not None and out.exists():
         first = read_results(out)
         for identity, run in first.runs.items():

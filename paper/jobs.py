@@ -221,9 +221,12 @@ def measuring_job(table: Table, runs: list[tuple[Run, int]], space: Workspace) -
 
 def is_complete(out: Path, directories: list[str]) -> bool:
     """Tell whether every run, as it is now, was measured in all that any run was measured in."""
-    done = {(r.run, r.variant, r.task, r.length) for r in read_results(out).records}
-    runs = [c.identity for c in open_checkpoints(directories)]
-    return bool(done) and all((run, *measured) in done for run in runs for _, *measured in done)
+    by_run: dict[str, set[tuple]] = {}
+    for r in read_results(out).records:
+        by_run.setdefault(r.run, set()).add((r.variant, r.task, r.length))
+    wanted = set().union(*by_run.values())
+    runs = [checkpoint.identity for checkpoint in open_checkpoints(directories)]
+    return bool(wanted) and all(by_run.get(run) == wanted for run in runs)
 
 
 def run_all(jobs: Iterable[Job], logs: Path, parallel: int) -> dict[str, str]:

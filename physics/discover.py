@@ -279,8 +279,8 @@ class Vectors:
         self.position = states[..., :2]
         towards = -self.position / np.linalg.norm(self.position, axis=-1, keepdims=True)
         self.truth = magnitude(states)[..., None] * towards
-        labels = (read_array(directory / f"labels_{split}.npy") for split in ("train", "val"))
-        trained, selected = (np.isfinite(array[:, 1::2, 0]) for array in labels)
+        trained = np.isfinite(read_array(directory / "labels_train.npy")[:, 1::2, 0])
+        selected = np.isfinite(read_array(directory / "labels_val.npy")[:, 1::2, 0])
         # `--selection source` selects on everything.
         self.unseen = ~(trained if selected.all() else trained | selected)
 

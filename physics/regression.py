@@ -111,8 +111,9 @@ def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
     step = 1 + 1e-4
     found = {}
     for i, name in enumerate(NAMES):
-        factors = (np.where(np.arange(3) == i, step**sign, 1) for sign in (1, -1))
-        above, below = (evaluate(text, x * factor) for factor in factors)
+        factor = np.where(np.arange(3) == i, step, 1)
+        above = evaluate(text, x * factor)
+        below = evaluate(text, x * np.where(np.arange(3) == i, step**-1, 1))
         with np.errstate(all="ignore"):
             slopes = np.log(np.abs(above / below)) / (2 * np.log(step))
         kept = slopes[np.isfinite(slopes)]
@@ -122,7 +123,8 @@ def exponents(equation: str, x: np.ndarray) -> dict[str, float | None]:
 
 def newtonian(equation: dict) -> bool:
     """Say whether it goes as m1 / r^2 (within 0.1), whatever its m2 and its added constant."""
-    r, m1 = (equation["exponents"][name] for name in ("r", "m1"))
+    r = equation["exponents"]["r"]
+    m1 = equation["exponents"]["m1"]
     return None not in (r, m1) and abs(r + 2) < 0.1 and abs(m1 - 1) < 0.1
 
 

@@ -197,7 +197,8 @@ def forces(options: Namespace) -> tuple[str, int, dict]:
     val[: labelled + probed] = False
     if options.selection == "source":  # all labels but the held-out ones, trained on or not
         val = np.ones_like(train)
-        train[labelled + probed :] = val[labelled + probed :] = False
+        train[labelled + probed :] = False
+        val[labelled + probed :] = False
     write_labelled(options.out, points, states, truth / unit, train, val)
     summary = f"{labelled:,} labelled, {probed:,} probed, {held_out:,} held out"
     return summary, 1, {"unit": unit}

@@ -32,7 +32,7 @@ from data.far_tasks import make_prompt
 from data.shards import open_split
 from data.tokeniser import get_tokeniser
 from data.writer import read_progress
-from evaluating.results import Record, Results, read_results
+from evaluating.results import Record, Results, continue_results, read_results
 from lssar import cpu
 from lssar.backends import attend
 from lssar.errors import UserError
@@ -167,7 +167,7 @@ def test_a_second_evaluation_of_one_file_is_refused_and_loses_nothing(tmp_path):
     (tmp_path / "log").unlink()
     assert f"{path} is being written by another process" in line
     first.add(LOSS)
-    late = Results(path, "kind", {}, about={})
+    late = continue_results(path, "kind", {}, about={})
     first.add(replace(LOSS, length=9))
     with pytest.raises(UserError, match="another process has added"):
         late.save()

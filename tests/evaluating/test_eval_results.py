@@ -12,7 +12,7 @@ from eval_helpers import tiny_model, write_checkpoint
 
 from evaluating.checkpoints import labels, open_checkpoints
 from evaluating.protocol import progress, say_left_out
-from evaluating.results import Record, Results, read_results
+from evaluating.results import Record, Results, continue_results, read_results
 from evaluating.variants import Variant
 from lssar.errors import UserError
 from support import command
@@ -23,7 +23,8 @@ LOSS = Record("loss", "a", 1.5, length=8)
 
 
 def begin(path, **settings) -> Results:
-    results = Results(path, "kind", settings, about={}, made_with=lambda run: {"threads": 3})
+    results = continue_results(path, "kind", settings, about={})
+    results.made_with = lambda run: {"threads": 3}
     results.runs["a"] = {"run": "name of a", "seed": 4}
     return results
 
@@ -144,7 +145,7 @@ def test_another_kind_and_other_settings_are_refused(tmp_path):
     with pytest.raises(UserError, match="extra = None, this is 2"):
         begin(tmp_path / "x.json", seed=1, extra=2)
     with pytest.raises(UserError, match="results of 'kind', not of 'other'"):
-        Results(tmp_path / "x.json", "other", {}, about={})
+        continue_results(tmp_path / "x.json", "other", {}, about={})
 
 
 def test_checkpoints_get_the_shortest_names_that_tell_them_apart(tmp_path):
