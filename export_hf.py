@@ -201,8 +201,8 @@ tokenizer = AutoTokenizer.from_pretrained("NAME/MODEL", trust_remote_code=True)
 print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"))[0]))
 ```
 
-Packed sequences are told apart by `position_ids` that start again at 0. LoRA's default target is
-`qkv`. No attention weights are returned.
+Packed sequences are told apart by `position_ids` that start again at 0. A LoRA adapter needs its
+targets named: `LoraConfig(target_modules=["qkv"], ...)`. No attention weights are returned.
 
 ## Training
 
