@@ -74,7 +74,7 @@ class Case:
         return Case(MECHANISMS["softmax"], "sdpa", self.length, self.threads)
 
     @property
-    def without(self) -> "Case":
+    def without_span(self) -> "Case":
         """Return the case to compare with, to see the worth of the span."""
         if self.seen in DECODED:
             return replace(self.baseline, seen=self.seen)
@@ -115,7 +115,7 @@ def main(options: Namespace) -> None:
 def attention(study: Study) -> None:
     """Measure mechanisms and backends by length."""
     cases = choose(study)
-    found = study.weigh(make_steps, cases, warm_up)
+    found = study.measure_memory(make_steps, cases, warm_up)
     for case, peaks in found.items():
         for phase, peak in zip(PHASES, peaks, strict=True):
             add_case(study, case, f"{phase}_MB", peak)
@@ -200,7 +200,7 @@ def add_times(study: Study, cases: list[Case]) -> None:
         if (case.baseline, phase) in medians:
             add_case(study, case, f"{phase}_ratio", time / medians[case.baseline, phase])
         if case.seen not in (FULL, COPIED):
-            add_case(study, case, f"{phase}_share", time / medians[case.without, phase])
+            add_case(study, case, f"{phase}_share", time / medians[case.without_span, phase])
 
 
 def warm_up(case: Case, options: Namespace) -> None:

@@ -85,7 +85,7 @@ def train(options: Namespace) -> None:
     steps = {name: make_steps(name, options)[0] for name in names}
     study = Study(options)
     seconds = measure.round_seconds(steps, options.device, options.rounds)
-    memory = study.weigh(make_steps, names)
+    memory = study.measure_memory(make_steps, names)
     for name in names:
         time, first = (statistics.median(seconds[n]) for n in (name, names[0]))
         add = partial(study.add, {"run": name}, variant=options.preset, length=options.length)
@@ -156,7 +156,7 @@ def table_lines(options: Namespace, p: float) -> list[Case]:
 def measure_lines(study: Study, lines: list[Case]) -> dict[Case, list[float]]:
     """Return COLUMNS of every line that fits."""
     options = study.options
-    memory = study.weigh(line_steps, lines)
+    memory = study.measure_memory(line_steps, lines)
     size = {"length": options.length, "tokens": options.batch * options.length}
     if not memory:
         given = f"--batch {options.batch} --length {options.length}"

@@ -44,7 +44,7 @@ class Study:
         self.runs[run["run"]] = run
         self.records.append(Record(quantity, run["run"], value, **more))
 
-    def weigh(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
+    def measure_memory(self, make_steps: Callable, contestants: list, warm_up=None) -> dict:
         """Return the peak MB of each step of `make_steps(contestant, options)`, by contestant.
 
         A contestant that does not fit is left out.

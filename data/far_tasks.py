@@ -181,8 +181,8 @@ def ask(task: str, tokeniser: Tokeniser, length: int, number: int, seed: int) ->
     return Asked(tokens, [(place + 1, distance) for place, distance in answers])
 
 
-def guess(task: str, tokeniser: Tokeniser) -> float:
-    """Return the share of answers that a guess among the possible ones gets right."""
+def chance_accuracy(task: str, tokeniser: Tokeniser) -> float:
+    """Return the share of answers that a guess among the possible answers gets right."""
     choices = {
         "mqar": VALUES,
         "flipflop": 2,

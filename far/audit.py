@@ -46,7 +46,7 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
 
 import numpy as np
 
-from data.far_tasks import PASSKEY, TASKS, guess
+from data.far_tasks import PASSKEY, TASKS, chance_accuracy
 from data.loader import Windows
 from data.shards import describe_set
 from evaluating import report
@@ -167,7 +167,7 @@ class Audit:
         self.settings = {"near": self.near, "times": arguments.times, "task": self.task}
         self.about = {}
         self.coverage = ""
-        self.guess = 0.0
+        self.chance = 0.0
         self.targets = self._answers(checkpoints) if self.task else self._text(checkpoints)
         self.settings["segments"] = len(self.targets.tokens)
         self.settings["targets_sha256"] = self.targets.sha256
@@ -203,7 +203,7 @@ class Audit:
                 f"windows of {self.near} reach {deepest * self.near} tokens in {deepest} layers; "
                 f"raise --times to at least {2 ** shortest.bit_length()}"
             )
-        self.guess = guess(self.task, reader)
+        self.chance = chance_accuracy(self.task, reader)
         self.settings |= {"tokeniser": reader.name, "seed": asked.seed}
 
         def targets(length: int, beyond: int) -> FarTargets:
@@ -270,10 +270,10 @@ class Audit:
         if self.task is None:
             benefits = near - full
         else:
-            # Below a guess a share counts as a guess: to answer with a bit at random is no gain
-            # over an answer that is no bit at all.
-            full_raise = max(0.0, self.guess - full[chosen].mean())
-            near_raise = max(0.0, self.guess - near[chosen].mean())
+            # A share below chance counts as chance: to answer with a bit at random is no gain over
+            # an answer that is no bit at all.
+            full_raise = max(0.0, self.chance - full[chosen].mean())
+            near_raise = max(0.0, self.chance - near[chosen].mean())
             benefits = full - near + full_raise - near_raise
         found = mean_record(self.targets, benefits, chosen)
         found["details"] |= {"full": full[chosen].mean(), "near": near[chosen].mean()}
@@ -297,7 +297,7 @@ def ranges(targets: FarTargets, longest: int, octaves: int) -> Iterator[tuple[in
             yield upper, chosen
 
 
-def models(results: Results) -> Iterator[tuple[str, list[Record]]]:
+def benefits_by_model(results: Results) -> Iterator[tuple[str, list[Record]]]:
     """Yield (name, benefits) of each run; runs that differ only in their seed count as one."""
     groups: dict[tuple, list[Record]] = {}
     for record in results.select(quantity="far_benefit"):
@@ -318,7 +318,7 @@ def verdicts(results: Results, unit: str) -> str:
     """Return the table of verdicts, one row per model."""
     rows = []
     task = results.settings["task"]
-    for name, records in models(results):
+    for name, records in benefits_by_model(results):
         details = [r.details for r in records]
         values = details[0]["by_segment"] if len(records) == 1 else [r.value for r in records]
         found = interval_of(values) if values else None

@@ -135,7 +135,8 @@ def _sizes(q: Tensor, k: Tensor, place: Place) -> list[int]:
 
 def _split(q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple[dict, int, int]:
     """Return the tiles, the number of parts that keys are split into, and the keys of a part."""
-    d, d_v = q.shape[3], q.shape[3] if v is None else v.shape[3]
+    d = q.shape[3]
+    d_v = d if v is None else v.shape[3]
     block = triton_form.padded(d)
     keys, warps, stages = triton_table.DECODE[max(64, block, triton_form.padded(d_v))]
     if q.dtype == torch.float32:

@@ -78,7 +78,9 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
 
 def weights_of_span(q, k, m: Mechanism, head_scale, span: Span, decay: Tensor | None) -> Tensor:
     """Return `attention_weights` of checked arguments; the caller turns autocast off."""
-    dtype, queries, keys = working_type(q), q.shape[-2], k.shape[-2]
+    dtype = working_type(q)
+    queries = q.shape[-2]
+    keys = k.shape[-2]
     q, k = q.to(dtype), k.to(dtype)
     position = torch.arange(keys - queries, keys, device=q.device).unsqueeze(-1)  # (Lq, 1)
     key = torch.arange(keys, device=q.device)

@@ -89,7 +89,8 @@ def _counts(mask_function, tokens: Tensor, places, offset: int, more: bool) -> T
         tokens = F.pad(tokens, (0, 1), value=True)
     batch, keys = tokens.shape
     key = torch.arange(keys, device=tokens.device)
-    sequence, head = torch.arange(batch, device=tokens.device), key[:1]
+    sequence = torch.arange(batch, device=tokens.device)
+    head = key[:1]
     rank = tokens.cumsum(1)  # of each token in its sequence, from 1
     look = can_look_at(tokens)
     blocks: Sequence[Tensor] = (places,)  # all in one, as a graph has no loop of unknown length

@@ -25,7 +25,8 @@ DEFAULTS = {field.name: field.default for field in fields(Mechanism)}
 def check_record(record: dict) -> None:
     """Refuse a name that means another mechanism here than it did where the model was saved."""
     try:
-        name, mechanism = record["name"], Mechanism(**record["mechanism"])
+        name = record["name"]
+        mechanism = Mechanism(**record["mechanism"])
     except (TypeError, KeyError) as error:
         raise UserError(f"config.{FIELD} = {record!r:.80} is not a mechanism: {error}") from None
     known = REGISTERED.get(name, mechanism)

@@ -302,7 +302,7 @@ def test_several_seeds_of_a_run_are_one_model(workspace, capsys):
     (line,) = [line for line in shown.splitlines() if "softmax, 3 seeds" in line]
     assert f"{np.mean(values):+.3f} [{low:+.3f}, {high:+.3f}]" in line
     assert f"{sum(r.tokens for r in found[:3])} > 16" in line
-    names = {name: [r.run for r in records] for name, records in audit.models(results)}
+    names = {name: [r.run for r in records] for name, records in audit.benefits_by_model(results)}
     assert [len(runs) for runs in names.values()] == [3, 1]
 
 
