@@ -19,6 +19,7 @@ from physics.loader import open_records
 from physics.simulate import main as simulate
 from training.checkpoint import TRAINER, find, load_moments, read_trainer
 from training.optimiser import parameter_groups
+from training.run_log import other_machine
 
 CONSTANT = ("--train.schedule=constant", "--train.warmup=2")
 
@@ -204,6 +205,12 @@ def test_another_number_of_threads_is_recorded_and_said(corpus, six_steps, tmp_p
     (line,) = (s for s in capfd.readouterr().err.splitlines() if "warning" in s)
     assert f"threads {threads} -> {threads + 1}" in line
     assert f"OMP_NUM_THREADS={threads}" in line
+
+
+def test_the_threads_beside_a_gpu_change_nothing_and_its_name_does():
+    saved = {"torch": "2.13", "processes": 8, "device": "A100", "threads": 4}
+    assert other_machine(saved, saved | {"threads": 5}) is None
+    assert "device A100 -> H100" in other_machine(saved, saved | {"device": "H100"})
 
 
 # --- steps ---------------------------------------------------------------------------------------
