@@ -44,15 +44,10 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in names}
 
 
-def run_prepare(*arguments, before="", **options):
-    """Run `python data/prepare.py ...` as a user does; `before` is Python to run in it first."""
-    command = [sys.executable, "data/prepare.py"]
-    if before:
-        code = "import runpy, sys; sys.argv[0] = 'data/prepare.py'\n"
-        code += "runpy.run_path(sys.argv[0], {}, '__main__')"
-        command = [sys.executable, "-c", f"{before}\n{code}"]
+def run_prepare(*arguments, **options):
+    """Run `python data/prepare.py ...` as a user does."""
     return subprocess.run(
-        [*command, *map(str, arguments)],
+        [sys.executable, "data/prepare.py", *map(str, arguments)],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
 

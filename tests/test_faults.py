@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -21,6 +20,7 @@ import torch
 from cases import cases
 from drill.children import refused
 from eval_helpers import tiny_model, write_checkpoint, write_tokens
+from full_disk import files_of_at_most
 from train_helpers import arguments, make_corpus, train_here
 
 import attention_maps
@@ -97,17 +97,6 @@ def test_a_damaged_measurement_is_named_and_the_others_are_kept(tmp_path, capsys
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
     assert [m["step"] for m in read_metrics(tmp_path)] == [0, 1, 3]
     assert "metrics.jsonl, line 3 is damaged" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def files_of_at_most(size: int):
-    """Limit every file of this process, as a full disk does."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_sets import REPOSITORY, contents, run_prepare, text_corpus
+from full_disk import files_of_at_most
 
 from data import own_text
 from data.prepare import main
@@ -121,18 +122,15 @@ def test_killed_with_workers_it_continues_and_leaves_no_process(out, uninterrupt
     assert contents(out) == expected
 
 
-FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
-
-
 def test_a_full_disk_is_one_line_and_nothing_finished_is_lost(out, uninterrupted):
     arguments, expected = uninterrupted["hub"]
-    arguments = [*arguments, "--out", out]
+    arguments = [*arguments, "--out", str(out)]
     for limit, place in ((300, "progress.json"), (15_000, "val_000000.bin")):
-        done = run_prepare(*arguments, before=FULL_DISK.format(limit))
-        assert done.returncode == 2
-        assert f"{place}: File too large; nothing finished is lost" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert run_prepare(*arguments).returncode == 0
+        message = f"{place}: File too large; nothing finished is lost"
+        with files_of_at_most(limit), pytest.raises(UserError, match=message) as refused:
+            main(arguments)
+        assert "\n" not in str(refused.value)
+    main(arguments)
     assert contents(out) == expected
 
 
