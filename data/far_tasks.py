@@ -79,8 +79,18 @@ def copy(random: np.random.Generator, length: int, longest: int) -> tuple[str, A
     return (string * length)[:length], answers
 
 
-TASKS: dict[str, Callable[[np.random.Generator, int, int], tuple[str, Answers]]]
-TASKS = {"mqar": mqar, "flipflop": flipflop, "copy": copy}
+class Task(NamedTuple):
+    """Holds a task whose answers stand at a known distance."""
+
+    make: Callable[[np.random.Generator, int, int], tuple[str, Answers]]
+    choices: int  # possible answers to a question
+
+
+TASKS = {
+    "mqar": Task(mqar, VALUES),
+    "flipflop": Task(flipflop, 2),
+    "copy": Task(copy, len(ascii_letters)),
+}
 PASSKEY = "passkey"
 
 
@@ -176,20 +186,17 @@ def ask(task: str, tokeniser: Tokeniser, length: int, number: int, seed: int) ->
     if tokeniser.name != "bytes":
         raise UserError(f"the task {task!r} is byte-level, but the model reads {tokeniser.name!r}")
     _refuse_short(task, length)
-    text, answers = TASKS[task](np.random.default_rng([seed, length, number]), length, length)
+    random = np.random.default_rng([seed, length, number])
+    text, answers = TASKS[task].make(random, length, length)
     tokens = np.concatenate(([tokeniser.eot], tokeniser.encode(text)))
     return Asked(tokens, [(place + 1, distance) for place, distance in answers])
 
 
 def chance_accuracy(task: str, tokeniser: Tokeniser) -> float:
     """Return the share of answers that a guess among the possible answers gets right."""
-    choices = {
-        "mqar": VALUES,
-        "flipflop": 2,
-        "copy": len(ascii_letters),
-        PASSKEY: len(passkey_form(tokeniser).keys),
-    }
-    return 1 / choices[task]
+    if task == PASSKEY:
+        return 1 / len(passkey_form(tokeniser).keys)
+    return 1 / TASKS[task].choices
 
 
 def passkey_form(tokeniser: Tokeniser) -> Form:
@@ -222,7 +229,7 @@ class TaskSource(NumberedSource):
 
     def __init__(self, task: str, length: int):
         _refuse_short(task, length)
-        self._make = TASKS[task]
+        self._make = TASKS[task].make
         self._length = length
         about = {"kind": task, "documents": self.DOCUMENTS, "seed": self.SEED, "length": length}
         super().__init__(about, self.DOCUMENTS, self.VALIDATION)
