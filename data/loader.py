@@ -1,15 +1,16 @@
 """Makes batches of a token set: a pure function of (seed, step, global batch, length).
 
-A split of T tokens has W = (T - 1) // length windows of `length` inputs and the `length` tokens
-that follow them; windows do not overlap and may cross shard borders. The sequences of the whole
-run are numbered: number g, in epoch g // W, is window permute(g % W), a permutation drawn from
-(seed, epoch), so that nothing repeats within an epoch. Step s takes the numbers from
-s * global_batch on. How many processes and micro-batches share a step only decides who reads what.
+A split of T tokens has S = (T - 1) // length sequences of `length` inputs and the `length` tokens
+that follow them; sequences do not overlap and may cross shard borders. A run takes them one after
+another: the g-th, in epoch g // S, is sequence permute(g % S), a permutation drawn from (seed,
+epoch), so that nothing repeats within an epoch. Step s takes the next global_batch of them from
+g = s * global_batch on. How many processes and micro-batches share a step only decides who reads
+what.
 
-With `train.long_length`, every `train.long_interval`-th step takes longer windows of the same
+With `train.long_length`, every `train.long_interval`-th step takes longer sequences of the same
 stream, in an order of their own.
 
-`shuffle=False` takes windows in order, as llm.c does, whatever the seed.
+`shuffle=False` takes sequences in order, as llm.c does, whatever the seed.
 """
 
 from collections.abc import Iterator
@@ -54,15 +55,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(32))
 
 
-class Windows:
-    """Reads a token stream as windows of `length` inputs and the tokens that follow them."""
+class Sequences:
+    """Reads a token stream as sequences of `length` inputs and the tokens that follow them."""
 
     def __init__(self, tokens: TokenSet, length: int):
         self.tokens = tokens
         self.directory = tokens.directory
         self.total_tokens = tokens.total_tokens
         self.length = length
-        self.stride = length  # from one window's first token to the next one's
+        self.stride = length  # from one sequence's first token to the next one's
         self.shape = (length + 1,)
         self.count = (tokens.total_tokens - 1) // length
 
@@ -82,7 +83,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        source: Windows,
+        source: Sequences,
         *,
         global_batch: int,
         micro_batch: int,
@@ -93,7 +94,7 @@ class TrainLoader:
         shuffle: bool = True,
         prefetch: bool | None = None,
     ):
-        """Share a global batch of windows; refuse one that cannot be shared, or too few windows.
+        """Share a global batch of sequences; refuse one that cannot be shared, or too few of them.
 
         `prefetch`: read one micro-batch ahead in a thread; default: on a GPU only.
         """
@@ -112,13 +113,13 @@ class TrainLoader:
                 f"micro-batch {micro_batch} must be a multiple of {at_once}"
             )
         self.accumulation = global_batch // at_once
-        self._refuse_too_few_windows(at_once)
+        self._refuse_too_few_sequences(at_once)
         if prefetch is None:
             prefetch = self.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1) if prefetch else None
         self._ahead: dict[tuple[int, int], Future] = {}  # by step and part
 
-    def _refuse_too_few_windows(self, at_once: int) -> None:
+    def _refuse_too_few_sequences(self, at_once: int) -> None:
         """Refuse too little data; name the largest step of whole micro-batches that it allows."""
         source = self.source
         length = source.length
@@ -212,17 +213,17 @@ class MixedLoader:
         return loader.divisors(own)
 
 
-def validation_windows(
-    source: Windows, *, total_tokens: int, batch: int, rank: int = 0, world_size: int = 1
+def validation_batches(
+    source: Sequences, *, total_tokens: int, batch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (inputs, targets) of this rank's share of the first windows of the split.
+    """Yield (inputs, targets) of this rank's share of the first sequences of the split.
 
     They do not overlap: the same `total_tokens` targets at every length.
     """
     length = source.length
     if total_tokens < 1 or total_tokens % length:
         raise UserError(
-            f"{total_tokens} validation tokens in windows of {length}: "
+            f"{total_tokens} validation tokens in sequences of {length}: "
             "the first must be a multiple of the second"
         )
     most = source.count * length
@@ -230,7 +231,7 @@ def validation_windows(
         change = f"set eval.tokens to at most {most} or " if most > 0 else ""
         raise UserError(
             f"{source.directory} has {source.total_tokens} validation tokens, too few for "
-            f"{total_tokens} targets in windows of {length}; "
+            f"{total_tokens} targets in sequences of {length}; "
             f"{change}prepare a larger validation set"
         )
     offsets = np.arange(total_tokens // length) * source.stride
@@ -269,15 +270,15 @@ class Batches:
             command=self.config.data_command(),
         )
 
-    def windows(self, tokens: TokenSet, length: int) -> Windows:
-        """Cut a split into windows."""
-        return Windows(tokens, length)
+    def sequences(self, tokens: TokenSet, length: int) -> Sequences:
+        """Cut a split into sequences."""
+        return Sequences(tokens, length)
 
     def make_loader(self, length: int) -> TrainLoader:
         """Make the loader of sequences of a length, with as many tokens per step at any length."""
         t = self.config.train
         return self.loader_type(
-            self.windows(self.train_set, length),
+            self.sequences(self.train_set, length),
             global_batch=self.plan.sequences * t.length // length,
             micro_batch=self.plan.micro_batch * t.length // length,
             seed=t.seed,
@@ -291,7 +292,7 @@ class Batches:
         """Return eval.tokens; if there are fewer, their number, with a notice."""
         wanted = self.config.eval.tokens
         length = self.config.train.length
-        there = self.windows(self.val_set, length).count * length
+        there = self.sequences(self.val_set, length).count * length
         if 0 < there < wanted:
             self.notices.append(
                 f"validation takes the {there:,} tokens there are, not eval.tokens = {wanted:,}"
@@ -301,8 +302,8 @@ class Batches:
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the validation batches."""
-        return validation_windows(
-            self.windows(self.val_set, self.config.train.length),
+        return validation_batches(
+            self.sequences(self.val_set, self.config.train.length),
             total_tokens=self.validation_tokens,
             batch=self.config.eval.batch or self.plan.micro_batch,
             rank=self.rank,

@@ -101,7 +101,7 @@ class CheckpointLM(TemplateLM):
         return likely, bool((logits.argmax(-1) == target).all())
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, in windows of max_length."""
+        """Return the log-likelihood of whole texts, in parts of max_length."""
         windows = []
         owners = []
         for index, request in enumerate(requests):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.loader import Windows
+from data.loader import Sequences
 from data.shards import TokenSet, open_split
 from data.tokeniser import text_bytes
 from evaluating.checkpoints import Checkpoint
@@ -100,7 +100,7 @@ class Targets:
 
     def batches(self):
         """Yield (first segment, inputs, targets), both (segments, length of a segment)."""
-        source = Windows(self.data, self.segment)
+        source = Sequences(self.data, self.segment)
         for first in range(0, self.count, self.batch):
             yield first, *source.split(source.read(self.starts[first : first + self.batch]))
 

@@ -119,7 +119,7 @@ def train(model, text, rates: list[float], seed: int):
 
 @torch.inference_mode()
 def loss_at(model, text, length: int, count: int) -> float:
-    """Return the mean over `count` bytes in windows of a length that do not overlap."""
+    """Return the mean over `count` bytes in sequences of a length that do not overlap."""
     model.eval()
     inputs, targets = (text[i : i + count].view(-1, length).long() for i in (0, 1))
     total = 0.0

@@ -47,7 +47,7 @@ if not __package__:  # run as a script: the repository, not this folder, is wher
 import numpy as np
 
 from data.far_tasks import PASSKEY, TASKS, chance_accuracy
-from data.loader import Windows
+from data.loader import Sequences
 from data.shards import describe_set
 from evaluating import report
 from evaluating.arguments import EvaluationParser
@@ -187,7 +187,7 @@ class Audit:
         self.settings |= {"gram": gram, "within_documents": asked.within_documents}
         self.about = describe_set(asked.data) | segments.documents
         self.coverage = segments.coverage()
-        tokens = Windows(data, self.length).read(segments.starts).numpy()
+        tokens = Sequences(data, self.length).read(segments.starts).numpy()
         return text_targets(tokens, self.near, gram)
 
     def _answers(self, checkpoints: list[Checkpoint]) -> FarTargets:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.loader import Batches, TrainLoader, Windows, validation_windows
+from data.loader import Batches, Sequences, TrainLoader, validation_batches
 from data.shards import TokenSet, open_split
 from lssar.errors import UserError
 from support.files import json_record, open_regular, reading
@@ -38,7 +38,7 @@ def describe(directory: Path, command: str = SIMULATE) -> dict:
     return about
 
 
-class Records(Windows):
+class Records(Sequences):
     """Holds a split of independent sequences of one length."""
 
     tokeniser = None
@@ -148,7 +148,7 @@ class OrbitBatches(Batches):
             command=self.config.data_command(),
         )
 
-    def windows(self, tokens: Records, length: int) -> Records:
+    def sequences(self, tokens: Records, length: int) -> Records:
         """Return the records, which must have this length."""
         if length != tokens.length:
             raise UserError(
@@ -172,5 +172,5 @@ class OrbitBatches(Batches):
 
 def all_inputs(records: Records, batch: int) -> Iterator[Tensor]:
     """Yield the inputs of every record, in order."""
-    windows = validation_windows(records, total_tokens=records.total_tokens, batch=batch)
-    return (inputs for inputs, _ in windows)
+    batches = validation_batches(records, total_tokens=records.total_tokens, batch=batch)
+    return (inputs for inputs, _ in batches)

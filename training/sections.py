@@ -60,7 +60,7 @@ class LocalSection:  # of local layers, in place of [attention] and model.positi
 class DataSection:
     directory: FolderText = "corpora/fineweb10B"
     prepare: str = "data/prepare.py fineweb"  # the command that makes it, without --out
-    shuffle: bool = True  # windows in a seeded order, each once per epoch
+    shuffle: bool = True  # sequences in a seeded order, each once per epoch
     document_mask: bool = False  # a token sees its own document only
 
 

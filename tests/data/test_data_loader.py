@@ -8,7 +8,7 @@ from data_sets import write_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import MixedLoader, TrainLoader, Windows, permute, validation_windows
+from data.loader import MixedLoader, Sequences, TrainLoader, permute, validation_batches
 from data.shards import open_split
 from lssar.errors import UserError
 
@@ -26,7 +26,7 @@ def tokens(tmp_path_factory):
 
 def loader(tokens, length=17, **changes):
     arguments = {"global_batch": 24, "seed": 3, "micro_batch": 2} | changes
-    return TrainLoader(Windows(tokens, length), **arguments)
+    return TrainLoader(Sequences(tokens, length), **arguments)
 
 
 def global_batch(tokens, step, world_size=1, **changes):
@@ -54,7 +54,7 @@ def test_permute_looks_random():
     assert np.sum(shuffled == np.arange(n)) < 10
 
 
-def test_permute_starts_at_once_for_a_hundred_billion_windows():
+def test_permute_starts_at_once_for_a_hundred_billion_sequences():
     size = 10**11
     few = permute(np.arange(512) + 10**10, size, seed=1, epoch=2)
     assert len(set(few)) == 512
@@ -82,7 +82,7 @@ def test_any_number_of_processes_and_micro_batches_sees_the_same_batch(tokens):
 
 
 def test_an_epoch_holds_every_window_once_and_the_next_another_order(tokens):
-    reader = loader(tokens, global_batch=11, micro_batch=1)  # 176 windows = 16 steps of 11
+    reader = loader(tokens, global_batch=11, micro_batch=1)  # 176 sequences = 16 steps of 11
     assert reader.source.count == 3000 // 17 == 176
     epochs = [np.concatenate([reader.offsets(16 * e + s) for s in range(16)]) for e in range(3)]
     for epoch in epochs:
@@ -164,7 +164,7 @@ def test_a_token_outside_the_vocabulary_is_refused_naming_the_shard(tmp_path):
 
 def targets(tokens, length, **changes):
     arguments = {"total_tokens": 1024, "batch": 3} | changes
-    return [y for _, y in validation_windows(Windows(tokens, length), **arguments)]
+    return [y for _, y in validation_batches(Sequences(tokens, length), **arguments)]
 
 
 def test_validation_has_the_same_targets_at_every_length(tokens):
@@ -174,11 +174,11 @@ def test_validation_has_the_same_targets_at_every_length(tokens):
 
 
 def test_validation_inputs_precede_their_targets(tokens):
-    for x, y in validation_windows(Windows(tokens, 64), total_tokens=1024, batch=5):
+    for x, y in validation_batches(Sequences(tokens, 64), total_tokens=1024, batch=5):
         assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-def test_ranks_share_the_validation_windows(tokens):
+def test_ranks_share_the_validation_sequences(tokens):
     for world_size in cases([2, 3, 8]):
         shares = [
             row.tolist()
@@ -191,12 +191,12 @@ def test_ranks_share_the_validation_windows(tokens):
 
 
 def test_impossible_validation_is_refused_at_the_call(tokens):
-    with pytest.raises(UserError, match=r"1000 validation tokens .* windows of 64"):
-        validation_windows(Windows(tokens, 64), total_tokens=1000, batch=1)
+    with pytest.raises(UserError, match=r"1000 validation tokens .* sequences of 64"):
+        validation_batches(Sequences(tokens, 64), total_tokens=1000, batch=1)
     with pytest.raises(UserError, match="has 3001 validation tokens, too few for 6400"):
-        validation_windows(Windows(tokens, 64), total_tokens=6400, batch=1)
+        validation_batches(Sequences(tokens, 64), total_tokens=6400, batch=1)
     with pytest.raises(UserError, match="multiple"):
-        validation_windows(Windows(tokens, 64), total_tokens=0, batch=1)
+        validation_batches(Sequences(tokens, 64), total_tokens=0, batch=1)
 
 
 def test_every_third_step_is_the_next_one_of_the_long_loader(tokens):

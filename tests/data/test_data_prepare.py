@@ -131,7 +131,7 @@ def test_the_standard_library_is_split_by_file_and_says_which(tmp_path):
         assert np.array_equal(read_stream(out, split), np.concatenate(expected))
     val, train = manifest["tokens"]["val"], manifest["tokens"]["train"]
     assert 0.05 < val / (val + train) < 0.15
-    assert val > 16 * 16384  # room for windows of 16K spread over it
+    assert val > 16 * 16384  # room for sequences of 16K spread over it
     assert train > 5e6
     assert not any("test" in Path(name).parts for name in source["files"])
     assert open_split(out, "val", vocab_size=257).tokeniser == "bytes"

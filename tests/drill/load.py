@@ -9,7 +9,7 @@ import train_helpers as training
 from data_sets import write_shard
 
 import train
-from data.loader import TrainLoader, Windows
+from data.loader import Sequences, TrainLoader
 from data.shards import open_split
 
 from .attack import Told, attack
@@ -71,7 +71,7 @@ def many_shards(times: int, folder: Path) -> Told:
         write_shard(folder / f"x_train_{index:06d}.bin", generator.integers(0, 257, 100))
     began, computing = time.perf_counter(), time.process_time()
     tokens = open_split(folder, "train", vocab_size=257)
-    loader = TrainLoader(Windows(tokens, 64), global_batch=64, seed=0, micro_batch=64)
+    loader = TrainLoader(Sequences(tokens, 64), global_batch=64, seed=0, micro_batch=64)
     batches = [next(iter(loader.micro_batches(step))) for step in range(3)]
     seconds, computing = time.perf_counter() - began, time.process_time() - computing
     assert tokens.total_tokens == 100 * times

@@ -12,7 +12,7 @@ from cases import cases
 from safetensors.torch import load_file
 from train_helpers import ROOT, losses, run_process, weights
 
-from data.loader import validation_windows
+from data.loader import validation_batches
 from lssar.errors import UserError
 from lssar.mechanisms import get_mechanism
 from model import ModelConfig, preset
@@ -209,13 +209,13 @@ def test_labels_stay_with_their_sequences(data):
 
 def test_validation_takes_whole_records(data):
     records = open_records(data / "orbits", "val", vocab_size=53, channels=2, outputs=0)
-    parts = list(validation_windows(records, total_tokens=24 * 7, batch=3))
+    parts = list(validation_batches(records, total_tokens=24 * 7, batch=3))
     assert [len(x) for x, _ in parts] == [3, 3, 1]
     assert torch.equal(
         torch.cat([y for _, y in parts]), records.read(np.arange(7) * records.stride)[:, 1:]
     )
     with pytest.raises(UserError, match="too few"):
-        validation_windows(records, total_tokens=24 * 21, batch=3)
+        validation_batches(records, total_tokens=24 * 21, batch=3)
 
 
 @pytest.mark.parametrize(

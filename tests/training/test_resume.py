@@ -159,7 +159,7 @@ def test_changed_labels_of_orbits_are_other_data(tmp_path):
         (
             [f"--{k}=4096" for k in ("train.length", "train.batch_tokens", "eval.tokens")]
             + ["--train.micro_batch=1"],
-            "in windows of 4096; prepare a larger validation set",
+            "in sequences of 4096; prepare a larger validation set",
         ),
         (
             ["--train.batch_tokens=32768", "--train.micro_batch=1024"],
