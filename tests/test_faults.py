@@ -281,6 +281,8 @@ def test_a_sound_archive_with_wrong_things_in_it_is_refused_in_one_line(finished
         "a state of one parameter": lambda s: s["optimiser"]["state"].update({3: torch.zeros(3)}),
         "a moment": lambda s: s["optimiser"]["state"][3].update(exp_avg_sq=None),
         "a generator": lambda s: s["rng"][0].update(cpu=torch.zeros_like(s["rng"][0]["cpu"])),
+        "a step": lambda s: s["progress"].update(step=-1),
+        "the skipped steps": lambda s: s["progress"].update(skipped=-1),
         "a file": lambda s: s["data"]["files"].update(x=[]),
         "the manifest": lambda s: s["data"].pop("manifest"),
         "the whole": None,
