@@ -22,7 +22,7 @@ import train
 from lssar import cpu, cpu_build
 from lssar.errors import UserError
 from physics import train as orbits
-from support.command import _report
+from support.command import SECONDS_FOR_RANK_0, _report
 from train import learning_rate
 from training import distributed
 from training.config import load_config
@@ -161,6 +161,15 @@ def test_a_mistake_that_torchrun_will_not_report_is_printed(tmp_path, capsys, mo
         assert _report("a\nb") == 2
         assert capsys.readouterr().err == printed
     assert json.loads(report.read_text())["message"]["message"] == "error: a\\nb"
+
+
+def test_other_processes_let_the_first_one_report_a_mistake(monkeypatch):
+    for rank, waits in (("0", []), ("1", [SECONDS_FOR_RANK_0])):
+        waited = []
+        monkeypatch.setattr("support.command.time.sleep", waited.append)
+        monkeypatch.setenv("RANK", rank)
+        assert _report("a mistake") == 2
+        assert waited == waits, rank
 
 
 @pytest.mark.parametrize(
