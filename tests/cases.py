@@ -10,6 +10,9 @@ import random
 import numpy as np
 import torch
 
+# One mechanism of each kind: plain, learned scales, by length, re-weighted, from the query back.
+REPRESENTATIVE = ("softmax", "ssmax", "sigmoid-logn", "lssar", "stick-breaking")
+
 running = []  # the case of each loop that is under way; conftest.py adds them to a failure
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import cases
+from cases import REPRESENTATIVE, cases
 from eval_helpers import small_gpt
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -136,7 +136,7 @@ def test_interpolation_changes_the_positions_and_not_the_row_count(tokens):
 
 
 def test_a_later_token_never_changes_an_earlier_logit(tokens):
-    for name in cases(NAMES):
+    for name in cases(REPRESENTATIVE):
         model = small_gpt(name)
         changed = tokens.clone()
         changed[:, 20:] = torch.randint(61, (2, 25))
@@ -148,7 +148,7 @@ def test_a_later_token_never_changes_an_earlier_logit(tokens):
 
 
 def test_decode_equals_prefill(tokens):
-    for name, steps in cases(NAMES, [(1,) * 45, (20, *(1,) * 25), (7, 1, 13, 24), (45,)]):
+    for name, steps in cases(REPRESENTATIVE, [(1,) * 45, (20, *(1,) * 25), (7, 1, 13, 24), (45,)]):
         model = small_gpt(name)
         cache = KVCache(50)
         with torch.no_grad():

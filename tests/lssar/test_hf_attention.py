@@ -21,21 +21,21 @@ from lssar.reference import attention_weights
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_a_layer_computes_the_reference_weights(mechanism, monkeypatch):
+def test_a_layer_computes_the_reference_weights(monkeypatch):
     """What goes into and comes out of each layer, against `attention_weights` on repeated heads."""
     calls = []
 
-    def watched(module, q, k, v, mask, **options):
+    def watched(mechanism, module, q, k, v, mask, **options):
         assert mask.dtype == torch.int8  # nothing is hidden
-        out = attention_forward(MECHANISMS[mechanism], module, q, k, v, mask, **options)
+        out = attention_forward(mechanism, module, q, k, v, mask, **options)
         calls.append((q, k, v, out[0]))
         return out
 
-    for kind in cases(KINDS):
+    for mechanism, kind in cases(MECHANISMS, KINDS):
         calls.clear()
         model = build(kind, name_of(mechanism))
-        monkeypatch.setitem(AttentionInterface._global_mapping, name_of(mechanism), watched)
+        layer = functools.partial(watched, MECHANISMS[mechanism])
+        monkeypatch.setitem(AttentionInterface._global_mapping, name_of(mechanism), layer)
         with torch.no_grad():
             model(tokens(2, 9), use_cache=False)
         assert len(calls) == 2
