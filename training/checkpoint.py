@@ -198,7 +198,7 @@ class Store:
             raise UserError(
                 f"cannot write checkpoint {final}: {getattr(reason, 'strerror', '') or reason}; "
                 "free the disk or choose another --log.directory; "
-                "the previous checkpoint is intact"
+                "earlier checkpoints are intact"
             ) from None
         with files.writing(self.directory):
             self.point_at(final, best=best)
