@@ -32,7 +32,7 @@ from data.loader import Batches
 from data.tokeniser import get_tokeniser, text_bytes
 from lssar.backends import used_backend
 from lssar.errors import UserError
-from support.command import out_of_memory, run
+from support import command
 from support.files import first_line, lookup
 from training import checkpoint, distributed, estimate
 from training.arguments import TrainingParser
@@ -74,7 +74,7 @@ def main(argv: list[str], kind: type[Config] = Config) -> int:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_DIVERGED
     except RuntimeError as error:
-        if out_of_memory(error):
+        if command.out_of_memory(error):
             raise UserError(
                 f"rank {world.rank}: {first_line(error)}; lower train.micro_batch (the result "
                 "stays the same) or the model, and use --resume"
@@ -442,4 +442,4 @@ def save(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    command.run(main)

@@ -79,20 +79,21 @@ def merge(
 ) -> int:
     """Write the records of several results files, of these runs alone, into one compact file.
 
-    `runs` says of each model, by its identity, what the file is to say of it. With `seeds`, what
-    `out` has of other seeds stays. Returns the number of records.
+    `runs` has the description of each model by its identity. With `seeds`, records of other seeds
+    that `out` has stay. Returns the number of records.
     """
     measured = [read_results(path) for path in sources]
-    first = measured[0]
-    results = Results(out, kind, first.settings, first.about)
+    settings = measured[0].settings
+    results = Results(out, kind, settings, measured[0].about)
     if seeds is not None and out.exists():
-        first = read_results(out)
-        for identity, run in first.runs.items():
+        earlier = read_results(out)
+        settings = earlier.settings
+        for identity, run in earlier.runs.items():
             if identity not in runs and run.get("seed") not in seeds:
                 results.runs[identity] = run
-        results.records = [record for record in first.records if record.run in results.runs]
+        results.records = [record for record in earlier.records if record.run in results.runs]
     for found in measured:
-        if found.settings != first.settings:
+        if found.settings != settings:
             raise UserError(
                 f"{found.path} was measured with other settings than the rest of {out}; "
                 "delete it, and the same command measures it again"

@@ -93,8 +93,8 @@ def main(argv: list[str]) -> None:
         "planets": describe(options.planets)["settings"],
     }
     results = open_results(options.out, "physics", settings, about={})
-    oracle = Model(ORACLE, ORACLE, ORACLE, {}, {"magnitude": ORACLE}, magnitudes.oracle())
-    truth = Model(TRUTH, TRUTH, TRUTH, {}, {"magnitude": TRUTH}, magnitudes.truth, vectors.truth)
+    oracle = without_run(ORACLE, magnitudes.oracle())
+    truth = without_run(TRUTH, magnitudes.truth, vectors.truth)
     models = [oracle, truth, *fine_tuned(options.runs, magnitudes)]
     judges = {"magnitude": magnitudes, "vector": vectors}
     with kept_on_interrupt(options.out):
@@ -134,6 +134,19 @@ class Model:
         return COLOURS.get(self.mechanism) or plots.style(self.mechanism)["color"]
 
 
+def without_run(name: str, magnitudes: np.ndarray, vectors: np.ndarray | None = None) -> Model:
+    """Return the oracle or the truth in place of a model."""
+    return Model(
+        name=name,
+        label=name,
+        mechanism=name,
+        described={},
+        identities={"magnitude": name},
+        magnitudes=magnitudes,
+        vectors=vectors,
+    )
+
+
 def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
     """Load the forces that each run's two fine-tuned models predicted."""
     checkpoints = open_checkpoints(runs, OrbitModel)
@@ -147,13 +160,13 @@ def fine_tuned(runs: list[str], magnitudes: "Magnitudes") -> list[Model]:
         vector_forces, vector_identity = load(path, "vector", checkpoint)
         models.append(
             Model(
-                name,
-                label if labels.count(label) == 1 else name,
-                checkpoint.config.attention.name,
-                checkpoint.describe(),
-                {"magnitude": magnitude_identity, "vector": vector_identity},
-                magnitudes.of(magnitude_forces),
-                vector_forces,
+                name=name,
+                label=label if labels.count(label) == 1 else name,
+                mechanism=checkpoint.config.attention.name,
+                described=checkpoint.describe(),
+                identities={"magnitude": magnitude_identity, "vector": vector_identity},
+                magnitudes=magnitudes.of(magnitude_forces),
+                vectors=vector_forces,
             )
         )
     return models
