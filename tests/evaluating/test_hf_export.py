@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from cases import REPRESENTATIVE, cases
 pytest.importorskip("transformers", reason="pip install -r requirements-downstream.txt")
 
 from eval_helpers import exported_model, tiny_model, write_checkpoint
+from full_disk import files_of_at_most
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
@@ -237,14 +237,9 @@ def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch):
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path):
     run = write_checkpoint(tmp_path / "run", tiny_model("lssar"), tokeniser="bytes")
     before = set(tmp_path.iterdir())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for largest in (0, 4000, 30000):  # of a file: the config, the weights, the copied code
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
-        try:
-            with pytest.raises(UserError, match=r"cannot write .*out"):
-                export_hf.main([str(run), str(tmp_path / "out")])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for largest in cases([0, 4000, 30000]):  # of the config, the weights, the copied code
+        with files_of_at_most(largest), pytest.raises(UserError, match=r"cannot write .*out"):
+            export_hf.main([str(run), str(tmp_path / "out")])
         assert set(tmp_path.iterdir()) == before
 
 
