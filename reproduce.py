@@ -2,7 +2,7 @@
 
 Trains and evaluates what the tables need, writes results/SCALE/TABLE.json, prints each table beside
 the paper's numbers and the verdicts, and draws results/SCALE/TABLE.png. `all` is every table. Runs
-are shared between tables, and a table comes with those of its script: `heads` with `parts`. A
+are shared between tables. A table comes with the others of its script: `heads` with `parts`. A
 failed run does not stop the others; run again, and only what is missing is done.
 
     --scale nano     byte-level models on the standard library's sources; two CPU cores (default)
@@ -45,7 +45,7 @@ from support.files import locked, make_folder
 
 
 def parse_arguments(argv: list[str]) -> Namespace:
-    """Return the options; `tables` become Tables, with those of the same scripts."""
+    """Return the options; `tables` become Tables, with the others of the same scripts."""
     parser = Parser(__doc__)
     parser.add_argument("tables", nargs="*", metavar="TABLE")
     parser.add_argument("--scale", choices=tuple(SCALES), default="nano")
@@ -74,7 +74,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
                 f"it is one of --scale {', '.join(elsewhere)}"
             )
         raise UserError(f"unknown table {name!r}; {did_you_mean(name, ['all', *tables])}")
-    # A table comes with those of the same script, such as its passkeys.
+    # A table comes with the others of the same script, such as its passkeys.
     scripts = {tables[name].script for name in names if name != "all"}
     arguments.tables = [t for t in tables.values() if "all" in names or t.script in scripts]
     return arguments

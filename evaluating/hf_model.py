@@ -38,7 +38,7 @@ class LssarConfig(PreTrainedConfig):
         """Refuse weights of another version than this code computes."""
         if (found := config_dict.get("meaning")) != WEIGHTS_VERSION:
             raise ValueError(
-                f"the weights have meaning {found!r:.20}, this code computes {WEIGHTS_VERSION} "
+                f"the weights are of version {found!r:.20}, this code computes {WEIGHTS_VERSION} "
                 "(model.WEIGHTS_VERSION): export the checkpoint again"
             )
         return super().from_dict(config_dict, **options)

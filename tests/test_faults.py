@@ -222,7 +222,7 @@ def test_weights_of_another_meaning_are_refused_in_one_line(tmp_path, meaning):
     assert description.pop("meaning") == WEIGHTS_VERSION == 2
     known = {} if meaning is None else {"meaning": meaning}
     (path / "model.json").write_text(json.dumps(description | known))
-    with pytest.raises(UserError, match=rf"model\.json: .*meaning {meaning!r}, .* computes 2") as e:
+    with pytest.raises(UserError, match=rf"model\.json: .*version {meaning!r}, .* computes 2") as e:
         load_model(path)
     assert "\n" not in str(e.value)
 

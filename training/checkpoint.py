@@ -128,8 +128,8 @@ def _description(directory: Path) -> Iterator[dict]:
         version = found.get("meaning")
         if version != WEIGHTS_VERSION:
             raise UserError(
-                f"the weights have meaning {version!r:.20}, this code computes {WEIGHTS_VERSION}; "
-                "use the revision that made them, or train again"
+                f"the weights are of version {version!r:.20}, this code computes "
+                f"{WEIGHTS_VERSION}; use the revision that made them, or train again"
             )
         yield found
     except FileNotFoundError:

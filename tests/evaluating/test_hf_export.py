@@ -198,7 +198,7 @@ def test_an_export_of_another_meaning_is_refused(tmp_path, meaning):
     assert config.pop("meaning") == WEIGHTS_VERSION
     file.write_text(json.dumps(config if meaning is None else config | {"meaning": meaning}))
     with pytest.raises(
-        ValueError, match=f"meaning {meaning}, this code computes {WEIGHTS_VERSION}"
+        ValueError, match=f"version {meaning}, this code computes {WEIGHTS_VERSION}"
     ):
         LssarForCausalLM.from_pretrained(tmp_path / "out")
 
