@@ -2,8 +2,9 @@
 
 How far gradients under bf16 autocast are from those in float32, by mechanism and by step of
 training: |g16 - g32| / |g32| over all weights of a nano GPT-2. Training is in float32, so that all
-precisions are compared at the same weights. The last rows try what could help: the queries and keys
-computed in float32, as far as autocast goes, or all of the attention layers.
+precisions are compared at the same weights. The last rows try what could help: the projection to q,
+k and v in float32, all of the attention layers in float32, or a p that grows from 3 to 15 in the
+first 60 steps.
 
 Below it, the largest gradient where the projection to the queries begins small, or at zero.
 
@@ -15,6 +16,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from training.distributed import autocast
 LENGTH = 256
 BATCH = 4
 SCALES = (0.02, 1e-3, 1e-6, 0.0)
+RAMP_STEPS = 60
+FIRST_P = 3
 REWEIGHTED = [get_mechanism("lssar", p=p) for p in (1, 3, 7, 15)]
 MECHANISMS = [get_mechanism("softmax"), get_mechanism("lssa"), *REWEIGHTED]
 
@@ -81,14 +85,25 @@ REMEDIES = {
 }
 
 
-def errors(m: Mechanism, steps: list[int], seed: int) -> dict[tuple[str, int], float]:
-    """Return the relative error of the gradients by remedy and step."""
+def set_p(model: GPT, p: float) -> None:
+    """Compute the attention of all layers with this p from now on."""
+    for block in model.blocks:
+        block.attention.mechanism = replace(block.attention.mechanism, p=p)
+
+
+def errors(
+    m: Mechanism, steps: list[int], seed: int, *, ramped: bool = False
+) -> dict[tuple[str, int], float]:
+    """Return the relative error of the gradients by remedy and step; `ramped`: p grows to m.p."""
     torch.manual_seed(seed)
     model = GPT(preset("nano", m))
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     source = batches(seed)
     found = {}
     for step in range(max(steps) + 1):
+        if ramped:
+            grown = min(1.0, step / RAMP_STEPS)
+            set_p(model, FIRST_P + (m.p - FIRST_P) * grown)
         tokens = next(source)
         exact = gradients(model, tokens, nullcontext())
         if step in steps:
@@ -124,6 +139,11 @@ def main() -> None:
         for name in REMEDIES if m == MECHANISMS[-1] else [""]:
             medians = [statistics.median(run[name, step] for run in runs) for step in steps]
             rows.append([m.title + name, *(f"{value:.2g}" for value in medians)])
+    m = MECHANISMS[-1]
+    runs = [errors(m, steps, seed, ramped=True) for seed in range(arguments.seeds)]
+    for name in REMEDIES:
+        medians = [statistics.median(run[name, step] for run in runs) for step in steps]
+        rows.append([f"{m.title} from {FIRST_P}{name}", *(f"{value:.2g}" for value in medians)])
     print(f"relative error of bf16 gradients, median of {arguments.seeds} seeds\n")
     print(table(["after steps", *map(str, steps)], rows))
     rows = []
