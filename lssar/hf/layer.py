@@ -76,8 +76,12 @@ def attention_forward(
         mechanism = replace(mechanism, window=window)
     if softcap is not None:
         if mechanism.cosine:
-            what = "its scores are those of cosines; set attn_logit_softcapping to None"
-            refuse(mechanism, config, f"soft-capped scores (softcap = {softcap}): {what}")
+            refuse(
+                mechanism,
+                config,
+                f"soft-capped scores (softcap = {softcap}): its scores are those of cosines; set "
+                "attn_logit_softcapping to None",
+            )
         mechanism = replace(mechanism, softcap=softcap)
     head_scale = getattr(module, HEAD_SCALE, None)
     out = attend_padded(query, key, value, mechanism, seen, head_scale=head_scale)
