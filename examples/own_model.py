@@ -5,6 +5,7 @@ values, and no token sees another document. The model learns to recall the token
 began with; a guess has a loss of log(32) = 3.47.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # a clone in which lssar is not installed
 
-from lssar import attend
+from lssar import MECHANISMS, attend
 from lssar.spans import documents
 
 ASK = 32  # the token that asks: "which token did this document begin with?"
@@ -69,4 +70,8 @@ def main(mechanism: str = "lssar", steps: int = 100) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "mechanism", nargs="?", default="lssar", choices=MECHANISMS, metavar="MECHANISM"
+    )
+    main(parser.parse_args().mechanism)
