@@ -81,7 +81,7 @@ class Workbench:
 
 
 def train(options: Namespace) -> None:
-    names = options.attention + ([NANOGPT] if options.nanogpt else [])
+    names = ([NANOGPT] if options.nanogpt else []) + options.attention
     steps = {name: make_steps(name, options)[0] for name in names}
     study = Study(options)
     seconds = measure.round_seconds(steps, options.device, options.rounds)
@@ -97,6 +97,19 @@ def train(options: Namespace) -> None:
     size = f"{options.preset}, batch {options.batch} x {options.length} tokens"
     where = f"{options.device}, {torch.get_num_threads()} threads"
     study.report(f"{size}, {where}, median of {options.rounds}; ratios to {names[0]}")
+    if options.profile:
+        for name in names:
+            print(f"\n{name}: {operator_shares(steps[name])}")
+
+
+def operator_shares(step: measure.Step) -> str:
+    """Return the operators that take 1 % of a step or more, with their shares of its time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        step()
+    times = {event.key: event.self_cpu_time_total for event in found.key_averages()}
+    total = sum(times.values())
+    largest = sorted(times.items(), key=lambda item: -item[1])
+    return ", ".join(f"{key} {time / total:.0%}" for key, time in largest if time > total / 100)
 
 
 def make_steps(name: str, options: Namespace) -> list[measure.Step]:

@@ -35,19 +35,25 @@ TYPES |= dict.fromkeys(("scale", "bias", "unit", "p", "alpha", "train_length"), 
 
 
 def jobs(first_only: bool = False) -> list[dict]:
-    """List the compilations: LSSAR on every card, other common forms on an A100 and an H100."""
+    """List the compilations: LSSAR on every card, and other common forms on an A100 and an H100.
+
+    These are LSSA, softmax, windows and documents, fp16 and fp32.
+    """
     wanted = [(sm, 64, "bf16", "lssar") for sm in ESTIMATED]
     if not first_only:
         for form in ("lssar", "lssa", FLASH):
             wanted += [(sm, d, "bf16", form) for d in (64, 128) for sm in ESTIMATED]
-        for sm in triton_table.TILES:
-            wanted += [(sm, d, "bf16", "lssar") for d in (64, 128)]
-        wanted += [(sm, 64, "bf16", "lssar, spans") for sm in ESTIMATED]
-        wanted += [(80, 64, "fp16", "lssar"), (80, 64, "fp32", "lssar"), (80, 256, "bf16", "lssar")]
+        wanted += [(sm, d, "bf16", "lssar") for sm in triton_table.TILES for d in (64, 128)]
+        for sm in ESTIMATED:
+            for d in (64, 128):
+                wanted += [(sm, d, "bf16", form) for form in ("softmax", "lssar, spans")]
+                wanted += [(sm, d, "fp16", form) for form in ("lssar", "lssa")]
+                wanted.append((sm, d, "fp32", "lssar"))
+        wanted.append((80, 256, "bf16", "lssar"))
     found = []
     for sm, d, dtype, form in dict.fromkeys(wanted):
         for kernel in KERNELS:
-            plain = form == "lssa"
+            plain = not form_of(form, dtype).centred
             config = triton_table.tiles(kernel, d, 32 if dtype == "fp32" else 16, plain, sm)
             if form == FLASH:
                 from benchmarks.flash_softmax import CONFIGS as PLAIN
@@ -58,10 +64,16 @@ def jobs(first_only: bool = False) -> list[dict]:
     return found
 
 
+def form_of(name: str, dtype: str) -> Form:
+    """Return a form by its name; in fp16 rows without a mean are summed relative to a maximum."""
+    form = FORMS.get(name, FORMS["softmax"])
+    return replace(form, online=form.online or (dtype == "fp16" and not form.centred))
+
+
 def resources(job: dict) -> dict:
     """Compile a job to a cubin; return it with its registers, spills, shared memory and cost."""
     kernel = kernel_function(job["kernel"])
-    form = FORMS.get(job["form"], FORMS["softmax"])
+    form = form_of(job["form"], job["dtype"])
     if job["form"] == FLASH:
         from benchmarks import flash_softmax
 

@@ -97,15 +97,15 @@ def together(clocks: dict[str, float], n: float) -> float:
     return sum(part**n for part in parts) ** (1 / n)
 
 
-def calibrated(clocks: dict[str, float], head_dim: int, sm: int) -> float:
-    """Return the n at which the forward pass of flash softmax has its published speed."""
+def calibrated(passes: list[dict[str, float]], head_dim: int, sm: int) -> float:
+    """Return the n at which these passes of flash softmax together have their published speed."""
     published = ASSUMED["published"][str(sm)]
     peak = published["peak"] / published["teraflops"]
-    wanted = peak * 4 * head_dim / RATES[sm]["tensor"]  # clocks; two products of 2 D flop
+    wanted = peak * 2 * head_dim * published["products"] / RATES[sm]["tensor"]  # clocks
     low, high = 1.0, 64.0
     for _ in range(60):
         middle = (low + high) / 2
-        if together(clocks, middle) > wanted:
+        if sum(together(clocks, middle) for clocks in passes) > wanted:
             low = middle
         else:
             high = middle

@@ -293,6 +293,17 @@ def place(i, lo, full, whole, before, MASKED: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def afresh(x):
+    """Return places in a way that the compiler does not see through.
+
+    What is computed from them after a loop is not kept in registers during the loop.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def head_of(X, stride, pair, heads):
     """Return where one head of X begins; in 64 bits, as X may have more than 2^31 elements."""
     batch, head = pair // heads, pair % heads
@@ -304,6 +315,14 @@ def tile(X, start, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return pointers [BLOCK, BLOCK_D] to the rows of one head from `start`."""
     base = X + tl.cast(start, tl.int64) * stride[2]
     return base + (tl.arange(0, BLOCK)[:, None] * stride[2] + tl.arange(0, BLOCK_D)[None, :])
+
+
+@triton.jit
+def tile_afresh(X, start, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the pointers of `tile`, computed afresh after a loop."""
+    base = X + tl.cast(start, tl.int64) * stride[2]
+    rows = afresh(tl.arange(0, BLOCK))
+    return base + (rows[:, None] * stride[2] + tl.arange(0, BLOCK_D)[None, :])
 
 
 @triton.jit
@@ -326,13 +345,9 @@ def load_rows(
 def load_again(
     X, start, stride, inside, d: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Load a tile a second time: kept in registers it would crowd out a whole loop.
-
-    The cache modifier keeps the compiler from taking it for the same load.
-    """
+    """Load a tile a second time, after a loop: kept in registers it would crowd out the loop."""
     mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
-    pointers = tile(X, start, stride, BLOCK, BLOCK_D)
-    return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.load(tile_afresh(X, start, stride, BLOCK, BLOCK_D), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -348,7 +363,7 @@ def store_rows(
 ):
     """Write the rows of a tile that are `inside`, in the type of X."""
     mask = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
-    pointers = tile(X, start, stride, BLOCK, BLOCK_D)
+    pointers = tile_afresh(X, start, stride, BLOCK, BLOCK_D)
     tl.store(pointers, narrow(x, X.dtype.element_ty), mask=mask)
 
 
@@ -364,6 +379,6 @@ def through_norm(x, grad):
     """Return the gradient to x of x / max(|x|, eps) . y; `grad` is that with the norm fixed."""
     norm = length(x)
     x = x.to(tl.float32)
-    unit = x / tl.maximum(norm, NORM_EPS)[:, None]
-    radial = tl.where(norm > NORM_EPS, tl.sum(unit * grad, 1), 0.0)
-    return grad - unit * radial[:, None]
+    inv_norm = 1.0 / tl.maximum(norm, NORM_EPS)
+    radial = tl.where(norm > NORM_EPS, tl.sum(x * grad, 1) * inv_norm * inv_norm, 0.0)
+    return grad - x * radial[:, None]

@@ -62,12 +62,11 @@ def dq_kernel(
     pair = tl.program_id(1)
     shared = pair // repeats
     dtype: tl.constexpr = Q.dtype.element_ty
-    Q = tiles.head_of(Q, q_stride, pair, heads)
     K = tiles.head_of(K, k_stride, shared, heads // repeats)
     V = tiles.head_of(V, v_stride, shared, heads // repeats)
     DO = tiles.head_of(DO, do_stride, pair, heads)
     KEYS += shared.to(tl.int64) * k_length
-    STATS += pair.to(tl.int64) * q_length
+    stats = STATS + pair.to(tl.int64) * q_length
 
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = rows < q_length
@@ -80,15 +79,15 @@ def dq_kernel(
         seeing = first <= position
     lo, full_lo, full_hi, hi = tiles.key_range(first, position, inside, k_length)
     start, full, whole, border, before = tiles.split(lo, full_lo, full_hi, hi, BLOCK_N)
-    row_scale = tiles.load_vector(STATS + plane * SCALE, first_row, inside, BLOCK_M)
-    factor = tiles.load_vector(STATS + plane * FACTOR, first_row, inside, BLOCK_M)
+    row_scale = tiles.load_vector(stats + plane * SCALE, first_row, inside, BLOCK_M)
+    factor = tiles.load_vector(stats + plane * FACTOR, first_row, inside, BLOCK_M)
     zeros = tl.zeros([BLOCK_M], tl.float32)
     shift = None
     offset, delta = zeros, zeros
     if FORM.shifted:
-        shift = tiles.load_vector(STATS + plane * SHIFT, first_row, inside, BLOCK_M)[:, None]
+        shift = tiles.load_vector(stats + plane * SHIFT, first_row, inside, BLOCK_M)[:, None]
     if FORM.centred:
-        offset = tiles.load_vector(STATS + plane * OFFSET, first_row, inside, BLOCK_M)
+        offset = tiles.load_vector(stats + plane * OFFSET, first_row, inside, BLOCK_M)
     exponent = tiles.adaptive(tiles.count_of(first, position), p, alpha, train_length) - 1.0
     do = tiles.load_rows(DO, first_row, do_stride, seeing, d_v, BLOCK_M, BLOCK_V)
     if FORM.l1:
@@ -100,17 +99,18 @@ def dq_kernel(
             rest = tiles.load_rows(REST, first_row, rest_stride, seeing, d_v, BLOCK_M, BLOCK_V)
             out += rest.to(tl.float32) * (1.0 / REST_SCALE)
         delta = tl.sum(do.to(tl.float32) * out, 1)
-    q = tiles.load_rows(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
+    q = tiles.head_of(Q, q_stride, pair, heads)
+    q = tiles.load_rows(q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
 
-    unit, key_unit, inv_unit = zeros + 1.0, 1.0, zeros + 1.0
+    inv_unit = zeros + 1.0
     if dtype == tl.float16:
         bound = tl.maximum(tiles.length(do) * tl.load(RANGE + 2 * shared), TINY)
-        unit = bound / ROOM
+        inv_unit = ROOM / bound
         steepest = tiles.slope_bound((1.0 + offset) / tl.maximum(factor, TINY), FORM)
-        bound *= steepest
         key_unit = 1.0 / tl.maximum(tl.load(RANGE + 2 * shared + 1), TINY)
-        inv_unit = 1.0 / unit
         inv_slope = key_unit / steepest
+        size = tl.maximum(tiles.length(q), NORM_EPS)
+        tl.store(DELTA + 4 * plane + pair.to(tl.int64) * q_length + rows, size, mask=inside)
     CORRECTED: tl.constexpr = FORM.l1 and dtype == tl.float32
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     flat_acc, side_acc = acc, acc
@@ -158,14 +158,20 @@ def dq_kernel(
                 t *= inv_unit[:, None]
             acc = tiles.dot(t * slope, k, acc)
 
-    coef = factor * tiles.load_vector(STATS + plane * COEF, first_row, inside, BLOCK_M)
+    # Computed afresh, not kept in registers during the loop.
+    first_row = tiles.afresh(first_row)
+    pair = tiles.afresh(pair)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    inside = rows < q_length
+    stats = STATS + pair.to(tl.int64) * q_length
+    coef = factor * tiles.load_vector(stats + plane * COEF, first_row, inside, BLOCK_M)
     if FORM.sharp and dtype == tl.float32:
-        weight = tiles.load_vector(STATS + plane * WEIGHT, first_row, inside, BLOCK_M)
+        weight = tiles.load_vector(stats + plane * WEIGHT, first_row, inside, BLOCK_M)
         coef *= weight
         missed *= weight
     share = zeros
     if FORM.centred:
-        share = coef * tiles.load_vector(STATS + plane * SHARE, first_row, inside, BLOCK_M)
+        share = coef * tiles.load_vector(stats + plane * SHARE, first_row, inside, BLOCK_M)
     dense = share * pull
     kept = dense
     if CORRECTED:
@@ -174,24 +180,29 @@ def dq_kernel(
         rounded = (delta + missed) - delta
         delta += missed
         kept = share * (pull - rounded * side_sum)  # E of the D that is rounded
-    dq = acc * (coef * unit)[:, None] - flat_acc * dense[:, None]
-    dq *= row_scale[:, None]
-    if dtype == tl.float16:
-        dq *= (steepest / key_unit)[:, None]
-    q = tiles.load_again(Q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
-    if FORM.cosine:
-        dq = tiles.through_norm(q, dq)
-    DQ = tiles.head_of(DQ, dq_stride, pair, heads)
-    tiles.store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
+    row_scale = tiles.load_vector(stats + plane * SCALE, first_row, inside, BLOCK_M)
     deltas = DELTA + pair.to(tl.int64) * q_length + rows
     tl.store(deltas, delta, mask=inside)
     tl.store(deltas + plane, coef * row_scale, mask=inside)
     tl.store(deltas + 2 * plane, kept * row_scale, mask=inside)
+    unit = row_scale
     if dtype == tl.float16:
-        size = tl.maximum(tiles.length(q), NORM_EPS)
-        bound = (coef * bound + tl.abs(dense) * steepest) * row_scale
-        tl.store(deltas + 3 * plane, bound * size, mask=inside)
-        tl.store(deltas + 4 * plane, size, mask=inside)
+        unit = row_scale / inv_slope
+        bound = (coef * (ROOM / inv_unit) + tl.abs(dense)) * unit * key_unit
+        tl.store(deltas + 3 * plane, bound, mask=inside)
+        coef /= inv_unit
+    dq = acc * coef[:, None] - flat_acc * dense[:, None]
+    dq *= unit[:, None]
+    seeing = inside
+    if FORM.spans:
+        first = tiles.first_keys(FIRST, first_row, q_length, BLOCK_M)
+        seeing = first <= k_length - q_length + rows
+    if FORM.cosine:
+        q = tiles.head_of(Q, q_stride, pair, heads)
+        q = tiles.load_again(q, first_row, q_stride, seeing, d, BLOCK_M, BLOCK_D)
+        dq = tiles.through_norm(q, dq)
+    DQ = tiles.head_of(DQ, dq_stride, pair, heads)
+    tiles.store_rows(DQ, dq, first_row, dq_stride, inside, d, BLOCK_M, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=("q_length", "k_length", "plane", "first_stride", "ends_stride"))
@@ -226,10 +237,10 @@ def dkv_kernel(
         hi = tl.max(last, 0) + 1
         full_hi = tl.load(ENDS + ends_stride + first_key)
     start, full, whole, border, before = tiles.split(lo, full_lo, full_hi, hi, BLOCK_M)
-    K = tiles.head_of(K, k_stride, shared, groups)
-    V = tiles.head_of(V, v_stride, shared, groups)
-    k = tiles.load_rows(K, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
-    v = tiles.load_rows(V, first_key, v_stride, wanted, d_v, BLOCK_N, BLOCK_V)
+    k = tiles.head_of(K, k_stride, shared, groups)
+    k = tiles.load_rows(k, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
+    v = tiles.head_of(V, v_stride, shared, groups)
+    v = tiles.load_rows(v, first_key, v_stride, wanted, d_v, BLOCK_N, BLOCK_V)
     inv_k = None
     if FORM.cosine:
         KEYS += shared.to(tl.int64) * k_length
@@ -300,12 +311,22 @@ def dkv_kernel(
                 if masked:
                     ds = tl.where(seen, ds, 0.0)
                 dk = tiles.dot(ds, q, dk)
-    dk *= unit
-    if FORM.cosine:
-        k = tiles.load_again(K, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
-        dk = tiles.through_norm(k, dk * inv_k)
-    DK = tiles.head_of(DK, dk_stride, shared, groups)
-    tiles.store_rows(DK, dk, first_key, dk_stride, inside, d, BLOCK_N, BLOCK_D)
+    # Computed afresh, not kept in registers during the loops.
+    first_key = tiles.afresh(first_key)
+    shared = tiles.afresh(shared)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    inside = keys < k_length
     DV = tiles.head_of(DV, dv_stride, shared, groups)
     dv /= weight_unit
     tiles.store_rows(DV, dv, first_key, dv_stride, inside, d_v, BLOCK_N, BLOCK_V)
+    dk *= unit
+    if FORM.cosine:
+        wanted = inside
+        if FORM.spans:
+            last = tl.load(ENDS + keys, mask=inside, other=-1)
+            wanted = last >= tl.maximum(keys - past, 0)
+        k = tiles.head_of(K, k_stride, shared, groups)
+        k = tiles.load_again(k, first_key, k_stride, wanted, d, BLOCK_N, BLOCK_D)
+        dk = tiles.through_norm(k, dk * inv_k)
+    DK = tiles.head_of(DK, dk_stride, shared, groups)
+    tiles.store_rows(DK, dk, first_key, dk_stride, inside, d, BLOCK_N, BLOCK_D)

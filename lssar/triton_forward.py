@@ -16,10 +16,12 @@ w = (f - mu) / l, l = sum_j |f - mu|. `triton_naive.py` has all of it in PyTorch
 
 Rows with mu take two passes over their keys, all others one, in which exp (and in fp16 everything)
 is relative to the row's largest so far. Each product is one product of the input's type with fp32
-sums: z^p is rounded once, and l is the sum of the rounded weights. q and k stay as they are; what
-multiplies them (log d log N / |q| |k|) multiplies the fp32 score. KEYS is 1/|k_j| on the cosine,
-else the longest |k| so far, which bounds a row's scores. Only tiles at the border of what a row
-sees are masked.
+sums: z^p is rounded once, and l is the sum of the rounded weights. Tensor cores may truncate their
+sums, and a truncated l makes D of the backward too large for every key of a row: they sum the
+weights of one tile, and tiles are added outside of them. q and k stay as they are; what multiplies
+them (log d log N / |q| |k|) multiplies the fp32 score. KEYS is 1/|k_j| on the cosine, else the
+longest |k| so far, which bounds a row's scores. Only tiles at the border of what a row sees are
+masked.
 
 For the backward (`triton_backward.py`) a row's statistics are saved as planes of one fp32 tensor:
 SCALE and SHIFT of its scores; FACTOR a and OFFSET b, with which w = relu(a f - b)^p (or a f - b) is
@@ -100,7 +102,7 @@ def mean_and_size(total, top, count, largest, seeing, FORM: tl.constexpr):
 
 @triton.jit
 def add_values(
-    s, v, seen, factor, offset, exponent, unit, ones, l, carry, top, acc,
+    s, v, seen, factor, offset, exponent, unit, minus_ones, l, carry, top, acc,
     FORM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Add a tile: the rounded weights to l, and their products with the values to acc.
@@ -132,10 +134,11 @@ def add_values(
     w = tiles.narrow(w, v.dtype)
     if FORM.online:
         l = l * less
-        carry = carry * (less if ones is None else less[:, None])
+        carry = carry * (less if minus_ones is None else less[:, None])
         acc = acc * less[:, None]
-    if FORM.l1 and ones is not None:
-        carry = tiles.dot(w, ones, carry)
+    if FORM.l1 and minus_ones is not None:
+        # Subtracted, as Triton makes an addition part of the product.
+        carry -= tiles.dot(w, minus_ones)
     elif FORM.l1:
         size = tl.abs(w.to(tl.float32))
         l, carry = tiles.add(l, carry, tl.sum(size, 1))
@@ -238,7 +241,9 @@ def forward_kernel(
         tl.store(stats + plane * COEF, coef, mask=inside)
 
     BY_PRODUCT: tl.constexpr = dtype != tl.float32 and not FORM.signed
-    ones = tl.full([BLOCK_N, SIXTEEN], 1.0, tl.float32).to(dtype) if BY_PRODUCT else None
+    minus_ones = None
+    if BY_PRODUCT:
+        minus_ones = tl.full([BLOCK_N, SIXTEEN], -1.0, tl.float32).to(dtype)
     carry = tl.zeros([BLOCK_M, SIXTEEN], tl.float32) if BY_PRODUCT else zeros
     l, top = zeros, zeros + (LOWEST if FORM.online and FORM.phi == "exp" else 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -257,10 +262,16 @@ def forward_kernel(
             s = tiles.scores(tiles.dot(q, tl.trans(k)), row_scale[:, None], inv_k, shift_column)
             v = tiles.load_rows(V, begin, v_stride, some, d_v, BLOCK_N, BLOCK_V)
             l, carry, top, acc = add_values(
-                s, v, seen, factor[:, None], offset[:, None], exponent[:, None], unit, ones,
+                s, v, seen, factor[:, None], offset[:, None], exponent[:, None], unit, minus_ones,
                 l, carry, top, acc, FORM, dtype,
             )  # fmt: skip
 
+    # Computed afresh, not kept in registers during the loops.
+    first_row = tiles.afresh(first_row)
+    pair = tiles.afresh(pair)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    inside = rows < q_length
+    stats = STATS + pair.to(tl.int64) * q_length + rows
     out = acc
     inv_l = zeros + 1.0
     if FORM.l1:

@@ -192,6 +192,7 @@ def _compute_backward(grad, q, k, v, first, out, rest, stats, keys, *settings):
     strides = [*(x.stride()[:3] for x in (q, k, v, out, rest, grad, dq)), first_stride]
     _launch("dq", form, q, k, v, q.shape[2], tensors, strides, [], s)
     if half:
+        delta[3] *= delta[4]  # the bounds of ds, times the sizes of q
         sizes = delta[3:].view(2, *k.shape[:2], -1).amax(-1).movedim(0, -1).contiguous()
     tensors = [q, k, v, keys, first, ends, stats, grad, dk, dv, delta, sizes]
     strides = [*(x.stride()[:3] for x in (q, k, v, grad, dk, dv)), first_stride, ends_stride]

@@ -20,8 +20,7 @@ _AMPERE = {
     ("dq", 128, 16): (128, 16, 8, 2),
     ("dq", 128, 16, "plain"): (128, 32, 8, 2),
     ("dq", 256, 16): (32, 32, 8, 2),
-    ("dkv", 64, 16): (32, 128, 8, 2),
-    ("dkv", 64, 16, "plain"): (16, 128, 4, 2),
+    ("dkv", 64, 16): (16, 128, 4, 2),
     ("dkv", 128, 16): (16, 128, 8, 2),
     ("dkv", 256, 16): (16, 32, 8, 2),
     ("forward", 64, 32): (16, 32, 4, 2),
@@ -38,17 +37,22 @@ _HOPPER = {key: shape for key, shape in _AMPERE.items() if "plain" not in key} |
     ("forward", 64, 16): (128, 64, 8, 3),
     ("forward", 128, 16): (128, 64, 8, 3),
     ("dq", 64, 16): (128, 64, 8, 2),
+    ("dkv", 64, 16): (32, 128, 8, 2),
+}
+_BLACKWELL_RTX = _AMPERE | {
+    ("dq", 128, 16): (128, 16, 8, 3),
+    ("dkv", 64, 16): (32, 128, 8, 2),
 }
 # By compute capability: 80 is an A100, 86 an RTX 3090, 89 an RTX 4090, 90 an H100, 100 a B200, 120
-# an RTX 5090. Older cards are refused: Triton 3.7 multiplies without tensor cores on them, from
-# kilobytes of spilled registers.
+# an RTX 5090. Older ones, as a T4 (75), are refused. Below 80 Triton multiplies by scalar
+# instructions (triton-lang/triton#5066), and `forward` spills a kilobyte per thread.
 TILES = {
     80: _AMPERE,
     86: _AMPERE,
     89: _AMPERE,
     90: _HOPPER,
     100: _HOPPER,
-    120: _AMPERE,
+    120: _BLACKWELL_RTX,
 }
 # What a block of programs may have of shared memory, in KiB.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

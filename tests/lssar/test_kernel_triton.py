@@ -46,8 +46,7 @@ def test_interpreted_kernels_equal_float64(tests):
 
 
 def test_sums_of_16_bit_products_may_be_truncated(monkeypatch):
-    """Some tensor cores cut digits off. Gradients of one-hot rows then lose up to 4.3 times what
-    eager loses, which rounds; all else stays within the bar."""
+    """Some tensor cores cut digits off; the bar stays that of eager, which rounds."""
     monkeypatch.setenv("LSSAR_TRUNCATE", "1")
     interpreted("hostile_input_is_eagers and (dtype1 or dtype2) or random_16_bit", "not slow")
 
@@ -104,10 +103,7 @@ def test_recorded_kernels_are_those_of_the_table_and_fit_their_cards():
         if row["form"] == triton_compile.FLASH:
             continue
         assert row["shared_bytes"] <= 1024 * triton_table.SHARED_KIB[row["sm"]], name
-        if row["head_dim"] <= 128 and row["dtype"] == "bf16":
-            assert row["spills_in_loops"] == 0, name
-            # Outside of the loops a few registers may spill, once per block of rows.
-            assert row["spilled_bytes"] <= 128, name
+        assert row["spilled_bytes"] == 0, name
 
 
 def test_a_card_without_an_entry_takes_the_next_smaller_one_with_a_notice():
