@@ -196,5 +196,6 @@ def draw(benchmark: str, results: Results, out: Path) -> list[Path]:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    plots.name_lines(panels[-1], columns=4)
+    longest = max(map(len, look))
+    plots.name_lines(panels[-1], columns=2 if longest > 30 else 4)
     return plots.save(figure, out.with_suffix(".png"))
