@@ -3,7 +3,7 @@
 Prints the losses of scripts/quickstart.sh beside the expected ones.
 
 RESULTS is a file of eval_extrapolation.py. The expected losses are means over the seeds in
-results/nano/headline.json; until that has several, they are of results/quickstart.json, one seed.
+results/nano/headline.json.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-RECORDS = Path(__file__).parents[1] / "results"
+HEADLINE = Path(__file__).parents[1] / "results/nano/headline.json"
 LENGTHS = (256, 512, 1024, 2048, 4096)
 AS_TRAINED = "as trained"
 WINDOW = "window=256"
@@ -40,20 +40,9 @@ def read_losses(path: Path) -> Losses:
 def attention_of(run: dict) -> str:
     """Return a run's attention; a row of the headline is named after its exponent too."""
     names = {"softmax": "softmax", "lssar-p15": "lssar"}
-    if "config" in run:  # of results/nano/headline.json, which has other rows
+    if "config" in run:  # of the headline, which has other rows
         return names.get(run["run"], "another")
     return run["model"]["attention"]["name"]
-
-
-def read_expected(records: Path) -> tuple[Losses, str]:
-    """Return the expected losses, and where they are from."""
-    headline = records / "nano/headline.json"
-    if headline.exists():
-        losses = read_losses(headline)
-        seeds = [len(losses.get((*row, n), [])) for row in ROWS.values() for n in LENGTHS]
-        if min(seeds) > 1:
-            return losses, f"means of {min(seeds)} seeds, results/nano/headline.json"
-    return read_losses(records / "quickstart.json"), "one seed, results/quickstart.json"
 
 
 def table(measured: Losses, expected: Losses) -> str:
@@ -69,10 +58,11 @@ def table(measured: Losses, expected: Losses) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str], records: Path = RECORDS) -> None:
-    expected, source = read_expected(records)
+def main(argv: list[str], headline: Path = HEADLINE) -> None:
+    expected = read_losses(headline)
+    seeds = len(expected["lssar", AS_TRAINED, LENGTHS[0]])
     print("Validation loss in nats per byte by evaluation length, trained at 256")
-    print(f"In brackets what to expect: {source}")
+    print(f"In brackets what to expect: means of {seeds} seeds, results/nano/headline.json")
     print(table(read_losses(Path(argv[0])), expected))
     print(
         "Beyond the training length softmax's loss climbs and LSSAR's hardly does. A sliding\n"
