@@ -62,14 +62,14 @@ def make_parser() -> Parser:
 
 def main(argv: list[str]) -> None:
     arguments = make_parser().parse_args(argv)
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     (checkpoint,) = open_checkpoints([arguments.checkpoint])
     if checkpoint.config.documents:
         raise UserError(
             f"{checkpoint.path} was trained with data.document_mask = true, and packed documents "
             "cannot be cached by transformers; train without it to export"
         )
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("transformers is not installed; pip install -r requirements-downstream.txt")
     from evaluating.hf_model import MODEL as KNOWN
 
     if unknown := sorted(checkpoint.config.to_dict().keys() - KNOWN.keys()):
