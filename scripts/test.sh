@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests: `bash scripts/test.sh [TIER] [pytest arguments]`. Makes .venv when missing and installs what the tier needs.
-#   (none)             style and the default tier: everything that needs no other package, five minutes on two cores
+#   (none)             style and the default tier: everything that needs no other package, four minutes on two cores
 #   --gpu-rehearsal    the GPU code: a stand-in device, Triton's interpreter, compilation for sm_80 and sm_90
 #   --ecosystem        installation, transformers, fine-tuning stacks, lm-eval, the page in a browser
 #   --physics          orbits and force laws
